@@ -8,10 +8,27 @@ tests/test_architecture.py, a row in METHODS of tests/jaxmoe/replicas/test_metho
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.replicas.co2 import CO2Config as CO2Config
+from jaxmoe.replicas.dadao import DadaoConfig as DadaoConfig
 from jaxmoe.replicas.diloco import DiLoCoConfig as DiLoCoConfig
+from jaxmoe.replicas.noloco import NoLoCoConfig as NoLoCoConfig
+from jaxmoe.replicas.single_merge import SingleMergeConfig as SingleMergeConfig
+from jaxmoe.replicas.sparse import SparseConfig as SparseConfig
+from jaxmoe.replicas.spes import SpesConfig as SpesConfig
+from jaxmoe.replicas.streaming import StreamingConfig as StreamingConfig
 from jaxmoe.replicas.synchronous import SynchronousConfig as SynchronousConfig
 
-ReplicasConfig = SynchronousConfig | DiLoCoConfig
+ReplicasConfig = (
+    SynchronousConfig
+    | DiLoCoConfig
+    | StreamingConfig
+    | SparseConfig
+    | NoLoCoConfig
+    | CO2Config
+    | SingleMergeConfig
+    | SpesConfig
+    | DadaoConfig
+)
 """How the workers of a run communicate."""
 
 REPLICAS = registry_of(ReplicasConfig)

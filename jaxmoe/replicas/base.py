@@ -7,10 +7,21 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import Method
+
+
+class TrainingFacts(NamedTuple):
+    """What a method is built from."""
+
+    leaves: Sequence[Leaf]
+    """Trained parameters."""
+    workers: int
+    """Number of workers."""
+    steps: int
+    """Steps of the run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,5 +49,9 @@ class ReplicasBase(ABC):
         return places if self.workers is None else self.workers
 
     @abstractmethod
-    def build(self, leaves: Sequence[Leaf]) -> Method:
-        """Return the method for these parameters."""
+    def build(self, facts: TrainingFacts) -> Method:
+        """Return the method for a run.
+
+        Args:
+            facts: Parameters, workers and steps of the run.
+        """

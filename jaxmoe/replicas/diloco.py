@@ -10,15 +10,13 @@ The optimiser of each worker is never exchanged nor reset.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import optax
 
-from jaxmoe.replicas.base import ReplicasBase
+from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.codec import plain
 from jaxmoe.replicas.exchange import mean
-from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import Method
 from jaxmoe.replicas.timing import Timing
 
@@ -36,9 +34,9 @@ class DiLoCoConfig(ReplicasBase):
     momentum: float = 0.9
     """Nesterov momentum of the outer optimiser."""
 
-    def build(self, leaves: Sequence[Leaf]) -> Method:
-        """Return the method for these parameters."""
-        del leaves
+    def build(self, facts: TrainingFacts) -> Method:
+        """Return the method; see the base class."""
+        del facts
         return Method(
             timing=Timing(every=self.every),
             codec=lambda leaf: plain(),

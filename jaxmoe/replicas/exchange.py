@@ -10,7 +10,7 @@ parameter. What it returns is equal on all workers where `is_shared` says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ class About(NamedTuple):
     """Logical axes of the parameter."""
     split: tuple[tuple[str, ...], ...]
     """Mesh axes that split each dimension of the parameter."""
+    is_spread: bool = False
+    """Whether each worker has its own devices; under `vmap` a permute needs all workers."""
 
 
 class Exchange(NamedTuple):
@@ -47,6 +49,8 @@ class Exchange(NamedTuple):
     """(payload, decode, slow parameters, about, state) -> (pseudo-gradient, state)."""
     is_shared: bool = True
     """Whether the pseudo-gradient is equal on all workers."""
+    copies: Callable[[int], float] = lambda workers: 2 * (workers - 1) / workers
+    """Number of workers -> payloads that a worker sends in a mean exchange."""
     is_mean: bool = False
     """Whether the pseudo-gradient is the mean of the decoded messages."""
 
@@ -69,19 +73,37 @@ def mean() -> Exchange:
     return Exchange(init=no_state, mix=mix, is_mean=True)
 
 
-def gathered_mean() -> Exchange:
-    """Return the exchange in which payloads travel encoded, and receivers decode and average."""
+def gathered_mean(reduce: Literal["workers", "senders"] = "workers") -> Exchange:
+    """Return the exchange in which payloads travel encoded, and receivers decode and average.
+
+    Args:
+        reduce: Divisor of each sum: all workers, or those whose message is not 0 there.
+    """
 
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
         gathered = gather_around(payload, about)
 
-        def add(total: Array, one: Payload) -> tuple[Array, None]:
-            return total + decode(one, slow).astype(total.dtype), None
+        def add(sums: tuple[Array, Array], one: Payload) -> tuple[tuple[Array, Array], None]:
+            message = decode(one, slow).astype(dtype)
+            count = sums[1] if reduce == "workers" else sums[1] + (message != 0).astype(dtype)
+            return (sums[0] + message, count), None
 
-        total, _ = jax.lax.scan(add, jnp.zeros(slow.shape, jnp.float32), gathered)
-        return (total / about.workers).astype(slow.dtype), state
+        dtype = jnp.promote_types(slow.dtype, jnp.float32)
+        count = (
+            jnp.full((), about.workers, dtype)
+            if reduce == "workers"
+            else jnp.zeros(slow.shape, dtype)
+        )
+        sums = (jnp.zeros(slow.shape, dtype), count)
+        (total, count), _ = jax.lax.scan(add, sums, gathered)
+        return (total / jnp.maximum(count, 1)).astype(slow.dtype), state
 
-    return Exchange(init=no_state, mix=mix, is_mean=True)
+    return Exchange(
+        init=no_state,
+        mix=mix,
+        copies=lambda workers: workers - 1,
+        is_mean=reduce == "workers",
+    )
 
 
 def gather_around(payload: Payload, about: About) -> Payload:

@@ -32,6 +32,11 @@ class Leaf(NamedTuple):
     """Whether the first dimension counts layers."""
 
 
+def is_small(leaf: Leaf) -> bool:
+    """Return whether a parameter is of a router or norm, or a constant: never compressed."""
+    return leaf.role.startswith(("router", "constant")) or leaf.role == "norm"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fragment:
     """Some layers of stacks, and some whole parameters."""

@@ -46,10 +46,17 @@ class Method:
     anchor: Literal["sent", "merged"] = "sent"
     """When own parameters are subtracted from the slow ones: as they are sent; or as they are
     merged, so that the parameters themselves travel."""
+    trains: Callable[[Leaf, Int[Array, ""]], Array | None] | None = None
+    """(leaf, number of a worker) -> mask of what the worker trains, with the dimensions of the
+    parameter, each whole or 1; None for all of it."""
+    finish: Callable[[dict[str, Array], Int[Array, ""]], dict[str, Array]] | None = None
+    """(shared slow parameters of a fragment after a merge, number of the exchange) -> changed."""
 
     def __post_init__(self):
         if self.outer is None and self.anchor == "sent":
             raise ValueError("a method without outer optimiser sends parameters: set anchor")
+        if self.finish is not None and not self.is_shared:
+            raise ValueError("only shared slow parameters can be finished: set is_shared")
 
     def fragments(self, leaves: Sequence[Leaf]) -> tuple[Fragment, ...]:
         """Return the fragments of the parameters."""
@@ -132,7 +139,10 @@ def send(
             one = jax.random.fold_in(key, index)
             message = anchor - x if method.anchor == "sent" else x
             payload, codec[path] = codec_of.encode(message, state.codec[path], one)
-            about = About(number, one, workers.axis, workers.number, leaf.axes, splits[path])
+            about = About(
+                *(number, one, workers.axis, workers.number),
+                *(leaf.axes, splits[path], workers.is_spread),
+            )
             mixed[path], exchange[path] = exchange_of.mix(
                 payload, codec_of.decode, anchor, about, state.exchange[path]
             )
@@ -159,6 +169,8 @@ def merge(
     slow: Arrays | None,
     outer: Any,
     workers: Workers,
+    *,
+    number: Int[Array, ""],
 ) -> tuple[dict[str, Array], dict[str, Array] | None, Any, Talk]:
     """Return (own parameters, shared slow parameters, their outer state, talk) after a merge.
 
@@ -170,6 +182,7 @@ def merge(
         slow: Shared slow parameters; None if every worker has its own.
         outer: State of the shared outer optimiser; None without.
         workers: Workers.
+        number: Number of the exchange, from 0.
     """
     before = talk.slow if slow is None else dict(slow)
     state = outer if talk.slow is None else talk.outer
@@ -180,6 +193,8 @@ def merge(
         with jax.numpy_dtype_promotion("standard"):
             updates, state = method.outer.update(dict(pseudo), state, before)
         after = jax.tree.map(lambda x, u: x + u.astype(x.dtype), before, updates)
+    if method.finish is not None:
+        after = method.finish(after, number)
     target = workers.stack(after) if talk.slow is None else after
     keep = method.timing.keep
     # Copied without arithmetic where nothing is kept, so that workers are bitwise equal.
@@ -193,6 +208,30 @@ def merge(
     if talk.slow is None:
         return own, after, state, talk
     return own, None, None, replace(talk, slow=after, outer=state)
+
+
+def mask_foreign(
+    method: Method,
+    leaves: Mapping[str, Leaf],
+    worker: Int[Array, ""],
+    arrays: Arrays,
+    otherwise: Arrays,
+) -> dict[str, Array]:
+    """Return arrays of one worker where it trains the parameters, and others elsewhere.
+
+    Args:
+        method: Method.
+        leaves: What is known of each parameter.
+        worker: Number of the worker.
+        arrays: {path: array}, such as gradients.
+        otherwise: Arrays of the same shapes.
+    """
+
+    def choose(path: str, x: Array) -> Array:
+        mask = None if method.trains is None else method.trains(leaves[path], worker)
+        return x if mask is None else jnp.where(mask, x, otherwise[path])
+
+    return {path: choose(path, x) for path, x in arrays.items()}
 
 
 def _split(x: Array) -> tuple[tuple[str, ...], ...]:

@@ -77,7 +77,13 @@ class Assembly:
     def worker_training(self) -> WorkerTraining | None:
         """Method with which workers communicate; None for ordinary steps."""
         plan = self.plan
-        return training_of(plan.config.replicas, plan.table, self.step(), self._member)
+        return training_of(
+            plan.config.replicas,
+            plan.table,
+            self.step(),
+            self._member,
+            steps=plan.config.training.steps,
+        )
 
     def jitted_step(self, accumulation: int) -> CheckedStep:
         """Return the jitted step of the run; it donates its state.
@@ -87,7 +93,9 @@ class Assembly:
         """
         plan = self.plan
         step = self.step(accumulation)
-        return jitted_step(plan.config.replicas, plan.table, step, self._member)
+        return jitted_step(
+            plan.config.replicas, plan.table, step, self._member, steps=plan.config.training.steps
+        )
 
     @property
     def _member(self) -> int | None:

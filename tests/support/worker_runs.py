@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.method import mask_foreign
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.state import WorkerTraining
 from jaxmoe.training.workers.step import exchange_late, exchange_now
@@ -63,9 +65,14 @@ def loss(params, x, y):
     return 0.5 * jnp.mean(jnp.sum(error**2, axis=-1))
 
 
-def training_of(config, workers=WORKERS):
+def facts(workers=WORKERS, steps=STEPS):
+    """What methods are built from."""
+    return TrainingFacts(LEAVES, workers, steps)
+
+
+def training_of(config, workers=WORKERS, steps=STEPS):
     """The method of a config on the parameters of this file."""
-    method = config.build(LEAVES)
+    method = config.build(facts(workers, steps))
     return WorkerTraining(
         method=method,
         workers=Workers(workers, is_spread=False),
@@ -86,7 +93,17 @@ def new_state(params, inner):
     )
 
 
-def train(config, *, steps=STEPS, inner=SGD, params=None, workers=WORKERS, watch=None):
+def train(
+    config,
+    *,
+    steps=STEPS,
+    inner=SGD,
+    params=None,
+    workers=WORKERS,
+    watch=None,
+    state=None,
+    run=None,
+):
     """State of all workers after some steps.
 
     Args:
@@ -96,11 +113,14 @@ def train(config, *, steps=STEPS, inner=SGD, params=None, workers=WORKERS, watch
         params: initial values; those of this file when None.
         workers: number of workers.
         watch: called with the state after every step.
+        state: state to go on from; a new one when None.
+        run: steps of the whole run that the method is built for; `steps` when None.
     """
-    training = training_of(config, workers)
-    state = training.begin(new_state(parameters() if params is None else params, inner))
+    training = training_of(config, workers, run or steps)
+    if state is None:
+        state = training.begin(new_state(parameters() if params is None else params, inner))
     step = jax.jit(functools.partial(one_step, training, inner))
-    for _ in range(steps):
+    for _ in range(int(state.step), steps):
         state = step(state)
         if watch is not None:
             watch(state)
@@ -115,9 +135,11 @@ def one_step(training, inner, state):
 
     def one(worker, params, opt_state):
         grads = jax.grad(loss)(params, *rows(worker, state.step))
+        own = functools.partial(mask_foreign, training.method, training.leaves, worker)
+        grads = own(grads, jax.tree.map(jnp.zeros_like, grads))
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = inner.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return own(optax.apply_updates(params, updates), params), opt_state
 
     params, opt_state = jax.vmap(one)(jnp.arange(number), local.params, local.opt_state)
     local = dataclasses.replace(local, params=params, opt_state=opt_state)
@@ -125,25 +147,39 @@ def one_step(training, inner, state):
     return state if training.method.timing.delay else exchange_now(training, state)
 
 
+def own_step(inner, params, opt_state, worker, step):
+    """Parameters and optimiser state of one worker after a step of its own."""
+    grads = jax.grad(loss)(params, *rows(worker, step))
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = inner.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def alone(worker, *, steps=STEPS, inner=SGD, params=None):
     """Parameters of one worker that never exchanges anything."""
     params = parameters() if params is None else params
     opt_state = inner.init(params)
     for step in range(steps):
-        grads = jax.grad(loss)(params, *rows(worker, step))
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = inner.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = own_step(inner, params, opt_state, worker, step)
     return params
 
 
-def synchronous(*, steps=STEPS, inner=SGD, workers=WORKERS):
-    """Parameters after synchronous steps: the mean gradient of all workers in each."""
+def synchronous(*, steps=STEPS, inner=SGD, workers=WORKERS, owned=None):
+    """Parameters after synchronous steps: the mean gradient of all workers in each.
+
+    Args:
+        steps: number of steps.
+        inner: optimiser.
+        workers: number of workers.
+        owned: parameter [L, W, ...] whose row w has the gradient of worker w alone.
+    """
     params = parameters()
     opt_state = inner.init(params)
     for step in range(steps):
         grads = [jax.grad(loss)(params, *rows(worker, step)) for worker in range(workers)]
         mean = jax.tree.map(lambda *g: sum(g) / workers, *grads)
+        if owned is not None:
+            mean[owned] = jnp.stack([g[owned][:, w] for w, g in enumerate(grads)], axis=1)
         updates, opt_state = inner.update(mean, opt_state, params)
         params = optax.apply_updates(params, updates)
     return params

@@ -14,7 +14,12 @@ from jaxmoe.training.workers.step import make_worker_step as make_worker_step
 
 
 def training_of(
-    config: ReplicasConfig, table: ParameterTable, step: TrainStep, island: int | None = None
+    config: ReplicasConfig,
+    table: ParameterTable,
+    step: TrainStep,
+    island: int | None = None,
+    *,
+    steps: int,
 ) -> WorkerTraining | None:
     """Return how the workers of a run train; None for ordinary steps.
 
@@ -23,17 +28,23 @@ def training_of(
         table: Parameters.
         step: Step of one worker; every size of its mesh is filled in.
         island: Number of the one worker of this job; None if all workers are in it.
+        steps: Steps of the run.
 
     Raises:
         ValueError: The method does not fit the mesh.
     """
     if config.exchanges == "nothing":
         return None
-    return WorkerTraining.of(cast("ReplicasBase", config), table, step, island)
+    return WorkerTraining.of(cast("ReplicasBase", config), table, step, island, steps=steps)
 
 
 def jitted_step(
-    config: ReplicasConfig, table: ParameterTable, step: TrainStep, island: int | None = None
+    config: ReplicasConfig,
+    table: ParameterTable,
+    step: TrainStep,
+    island: int | None = None,
+    *,
+    steps: int,
 ) -> CheckedStep:
     """Return the jitted step of a run, (state, batch) -> (state, metrics).
 
@@ -42,8 +53,9 @@ def jitted_step(
         table: Parameters.
         step: Ordinary step, or that of one worker.
         island: See `training_of`; the exchanges of an island are not in its step.
+        steps: Steps of the run.
     """
-    training = training_of(config, table, step, island)
+    training = training_of(config, table, step, island, steps=steps)
     if training is None:
         return step.jitted()
     return make_worker_step(training, exchanges=island is None)

@@ -19,7 +19,7 @@ from flax import struct, traverse_util
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.replicas.base import ReplicasBase
+from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.fragments import Fragment, Leaf
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
@@ -102,6 +102,8 @@ class WorkerTraining:
         table: ParameterTable,
         step: TrainStep,
         island: int | None = None,
+        *,
+        steps: int,
     ) -> WorkerTraining:
         """Return the method of a config.
 
@@ -110,6 +112,7 @@ class WorkerTraining:
             table: Parameters.
             step: Step of one worker; every size of its mesh is filled in.
             island: Number of the one worker of this job; None if all workers are in it.
+            steps: Steps of the run.
 
         Raises:
             ValueError: The mesh has places for another number of workers, or the layout of the
@@ -148,7 +151,7 @@ class WorkerTraining:
             )
             for row in table.trained_rows
         ]
-        method = config.build(leaves)
+        method = config.build(TrainingFacts(leaves, number, steps))
         return cls(
             method=method,
             workers=Workers(number, places > 1),

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import Fragment
-from jaxmoe.replicas.method import Talk, merge, send
+from jaxmoe.replicas.method import Talk, mask_foreign, merge, send
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
 from jaxmoe.training.workers.routers import remember_statistics, replay, total_of
@@ -75,7 +75,8 @@ def local_steps(
         rng = jax.random.wrap_key_data(shared["key"])
         before = TrainState(step=shared["step"], rng=rng, **own)
         first = (training.first_worker + number) * rows.tokens.shape[0]
-        after, metrics, statistics = step(before, rows, first)
+        one_step = step if training.method.trains is None else own_step(step, training, number)
+        after, metrics, statistics = one_step(before, rows, first)
         results = (metrics, None if local.past is None else statistics)
         return {name: getattr(after, name) for name in fields}, results
 
@@ -85,6 +86,30 @@ def local_steps(
     if past is not None:
         past = remember_statistics(past, statistics, number, metrics.is_skipped)
     return replace(state, step=number, local=replace(local, past=past, **own)), metrics
+
+
+def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) -> Any:
+    """Return a step that leaves parameters as they are that other workers train.
+
+    Args:
+        step: Step of one worker.
+        training: Method.
+        number: Number of the worker.
+    """
+
+    def own(tree: Any, otherwise: Any) -> Any:
+        arrays, others = flat(tree), flat(otherwise)
+        trained = {path: arrays[path] for path in training.leaves}
+        masked = mask_foreign(training.method, training.leaves, number, trained, others)
+        return nested(arrays | masked)
+
+    def run(state: TrainState, rows: Batch, first: Any) -> Any:
+        weight, summed, losses = step.gradients(state, rows, first)
+        grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
+        after, *rest = step.finish(state, weight, replace(summed, grads=grads), losses)
+        return replace(after, params=own(after.params, state.params)), *rest
+
+    return run
 
 
 def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
@@ -174,6 +199,7 @@ def merge_arrived(
         slow,
         state.opt_state[number] if method.is_shared else None,
         training.workers,
+        number=method.timing.round(number, state.step - method.timing.delay),
     )
     state = _with_talk(state, number, talk)
     local = replace(state.local, params=nested(fragment.put(mine, own, leading=1)))

@@ -84,7 +84,7 @@ class Trained:
         execution = ExecutionConfig(mesh=mesh or MeshConfig(), **fields)
         step = TrainStep(model=model, optimizer=inner, execution=execution, clip=clip)
         table = parameter_table(model, None, execution.axis_rules)
-        self.training = WorkerTraining.of(config, table, step)
+        self.training = WorkerTraining.of(config, table, step, steps=100)
         rows = one_step.batch() if rows is None else rows
         size = math.prod(execution.mesh.sizes)
         self.mesh = make_mesh(execution.mesh, jax.devices()[:size]) if size > 1 else None
@@ -207,4 +207,4 @@ def test_router_state_of_a_round_is_that_of_the_summed_statistics():
 def test_meshes_that_do_not_fit_the_workers_are_refused(mesh, config, fields, message):
     step = TrainStep(model=TINY, optimizer=ADAM, execution=ExecutionConfig(mesh=mesh, **fields))
     with pytest.raises(ValueError, match=message):
-        WorkerTraining.of(config, parameter_table(TINY), step)
+        WorkerTraining.of(config, parameter_table(TINY), step, steps=100)

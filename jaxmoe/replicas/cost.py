@@ -1,0 +1,47 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that a worker sends, from the method alone.
+
+For parameters that are not cut within a worker; where a worker is itself a mesh, its devices share
+the bytes out as they do the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.method import Method
+
+
+class Cost(NamedTuple):
+    """Bytes that one worker sends."""
+
+    exchanges: tuple[float, ...]
+    """Bytes of one exchange of each fragment."""
+    step: float
+    """Mean over the steps."""
+    peak: float
+    """Largest exchange."""
+
+
+def cost(method: Method, leaves: Sequence[Leaf], workers: int) -> Cost:
+    """Return what a worker sends.
+
+    Args:
+        method: Method.
+        leaves: Trained parameters.
+        workers: Number of workers.
+    """
+    known = {leaf.path: leaf for leaf in leaves}
+    exchanges = tuple(
+        sum(
+            method.codec(known[path]).bits(fragment.shape(known[path]))
+            / 8
+            * method.exchange(known[path]).copies(workers)
+            for path in (*fragment.strided, *fragment.whole)
+        )
+        for fragment in method.fragments(leaves)
+    )
+    return Cost(exchanges, sum(exchanges) / method.timing.every, max(exchanges))

@@ -1,0 +1,135 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""SPES: each worker trains its own experts, and takes the others as they are (arXiv 2602.11543).
+
+Worker w of R owns the experts e with floor(e R / E) = w. Only these, and all other parameters, have
+gradients on it; foreign experts take part in the forward pass, frozen. At an exchange experts come
+from their owner, bit for bit, and everything else is the plain mean. Optimiser states never travel.
+
+Until step `merging_steps` experts of a layer are drawn together every `merging_every` steps:
+
+    w_e = w_e + a mean_{j in near(e)} (w_j - w_e),   a = merging (1 - step / merging_steps)
+
+near(e) are the four experts whose first projections have the largest cosine with that of e, and all
+matrices of an expert move. The moments of foreign experts stay zero, but their memory is kept:
+states of workers have the shape of all experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
+from jaxmoe.replicas.codec import Payload, plain
+from jaxmoe.replicas.exchange import About, Decode, Exchange, mean, no_state
+from jaxmoe.replicas.expert_merging import ExpertMerging
+from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.method import Method
+from jaxmoe.replicas.timing import Timing
+from sharding import axes as ax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SpesConfig(ReplicasBase):
+    """Trains each expert on one worker, and averages everything else."""
+
+    name: ClassVar[str] = "spes"
+
+    every: int = 100
+    """Steps between two exchanges."""
+    merging: float = 0.01
+    """How far experts move to their nearest ones in the first merging; 0 never merges."""
+    merging_every: int = 500
+    """Steps between two mergings of experts; a multiple of `every`."""
+    merging_steps: int = 10_000
+    """Steps until experts are no longer merged; the distance falls linearly."""
+    nearest: int = 4
+    """Experts to which an expert is drawn."""
+
+    def __post_init__(self):
+        ReplicasBase.__post_init__(self)
+        if not 0.0 <= self.merging <= 1.0:
+            raise ValueError(f"replicas.merging={self.merging} must lie in [0, 1]")
+        if self.merging > 0.0 and (
+            self.merging_every < 1 or self.every < 1 or self.merging_every % self.every != 0
+        ):
+            raise ValueError(
+                f"replicas.merging_every={self.merging_every} must be a multiple of"
+                f" replicas.every={self.every}: experts are merged at exchanges"
+            )
+        if self.merging_steps < 1 or self.nearest < 1:
+            raise ValueError(
+                f"replicas.merging_steps={self.merging_steps} and"
+                f" replicas.nearest={self.nearest} must be at least 1"
+            )
+
+    def build(self, facts: TrainingFacts) -> Method:
+        """Return the method; see the base class.
+
+        Raises:
+            ValueError: There are fewer experts than workers.
+        """
+        counts = [leaf.shape[_experts(leaf)] for leaf in facts.leaves if ax.EXPERTS in leaf.axes]
+        if not counts or min(counts) < facts.workers:
+            raise ValueError(
+                f"replicas 'spes' needs an expert for each of {facts.workers} workers, the model"
+                f" has {min(counts, default=0)}: use fewer workers or a model with more experts"
+            )
+
+        def trains(leaf: Leaf, worker: Int[Array, ""]) -> Array | None:
+            if ax.EXPERTS not in leaf.axes:
+                return None
+            dimension = _experts(leaf)
+            size = leaf.shape[dimension]
+            own = jnp.arange(size, dtype=jnp.int32) * facts.workers // size == worker
+            return own.reshape([-1 if d == dimension else 1 for d in range(len(leaf.shape))])
+
+        merging = ExpertMerging(
+            leaves={leaf.path: leaf for leaf in facts.leaves if ax.EXPERTS in leaf.axes},
+            rate=self.merging,
+            every=self.merging_every,
+            steps=self.merging_steps,
+            nearest=self.nearest,
+        )
+
+        def finish(slow: dict[str, Array], number: Int[Array, ""]) -> dict[str, Array]:
+            return merging.apply(slow, (number + 1) * self.every)
+
+        return Method(
+            timing=Timing(every=self.every),
+            codec=lambda leaf: plain(),
+            exchange=lambda leaf: from_owner() if ax.EXPERTS in leaf.axes else mean(),
+            outer=None,
+            anchor="merged",
+            trains=trains,
+            finish=finish if self.merging > 0.0 else None,
+        )
+
+
+def from_owner() -> Exchange:
+    """Return the exchange in which each expert comes from the worker that owns it.
+
+    One all-reduce of the experts with those of others set to 0, which changes no bit of a number.
+    """
+
+    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
+        experts = decode(payload, slow)
+        dimension = about.axes.index(ax.EXPERTS)
+        here, names = experts.shape[dimension], about.split[dimension]
+        total = here * (jax.lax.axis_size(names) if names else 1)
+        first = here * jax.lax.axis_index(names) if names else 0
+        numbers = first + jax.lax.broadcasted_iota(jnp.int32, experts.shape, dimension)
+        is_own = numbers * about.workers // total == jax.lax.axis_index(about.axis)
+        return jax.lax.psum(jnp.where(is_own, experts, 0.0), about.axis), state
+
+    return Exchange(init=no_state, mix=mix)
+
+
+def _experts(leaf: Leaf) -> int:
+    """Return the dimension of a parameter that counts experts."""
+    return leaf.axes.index(ax.EXPERTS)

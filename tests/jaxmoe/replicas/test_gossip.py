@@ -1,0 +1,167 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Methods in which workers exchange with some others, or late."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmoe.replicas import CO2Config, DadaoConfig, NoLoCoConfig, SingleMergeConfig
+from jaxmoe.replicas.dadao import edges_of
+from jaxmoe.replicas.gossip import matched_pairs, random_pairs, random_peers
+from tests.support import worker_runs as wr
+
+INNER = optax.adam(0.03)
+
+
+def at(params, worker):
+    return jax.tree.map(lambda x: x[worker], params)
+
+
+def mean_of(trees):
+    return jax.tree.map(lambda *x: sum(x) / len(x), *trees)
+
+
+@pytest.mark.parametrize("workers", [2, 5, 8])
+def test_tables_pair_every_worker_once(workers):
+    for pairs in random_pairs(workers, 16, seed=0):
+        peer = dict(pairs)
+        assert sorted(peer) == list(range(workers))
+        assert all(peer[peer[worker]] == worker for worker in peer)
+        assert sum(worker == other for worker, other in pairs) == workers % 2
+    rounds = random_peers(workers, 400, 0.25, seed=0)
+    assert all(sender != receiver for pairs in rounds for sender, receiver in pairs)
+    assert all(len({one for one, _ in pairs}) == len(pairs) for pairs in rounds)
+    share = np.mean([len(pairs) / workers for pairs in rounds])
+    assert share == pytest.approx(0.25, abs=0.04)
+
+
+def test_noloco_equals_a_loop_over_pairs():
+    config = NoLoCoConfig(every=3, pairings=3, seed=1)
+    table = random_pairs(4, 3, seed=1)
+    assert len(set(table)) > 1
+    got = wr.train(config, inner=INNER, steps=9)
+    slow, own = [wr.parameters()] * 4, [wr.parameters()] * 4
+    m = [jax.tree.map(jnp.zeros_like, slow[0])] * 4
+    moments = [INNER.init(slow[0])] * 4
+    for step in range(9):
+        for w in range(4):
+            own[w], moments[w] = wr.own_step(INNER, own[w], moments[w], w, step)
+        if (step + 1) % 3 == 0:
+            peer = dict(table[step // 3])
+            grad = [jax.tree.map(jnp.subtract, own[w], slow[w]) for w in range(4)]
+            both = [mean_of([grad[w], grad[peer[w]]]) for w in range(4)]
+            middle = [mean_of([slow[w], slow[peer[w]]]) for w in range(4)]
+            m = [
+                jax.tree.map(lambda m, g, p, s: 0.5 * m + 0.7 * g + 0.7 * (p - s), *trees)
+                for trees in zip(m, both, middle, slow, strict=True)
+            ]
+            slow = [jax.tree.map(jnp.add, s, step) for s, step in zip(slow, m, strict=True)]
+            own = list(slow)
+    for w in range(4):
+        assert wr.distance(at(got.local.params, w), own[w]) < 1e-6
+
+
+def test_noloco_keeps_the_mean_of_slow_parameters():
+    spreads = still_workers(NoLoCoConfig(every=1), 40)
+    assert spreads[-1] < 1e-3 * spreads[0]
+
+
+def test_a_second_copy_speeds_gossip_on_a_ring():
+    """Eight workers on a ring: the mean stays, and the distance shrinks faster than without."""
+    spreads = {
+        gossip: still_workers(DadaoConfig(gossip=gossip), 80, workers=8)
+        for gossip in ("continuous", "none")
+    }
+    assert spreads["continuous"][-1] < 0.5 * spreads["none"][-1] < 0.1 * spreads["none"][0]
+
+
+@pytest.mark.parametrize("graph", ["ring", "complete"])
+def test_matchings_follow_the_edges_of_a_graph(graph):
+    edges = edges_of(graph, 6)
+    assert len(edges) == {"ring": 6, "complete": 15}[graph]
+    for pairs in matched_pairs(6, edges, 16, seed=0):
+        peer = dict(pairs)
+        assert all(peer[peer[worker]] == worker for worker in range(6))
+        assert all(tuple(sorted(p)) in edges for p in pairs if p[0] != p[1])
+
+
+def still_workers(config, steps, workers=4):
+    """Largest distance of workers that do not train, before and after each step; the mean stays."""
+    spreads, means = [], []
+    still = optax.sgd(0.0)
+    training = wr.training_of(config, workers)
+    state = training.begin(wr.new_state(wr.parameters(), still))
+    noise = jax.tree.map(
+        lambda x: x + jax.random.normal(jax.random.key(x.ndim), x.shape), state.local.params
+    )
+    talk = state.local.talks[0].replace(slow=noise)
+    local = state.local.replace(params=noise, talks=(talk,))
+
+    def watch(state):
+        spreads.append(wr.spread(state.local.params))
+        means.append(jax.tree.map(lambda x: x.mean(0), state.local.params))
+
+    first = state.replace(local=local)
+    spreads.append(wr.spread(noise))
+    wr.train(config, inner=still, state=first, steps=steps, workers=workers, watch=watch)
+    assert wr.distance(means[-1], jax.tree.map(lambda x: x.mean(0), noise)) < 1e-5
+    return spreads
+
+
+@pytest.mark.parametrize("clip", [None, 0.02])
+def test_co2_equals_a_loop_that_is_a_round_late(clip):
+    config = CO2Config(every=3, learning_rate=0.9, momentum=0.5, penalty=1.25, clip=clip)
+    seen = []
+    got = wr.train(
+        config, inner=INNER, steps=13, watch=lambda s: seen.append(wr.spread(s.local.params))
+    )
+    slow, own, arrived = wr.parameters(), [wr.parameters()] * 4, None
+    m, moments = jax.tree.map(jnp.zeros_like, slow), [INNER.init(slow)] * 4
+    for step in range(13):
+        if step > 0 and step % 3 == 0:
+            mean = mean_of(own)
+            if arrived is not None:
+                m = jax.tree.map(lambda m, s, x: 0.5 * m + (s - x) / 1.25, m, slow, arrived)
+                if clip is not None:
+                    m = jax.tree.map(lambda m: jnp.clip(m, -clip, clip), m)
+                slow = jax.tree.map(lambda s, m: s - 0.9 * m, slow, m)
+                own = [slow] * 4
+            arrived = mean
+        for w in range(4):
+            own[w], moments[w] = wr.own_step(INNER, own[w], moments[w], w, step)
+    assert wr.distance(got.params, slow) < 1e-6
+    for w in range(4):
+        assert wr.distance(at(got.local.params, w), own[w]) < 1e-6
+    assert wr.distance(got.params, wr.parameters()) > 0.01
+
+
+def test_co2_with_a_large_penalty_freezes_the_slow_parameters():
+    got = wr.train(CO2Config(every=3, penalty=1e30, momentum=0.0))
+    assert wr.distance(got.params, wr.parameters()) == 0.0
+
+
+def test_single_merge_mixes_by_rows_and_ends_in_the_mean():
+    config, seen = SingleMergeConfig(every=2, peers=0.5, rounds=3), []
+    wr.train(config, inner=INNER, steps=8, watch=lambda state: seen.append(state.local.params))
+    table = random_peers(4, 3, 0.5, seed=0)
+    own, moments = [wr.parameters()] * 4, [INNER.init(wr.parameters())] * 4
+    for step in range(8):
+        for w in range(4):
+            own[w], moments[w] = wr.own_step(INNER, own[w], moments[w], w, step)
+        if (step + 1) % 2 == 0:
+            rows = np.eye(4)
+            for sender, receiver in table[(step // 2) % 3]:
+                rows[receiver] = 0.5 * (np.eye(4)[sender] + np.eye(4)[receiver])
+            rows = np.full((4, 4), 0.25) if step == 7 else rows
+            assert (rows.sum(1) == 1.0).all()
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
+            mixed = jax.tree.map(
+                lambda x, rows=rows: jnp.tensordot(jnp.asarray(rows, x.dtype), x, 1), stacked
+            )
+            assert wr.distance(seen[step], mixed) < 1e-5
+            own = [at(mixed, w) for w in range(4)]
+    assert wr.spread(seen[-1]) == 0.0
+    assert wr.spread(seen[5]) > 0.0

@@ -1,0 +1,108 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges on a mesh of four workers: bytes of the compiled program, and values as under vmap."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.planning.hlo import collectives
+from jaxmoe.planning.mesh_axes import bytes_by_axes
+from jaxmoe.replicas import (
+    DiLoCoConfig,
+    NoLoCoConfig,
+    SingleMergeConfig,
+    SparseConfig,
+    SpesConfig,
+    StreamingConfig,
+)
+from jaxmoe.replicas.cost import cost
+from jaxmoe.replicas.method import begin, merge, send
+from sharding import MeshConfig, make_mesh
+from sharding import axes as ax
+from sharding.workers import Workers
+from tests.support import worker_runs as wr
+
+KINDS = {
+    "diloco": (DiLoCoConfig(every=3), {"all-reduce"}),
+    "streaming": (StreamingConfig(every=4, fragments=2), {"all-reduce", "collective-permute"}),
+    "sparse": (SparseConfig(every=3), {"all-reduce", "collective-permute"}),
+    "noloco": (NoLoCoConfig(every=3, pairings=1), {"collective-permute"}),
+    "single_merge": (
+        SingleMergeConfig(every=3, peers=1.0, rounds=1, complete_from=1.0),
+        {"all-reduce", "collective-permute"},
+    ),
+}
+"""Method, and the kinds of its collectives."""
+
+
+def exchange(training, workers, number, params):
+    """Results of one exchange of a fragment by workers with different parameters."""
+    method, fragment = training.method, training.fragments[number]
+    part = fragment.take(params)
+    talk = begin(method, training.leaves, part, workers)
+    noise = jnp.arange(1.0, 1.0 + workers.number, dtype=jnp.float32)
+    own = jax.tree.map(
+        lambda x: x * (1 + 0.1 * noise.reshape(-1, *(1,) * (x.ndim - 1))), workers.stack(part)
+    )
+    return send(
+        *(method, training.leaves, talk, own, part if method.is_shared else None, workers),
+        number=jnp.zeros((), jnp.int32),
+        key=jax.random.key(3),
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bytes_of_an_exchange_are_those_of_its_codec(name):
+    config, kinds = KINDS[name]
+    training, mesh = wr.training_of(config), make_mesh(MeshConfig(replica=4), jax.devices()[:4])
+    bill, seen = cost(training.method, wr.LEAVES, 4), set()
+    for number in range(len(training.fragments)):
+        expected = jax.jit(functools.partial(exchange, training, training.workers, number))(
+            wr.parameters()
+        )
+        with jax.set_mesh(mesh):
+            spread = functools.partial(exchange, training, Workers(4, is_spread=True), number)
+            compiled = jax.jit(spread).lower(wr.parameters()).compile()
+            got = compiled(wr.parameters())
+        rows = bytes_by_axes(collectives(compiled.as_text()), mesh.shape)
+        seen |= {row.kind for row in rows}
+        # Both branches of single_merge stand in the program; one of four exchanges is complete.
+        often = {"all-reduce": 0.25, "collective-permute": 0.75} if name == "single_merge" else {}
+        sent = sum(row.wire_bytes * often.get(row.kind, 1) for row in rows)
+        assert sent == pytest.approx(bill.exchanges[number], abs=1e-6)
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    assert seen == kinds
+
+
+def test_experts_of_a_sharded_worker_come_from_their_owner():
+    """Two workers of two devices, each with half of the experts of its worker; with merging."""
+    config = SpesConfig(every=3, merging=0.5, merging_every=3)
+    training = wr.training_of(config, workers=2)
+    mesh = make_mesh(MeshConfig(replica=2, expert=2), jax.devices()[:4])
+
+    def run(params, workers):
+        pseudo, talk = exchange(training, workers, 0, params)
+        own, slow, _, _ = merge(
+            *(training.method, talk, pseudo, workers.stack(params), params, (), workers),
+            number=jnp.zeros((), jnp.int32),
+        )
+        return pseudo, own, slow
+
+    expected = jax.jit(functools.partial(run, workers=training.workers))(wr.parameters())
+    params = wr.parameters()
+    with jax.set_mesh(mesh):
+        spec = jax.P(None, ax.EXPERT)
+        params["experts"] = jax.device_put(params["experts"], jax.NamedSharding(mesh, spec))
+        got = jax.jit(functools.partial(run, workers=Workers(2, is_spread=True)))(params)
+    assert got[2]["experts"].sharding.spec[1] == ax.EXPERT
+    assert wr.distance(got[0], wr.parameters()) > 0.1
+    assert wr.distance(got[0], got[2]) > 0.01
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    owned = wr.parameters()["experts"] * jnp.asarray([1.1, 1.1, 1.2, 1.2])[None, :, None, None]
+    np.testing.assert_allclose(got[0]["experts"], owned, rtol=1e-6)
