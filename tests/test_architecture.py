@@ -117,7 +117,10 @@ REGISTRIES = {
         *("expert_choice", "soft_moe"),
     },
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
-    "jaxmoe.replicas:REPLICAS": {"none", "diloco"},
+    "jaxmoe.replicas:REPLICAS": {
+        *("none", "diloco"),
+        *("econtrol", "one_bit_adam", "robust"),
+    },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {
         *("standard", "mup", "mup_plus_plus", "completep", "mup_muon", "mup_plus_plus_muon"),

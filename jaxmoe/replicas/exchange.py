@@ -9,12 +9,12 @@ parameter. What it returns is equal on all workers where `is_shared` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from jaxmoe.replicas.codec import Payload
 
@@ -36,6 +36,21 @@ class About(NamedTuple):
     """Logical axes of the parameter."""
     split: tuple[tuple[str, ...], ...]
     """Mesh axes that split each dimension of the parameter."""
+    alive: Bool[Array, " R"] | None = None
+    """Workers whose messages count; None for all. Only methods that exchange gradients set it."""
+    mask: Array | None = None
+    """Numbers of the parameter that are sent; None for all."""
+
+    def total(self, x: Array, dimensions: Sequence[int] | None = None) -> Array:
+        """Return sums of what the devices of one worker hold, from the sums of this device.
+
+        Args:
+            x: Sums over dimensions of the device's part of the parameter.
+            dimensions: These dimensions; None for all.
+        """
+        chosen = self.split if dimensions is None else [self.split[d] for d in dimensions]
+        names = tuple(name for entry in chosen for name in entry)
+        return jax.lax.psum(x, names) if names else x
 
 
 class Exchange(NamedTuple):
@@ -47,6 +62,8 @@ class Exchange(NamedTuple):
     """(payload, decode, slow parameters, about, state) -> (pseudo-gradient, state)."""
     is_shared: bool = True
     """Whether the pseudo-gradient is equal on all workers."""
+    copies: Callable[[int], float] = lambda workers: 2 * (workers - 1) / workers
+    """Number of workers -> payloads that a worker sends in a mean exchange."""
 
 
 def no_state(x: Array) -> tuple[()]:

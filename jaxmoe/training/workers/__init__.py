@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps of workers that communicate rarely: states, local steps, exchanges, metrics."""
 
+from jaxmoe.training.workers.gradient_state import GradientTraining as GradientTraining
+from jaxmoe.training.workers.gradient_step import make_gradient_step as make_gradient_step
 from jaxmoe.training.workers.state import WorkerStates as WorkerStates
 from jaxmoe.training.workers.state import WorkerTraining as WorkerTraining
 from jaxmoe.training.workers.step import make_worker_step as make_worker_step

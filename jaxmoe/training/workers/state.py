@@ -24,6 +24,7 @@ from jaxmoe.replicas.base import ReplicasBase
 from jaxmoe.replicas.fragments import Fragment, Leaf
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.workers.places import trained_leaves, workers_of
 from jaxmoe.training.workers.routers import Past
 from sharding.workers import Workers
 
@@ -86,42 +87,11 @@ class WorkerTraining:
             ValueError: The mesh has places for another number of workers, or the layout of the
                 state spans workers.
         """
-        places = execution.mesh.replica
-        number = places if config.workers is None else config.workers
-        if places not in (1, number):
-            raise ValueError(
-                f"execution.mesh.replica={places} must be replicas.workers={number}, or 1, which"
-                " trains all workers on the same devices"
-            )
-        if number < 2:
-            raise ValueError(
-                f"replicas {config.name!r} needs at least 2 workers, there is {number}: set"
-                " execution.mesh.replica, or replicas.workers to train several on the same devices"
-            )
-        if execution.mesh.stage > 1:
-            raise ValueError(
-                f"execution.mesh.stage={execution.mesh.stage} with replicas {config.name!r}: a"
-                " worker cannot be a pipeline yet: set execution.mesh.stage to 1"
-            )
-        if execution.rules in ("hybrid", "hierarchical"):
-            raise ValueError(
-                f"execution.rules={execution.rules} shares the state of all replicas out, and with"
-                f" replicas {config.name!r} each has its own: choose fully_sharded or zero2"
-            )
-        leaves = [
-            Leaf(
-                path=row.path,
-                shape=row.shape,
-                axes=row.declaration.axes,
-                role=row.declaration.role,
-                is_stacked=row.declaration.is_stacked,
-            )
-            for row in table.trained_rows
-        ]
+        workers, leaves = workers_of(config, execution), trained_leaves(table)
         method = config.build(leaves)
         return cls(
             method=method,
-            workers=Workers(number, places > 1),
+            workers=workers,
             leaves={leaf.path: leaf for leaf in leaves},
             fragments=method.fragments(leaves),
         )
