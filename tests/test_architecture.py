@@ -119,7 +119,7 @@ REGISTRIES = {
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco"),
-        *("econtrol", "one_bit_adam", "robust"),
+        *("coded", "econtrol", "one_bit_adam", "robust"),
     },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {

@@ -9,13 +9,23 @@ GRADIENT_METHODS in tests/jaxmoe/replicas/test_gradient_methods.py.
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.replicas.coded import CodedConfig as CodedConfig
 from jaxmoe.replicas.diloco import DiLoCoConfig as DiLoCoConfig
 from jaxmoe.replicas.econtrol import EControlConfig as EControlConfig
 from jaxmoe.replicas.one_bit_adam import OneBitAdamConfig as OneBitAdamConfig
 from jaxmoe.replicas.robust import RobustConfig as RobustConfig
+from jaxmoe.replicas.sequential_codes import Multiplexed as Multiplexed
+from jaxmoe.replicas.sequential_codes import SelectiveReattempt as SelectiveReattempt
 from jaxmoe.replicas.synchronous import SynchronousConfig as SynchronousConfig
 
-ReplicasConfig = SynchronousConfig | DiLoCoConfig | EControlConfig | OneBitAdamConfig | RobustConfig
+ReplicasConfig = (
+    SynchronousConfig
+    | DiLoCoConfig
+    | CodedConfig
+    | EControlConfig
+    | OneBitAdamConfig
+    | RobustConfig
+)
 """How the workers of a run communicate."""
 
 REPLICAS = registry_of(ReplicasConfig)

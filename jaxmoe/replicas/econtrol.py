@@ -5,9 +5,9 @@
 sent_i = C(gain * e_i + g_i - h_i);  e_i = e_i + g_i - h_i - sent_i;  h_i = h_i + sent_i
 
 Receivers hold the mean of all h_i, to which they add the mean increment of every step; the
-optimiser takes it as the gradient. C sends the largest numbers of every tile. Theory asks for a gain
-of the order of the share that C keeps; of published code one default is 0.001 and its documentation
-has 0.1, which is taken here. h and the mean begin at 0.
+optimiser takes it as the gradient. C sends the largest numbers of every tile. Theory asks for a
+gain of the order of the share that C keeps; published code has 0.001, and its documentation 0.1,
+which is taken here. h and the mean begin at 0.
 
 A worker that is left out sends no increment: its last h_i stays in the mean.
 """

@@ -6,6 +6,7 @@ To add a method: a row in GRADIENT_METHODS.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 
 from jaxmoe.optim import AdamWConfig, MuonConfig
 from jaxmoe.optim.received_momentum import received_moments, received_momentum
-from jaxmoe.replicas import REPLICAS, EControlConfig, OneBitAdamConfig, RobustConfig
+from jaxmoe.replicas import REPLICAS, CodedConfig, EControlConfig, OneBitAdamConfig, RobustConfig
 from jaxmoe.replicas.base import TrainingFacts
+from jaxmoe.replicas.coded import cyclic_code
 from jaxmoe.replicas.robust import flag_weights
 from tests.support import gradient_runs as gr
 from tests.support import worker_runs as wr
@@ -46,6 +48,7 @@ def adam(after):
 
 
 GRADIENT_METHODS = {
+    "coded": Row(degenerate=CodedConfig(), usual=CodedConfig(absent=2)),
     "econtrol": Row(degenerate=EControlConfig(share=1.0), usual=EControlConfig(tile=4)),
     "one_bit_adam": Row(
         degenerate=OneBitAdamConfig(freeze_share=1.0),
@@ -241,3 +244,37 @@ def test_robust_mean_of_full_rank_has_the_direction_of_the_unit_gradients_sum():
     wanted = (grads / norms[:, None]).sum(0)
     wanted *= np.median(norms) / np.linalg.norm(wanted)
     np.testing.assert_allclose(weights @ grads, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("workers", "absent"), [(2, 1), (4, 0), (4, 2), (5, 4), (7, 3), (16, 2)])
+def test_every_set_of_absent_workers_is_decoded(workers, absent):
+    code = cyclic_code(workers, absent)
+    messages = np.zeros((workers, workers))
+    for worker in range(workers):
+        messages[worker, (worker + np.arange(absent + 1)) % workers] = code.factors[worker]
+    missing = {tuple(np.flatnonzero(~alive)) for alive in code.alive}
+    wanted = [itertools.combinations(range(workers), count) for count in range(absent + 1)]
+    assert missing == set(itertools.chain(*wanted))
+    assert not code.weights[~code.alive].any()
+    np.testing.assert_allclose(code.weights @ messages, 1.0, atol=1e-9)
+
+
+def test_coded_steps_equal_synchronous_ones_whoever_is_absent():
+    run = gr.Run(CodedConfig(absent=2))
+    for dead in [(), (0,), (3,), (0, 1), (1, 3), (2, 3), (0, 2), (), (1,), (2,), (1, 2), (0, 3)]:
+        run.step(dead=dead)
+        counted = np.asarray(run.counted)
+        # Each part counts once, at the first worker that has it and answers.
+        parts = (np.arange(4)[:, None] + np.arange(3)) % 4
+        assert sorted(parts[counted].tolist()) == [0, 1, 2, 3]
+        assert not counted[list(dead)].any()
+    assert wr.distance(run.params, wr.synchronous()) < 1e-5
+    run.step(dead=(0, 1, 2))
+    assert all(np.isnan(np.asarray(x)).all() for x in jax.tree.leaves(run.mixed))
+
+
+def test_codes_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"replicas.absent=4 must be below .* 4"):
+        cyclic_code(4, 4)
+    with pytest.raises(ValueError, match="choose a smaller replicas.absent"):
+        cyclic_code(64, 8)

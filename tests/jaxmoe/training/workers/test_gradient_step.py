@@ -16,7 +16,7 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim import AdamWConfig
-from jaxmoe.replicas import EControlConfig
+from jaxmoe.replicas import CodedConfig, EControlConfig, OneBitAdamConfig
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import TrainStep
@@ -30,7 +30,11 @@ from tests.support.one_step import batch, params_of
 from tests.support.tolerances import assert_close
 
 WORKERS, STEPS = 2, 2
-GRADIENTS = {"econtrol": EControlConfig(share=1.0, workers=WORKERS)}
+GRADIENTS = {
+    "econtrol": EControlConfig(share=1.0, workers=WORKERS),
+    "coded": CodedConfig(workers=WORKERS),
+    "one_bit_adam": OneBitAdamConfig(freeze_share=1.0, workers=WORKERS),
+}
 ONE = ExecutionConfig()
 MESH = ExecutionConfig(mesh=MeshConfig(replica=2, data=2, expert=2))
 ADAMW = AdamWConfig(learning_rate=1e-2, epsilon=1e-2)  # at 1e-8 noise has a sign
