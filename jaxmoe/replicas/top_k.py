@@ -42,7 +42,7 @@ def top_k(share: float, stacked: int, edge: int = 64) -> Codec:
         del key
         tiles = _tiles(x, stacked, edge)
         _, places = jax.lax.top_k(jnp.abs(tiles), _count(share, tiles.shape[1]))
-        values = jnp.take_along_axis(tiles, places, axis=1)
+        values = tiles[jnp.arange(len(tiles))[:, None], places]
         return Largest(values, places.astype(jnp.uint16)), state
 
     def decode(payload: Largest, like: Array) -> Array:
