@@ -27,7 +27,7 @@ from jaxmoe.replicas.exchange import About, Decode, Exchange, gather_around
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.gradient_base import SMALL, GradientBase, stacked_dimensions
 from jaxmoe.replicas.gradient_method import GradientMethod, separately
-from jaxmoe.replicas.top_k import top_k
+from jaxmoe.replicas.largest import largest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class EControlConfig(GradientBase):
             del about
             if leaf.role in SMALL:
                 return controlled(plain(), self.gain)
-            return controlled(top_k(self.share, stacked_dimensions(leaf), self.tile), self.gain)
+            return controlled(largest(self.share, stacked_dimensions(leaf), self.tile), self.gain)
 
         leaves = {leaf.path: leaf for leaf in facts.leaves}
         exchange = separately(leaves, lambda leaf, about: added_increments())

@@ -33,8 +33,8 @@ from tests.support.tolerances import assert_close
 
 WORKERS, STEPS = 2, 2
 GRADIENTS = {
-    "econtrol": EControlConfig(share=1.0, workers=WORKERS),
     "coded": CodedConfig(workers=WORKERS),
+    "econtrol": EControlConfig(share=1.0, workers=WORKERS),
     "one_bit_adam": OneBitAdamConfig(freeze_share=1.0, workers=WORKERS),
 }
 ONE = ExecutionConfig()
@@ -126,6 +126,8 @@ def check(config, execution):
     assert float(metrics.num_tokens) == float(wanted_metrics.num_tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_steps_of_two_workers_equal_the_mean_of_their_gradients_by_hand(name):
     check(GRADIENTS[name], ONE)
@@ -238,6 +240,7 @@ def test_meshes_without_places_for_the_workers_are_refused():
         GradientTraining.of(EControlConfig(), table, hybrid, STEPS)
 
 
+@pytest.mark.slow
 def test_a_step_that_the_guard_refuses_leaves_the_state_of_the_exchanges():
     state, _, metrics = trained(GRADIENTS["econtrol"], ONE, alive=np.zeros((WORKERS,), bool))
     assert bool(metrics.is_skipped)

@@ -29,7 +29,7 @@ class Largest(NamedTuple):
     """Place of each in its tile."""
 
 
-def top_k(share: float, stacked: int, edge: int = 64) -> Codec:
+def largest(share: float, stacked: int, edge: int = 64) -> Codec:
     """Return the codec of the largest numbers.
 
     Args:
@@ -66,13 +66,13 @@ def _count(share: float, area: int) -> int:
 def _edges(shape: tuple[int, ...], stacked: int, edge: int) -> tuple[int, int]:
     """Return the size of a tile along the last two dimensions."""
 
-    def largest(size: int) -> int:
+    def divisor_of(size: int) -> int:
         return next(divisor for divisor in range(min(size, edge), 0, -1) if size % divisor == 0)
 
     free = shape[stacked:]
     if not free:
         return 1, 1
-    return (largest(free[-2]) if len(free) > 1 else 1), largest(free[-1])
+    return (divisor_of(free[-2]) if len(free) > 1 else 1), divisor_of(free[-1])
 
 
 def _tiles_of(shape: tuple[int, ...], stacked: int, edge: int) -> tuple[int, int]:
