@@ -69,10 +69,8 @@ def _edges(shape: tuple[int, ...], stacked: int, edge: int) -> tuple[int, int]:
     def divisor_of(size: int) -> int:
         return next(divisor for divisor in range(min(size, edge), 0, -1) if size % divisor == 0)
 
-    free = shape[stacked:]
-    if not free:
-        return 1, 1
-    return (divisor_of(free[-2]) if len(free) > 1 else 1), divisor_of(free[-1])
+    down, across = (1, 1, *shape[stacked:])[-2:]
+    return divisor_of(down), divisor_of(across)
 
 
 def _tiles_of(shape: tuple[int, ...], stacked: int, edge: int) -> tuple[int, int]:

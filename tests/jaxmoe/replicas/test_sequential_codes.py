@@ -48,7 +48,7 @@ def test_every_job_is_known_after_the_delay_for_all_bursts_of_the_model(kind, si
         return
     for seed in range(20):
         schedule = kind(**fields)
-        pattern = drawn(*sizes, seed)
+        pattern = drawn(workers, window, burst, slow, seed)
         assert is_allowed(pattern, window, burst, slow)
         assert pattern.any()
         for number, row in enumerate(pattern):
