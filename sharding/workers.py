@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from sharding.axes import BATCH_AXES, REPLICA, pieces
-from sharding.constrain import place_at, reshape_to, surroundings
+from sharding.constrain import lie_at, place_at, reshape_to, surroundings
 from sharding.regions import region
 
 Tree = Any
@@ -66,6 +66,25 @@ class Workers:
             return reshape_to(x, shape, PartitionSpec(first, rest, *(None,) * (x.ndim - 1)))
 
         return jax.tree.map(split, batch)
+
+    def rows_around(self, batch: Tree, parts: int) -> Tree:
+        """Return the rows of each worker and of those after it, [R parts B/R ...].
+
+        Args:
+            batch: Rows.
+            parts: Number of workers whose rows each has, itself included; after the last comes the
+                first.
+        """
+        rows = self.rows(batch)
+
+        def around(x: Array) -> Array:
+            return jnp.stack([jnp.roll(x, -part, axis=0) for part in range(parts)], axis=1)
+
+        if surroundings() != "explicit":
+            return jax.tree.map(around, rows)
+        names = jax.sharding.get_abstract_mesh().axis_names
+        specs = jax.tree.map(lambda x: PartitionSpec(_spec(x)[0], None, *_spec(x)[1:]), rows)
+        return lie_at(lambda rows: jax.tree.map(around, rows), axes=names, specs=specs)(rows)
 
     def each(
         self, function: Callable[[Int[Array, ""], Tree, Tree, Tree], tuple[Tree, Tree]]

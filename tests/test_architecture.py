@@ -118,17 +118,8 @@ REGISTRIES = {
     },
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.replicas:REPLICAS": {
-        *(
-            "none",
-            "diloco",
-            "streaming",
-            "sparse",
-            "noloco",
-            "co2",
-            "single_merge",
-            "spes",
-            "dadao",
-        ),
+        *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
+        *("dadao", "coded", "econtrol", "one_bit_adam", "robust"),
     },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
+from jaxmoe.optim.groups import Optimizer
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import Method
 
@@ -25,8 +26,8 @@ class TrainingFacts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicasBase(ABC):
-    """A method of training with workers that communicate rarely."""
+class WorkersBase(ABC):
+    """Base of the configs of all methods."""
 
     name: ClassVar[str]
     exchanges: ClassVar[Literal["nothing", "parameters", "gradients"]] = "parameters"
@@ -47,6 +48,24 @@ class ReplicasBase(ABC):
             places: Size of mesh.replica.
         """
         return places if self.workers is None else self.workers
+
+    def adapt(self, optimizer: Optimizer, steps: int) -> Optimizer:
+        """Return the optimiser that the method needs in place of the one of the run.
+
+        Args:
+            optimizer: Optimiser of the run.
+            steps: Steps of the run.
+
+        Raises:
+            ValueError: The method cannot be used with the optimiser.
+        """
+        del steps
+        return optimizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicasBase(WorkersBase):
+    """A method of training with workers that communicate rarely."""
 
     @abstractmethod
     def build(self, facts: TrainingFacts) -> Method:

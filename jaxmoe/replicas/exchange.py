@@ -9,12 +9,12 @@ parameter. What it returns is equal on all workers where `is_shared` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from jaxmoe.replicas.codec import Payload
 
@@ -38,6 +38,21 @@ class About(NamedTuple):
     """Mesh axes that split each dimension of the parameter."""
     is_spread: bool = False
     """Whether each worker has its own devices; under `vmap` a permute needs all workers."""
+    alive: Bool[Array, " R"] | None = None
+    """Workers whose messages count; None for all. Only methods that exchange gradients set it."""
+    mask: Array | None = None
+    """Numbers of the parameter that are sent; None for all."""
+
+    def total(self, x: Array, dimensions: Sequence[int] | None = None) -> Array:
+        """Return sums of what the devices of one worker hold, from the sums of this device.
+
+        Args:
+            x: Sums over dimensions of the device's part of the parameter.
+            dimensions: These dimensions; None for all.
+        """
+        chosen = self.split if dimensions is None else [self.split[d] for d in dimensions]
+        names = tuple(name for entry in chosen for name in entry)
+        return jax.lax.psum(x, names) if names else x
 
 
 class Exchange(NamedTuple):

@@ -18,6 +18,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import Plan, make_plan
 from jaxmoe.run.replicas.checks import check_island, check_workers
@@ -25,7 +27,13 @@ from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.pipeline import check_pipeline
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import CheckedStep, TrainStep
-from jaxmoe.training.workers import WorkerTraining, jitted_step, training_of
+from jaxmoe.training.workers import (
+    GradientTraining,
+    WorkerTraining,
+    gradients_of_run,
+    jitted_step,
+    workers_of_run,
+)
 from sharding import axes as ax
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import MeshConfig, make_mesh
@@ -61,7 +69,7 @@ class Assembly:
             objective=training.objective,
             max_norm_ratio=training.max_norm_ratio,
             skipping=training.skipping,
-            workers=self.num_compared if plan.config.replicas.exchanges == "nothing" else 1,
+            workers=self.num_compared if plan.config.replicas.exchanges != "parameters" else 1,
             table=plan.table,
         )
 
@@ -75,15 +83,13 @@ class Assembly:
 
     @functools.cached_property
     def worker_training(self) -> WorkerTraining | None:
-        """Method with which workers communicate; None for ordinary steps."""
-        plan = self.plan
-        return training_of(
-            plan.config.replicas,
-            plan.table,
-            self.step(),
-            self._member,
-            steps=plan.config.training.steps,
-        )
+        """Workers that exchange parameters; None for a run without such workers."""
+        return workers_of_run(*self._replicas(self.step()), self._member)
+
+    @functools.cached_property
+    def gradient_training(self) -> GradientTraining | None:
+        """Workers that exchange gradients; None for a run without such workers."""
+        return gradients_of_run(*self._replicas(self.step()))
 
     def jitted_step(self, accumulation: int) -> CheckedStep:
         """Return the jitted step of the run; it donates its state.
@@ -91,11 +97,12 @@ class Assembly:
         Args:
             accumulation: Micro-batches of a step.
         """
-        plan = self.plan
-        step = self.step(accumulation)
-        return jitted_step(
-            plan.config.replicas, plan.table, step, self._member, steps=plan.config.training.steps
-        )
+        return jitted_step(*self._replicas(self.step(accumulation)), self._member)
+
+    def _replicas(self, step: TrainStep) -> tuple[ReplicasConfig, ParameterTable, TrainStep, int]:
+        """Return what a method is made of: its config, parameters, the step, number of steps."""
+        config = self.plan.config
+        return config.replicas, self.plan.table, step, config.training.steps
 
     @property
     def _member(self) -> int | None:
@@ -123,7 +130,7 @@ class Assembly:
 
     def with_workers(self, state: TrainState) -> TrainState:
         """Return a state without workers as that of equal workers, if the run has any."""
-        training = self.worker_training
+        training = self.worker_training or self.gradient_training
         if training is None:
             return state
         with jax.set_mesh(self.mesh):

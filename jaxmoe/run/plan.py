@@ -98,13 +98,14 @@ def make_plan(config: PretrainConfig) -> Plan:
     schedule = config.schedule.build(training.steps)
     if training.batch_ramp is not None:
         schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
+    optimizer = config.replicas.adapt(config.optimizer, training.steps)
     return Plan(
         config=config,
         model=parameterization.model,
         parameterization=parameterization,
         table=table,
         schedule=schedule,
-        optimizer=config.optimizer.build(table, schedule),
+        optimizer=optimizer.build(table, schedule),
     )
 
 

@@ -21,6 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
+from jaxmoe.replicas.cost import cost
+from jaxmoe.replicas.timing import Timing
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.training.state import TrainState
 
@@ -94,14 +96,32 @@ def with_other_workers(
     )
 
 
-def describe_workers(assembly: Assembly) -> str:
-    """Return method, number of workers and timing of a run, for its header."""
-    training = assembly.worker_training
-    assert training is not None
-    config, timing = assembly.plan.config.replicas, training.method.timing
-    number = training.workers.number
-    where = "" if training.workers.is_spread else ", one after another on the same devices"
+def describe_workers(assembly: Assembly) -> str | None:
+    """Return method, number of workers, timing and bytes of a run; None without workers."""
+    name, config = assembly.plan.config.replicas.name, assembly.plan.config.replicas
+    if config.exchanges == "nothing":
+        return None
+    whole = sum(row.size for row in assembly.plan.table.trained_rows)
+    number = config.num_workers(assembly.execution.mesh.replica)
+    if (gradients := assembly.gradient_training) is not None:
+        workers, often = gradients.workers, "gradients in every step"
+        sent = gradients.method.step_bytes(list(gradients.leaves.values()), number)
+    else:
+        training = assembly.worker_training
+        assert training is not None  # the method exchanges parameters
+        workers, often = training.workers, _timing_in_words(training.method.timing)
+        number = number if assembly.island is None else assembly.island.of
+        sent = cost(training.method, list(training.leaves.values()), number).step
+    where = "" if workers.is_spread or assembly.island else " on the same devices"
+    synchronous = 2 * (number - 1) / number * 4 * whole
+    return (
+        f"{number}{where}, {name}: {often}; {sent / 1e6:.3g} MB a step and worker (synchronous"
+        f" {synchronous / 1e6:.3g} MB)"
+    )
+
+
+def _timing_in_words(timing: Timing) -> str:
     parts = f"{timing.fragments} fragments" if timing.fragments > 1 else "all parameters"
     often = "every step" if timing.every == 1 else f"every {timing.every} steps"
-    delay = f", merged {timing.delay} steps later" if timing.delay else ""
-    return f"{number}, {config.name}{where}: {parts} {often}{delay}"
+    late = f", merged {timing.delay} step{'s' * (timing.delay > 1)} later" if timing.delay else ""
+    return f"{parts} {often}{late}"

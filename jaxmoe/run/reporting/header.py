@@ -54,8 +54,8 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     if training.skipping is not None:
         given = training.skipping, assembly.execution, training.accumulation
         say(f"skipping {skipping_in_words(*given)}")
-    if assembly.worker_training is not None:
-        say(f"replicas {describe_workers(assembly)}")
+    if (workers := describe_workers(assembly)) is not None:
+        say(f"replicas {workers}")
     if rates := describe_rates(plan):
         say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:

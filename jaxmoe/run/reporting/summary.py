@@ -84,7 +84,7 @@ def summarise(
         "skipped_steps": reporter.skipped,
         "rollbacks": len(assembly.loader.skipped.windows),
         "mesh": describe_mesh(assembly.mesh),
-        "replicas": describe_workers(assembly) if assembly.worker_training else None,
+        "replicas": describe_workers(assembly),
         "skipping": _skipping(assembly),
         "implementations": implementations(assembly),
         "references_bits": dict(references),

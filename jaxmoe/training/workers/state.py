@@ -24,6 +24,7 @@ from jaxmoe.replicas.fragments import Fragment, Leaf
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import TrainStep
+from jaxmoe.training.workers.places import SEPARATOR, alone, trained_leaves, workers_of
 from jaxmoe.training.workers.routers import Past, Total, begin_past, total_of
 from sharding.workers import Workers
 
@@ -67,18 +68,14 @@ class WorkerStates:
     """Norm of the last pseudo-gradient."""
 
 
-_SEPARATOR = ":"
-"""Stands between the names of a path, in place of the slash, which no saved name may hold."""
-
-
 def flat(tree: Any) -> dict[str, Any]:
     """Return parameters as {path: array}."""
-    return traverse_util.flatten_dict(tree, sep=_SEPARATOR)
+    return traverse_util.flatten_dict(tree, sep=SEPARATOR)
 
 
 def nested(arrays: dict[str, Any]) -> Any:
     """Return {path: array} as nested parameters."""
-    return traverse_util.unflatten_dict(arrays, sep=_SEPARATOR)
+    return traverse_util.unflatten_dict(arrays, sep=SEPARATOR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +98,8 @@ class WorkerTraining:
         config: ReplicasBase,
         table: ParameterTable,
         step: TrainStep,
-        island: int | None = None,
-        *,
         steps: int,
+        island: int | None = None,
     ) -> WorkerTraining:
         """Return the method of a config.
 
@@ -118,48 +114,14 @@ class WorkerTraining:
             ValueError: The mesh has places for another number of workers, or the layout of the
                 state spans workers.
         """
-        execution = step.execution
-        places = execution.mesh.replica
-        number = config.num_workers(places) if island is None else 1
-        if places not in (1, number):
-            raise ValueError(
-                f"execution.mesh.replica={places} must be replicas.workers={number}, or 1, which"
-                " trains all workers on the same devices"
-            )
-        if number < 2 and island is None:
-            raise ValueError(
-                f"replicas {config.name!r} needs at least 2 workers, there is {number}: set"
-                " execution.mesh.replica, or replicas.workers to train several on the same devices"
-            )
-        if execution.mesh.stage > 1:
-            raise ValueError(
-                f"execution.mesh.stage={execution.mesh.stage} with replicas {config.name!r}: a"
-                " worker cannot be a pipeline yet: set execution.mesh.stage to 1"
-            )
-        if execution.rules in ("hybrid", "hierarchical"):
-            raise ValueError(
-                f"execution.rules={execution.rules} shares the state of all replicas out, and with"
-                f" replicas {config.name!r} each has its own: choose fully_sharded or zero2"
-            )
-        leaves = [
-            Leaf(
-                path=row.path.replace("/", _SEPARATOR),
-                shape=row.shape,
-                axes=row.declaration.axes,
-                role=row.declaration.role,
-                is_stacked=row.declaration.is_stacked,
-            )
-            for row in table.trained_rows
-        ]
-        method = config.build(TrainingFacts(leaves, number, steps))
+        workers, leaves = workers_of(config, step.execution, island), trained_leaves(table)
+        method = config.build(TrainingFacts(leaves, workers.number, steps))
         return cls(
             method=method,
-            workers=Workers(number, places > 1),
+            workers=workers,
             leaves={leaf.path: leaf for leaf in leaves},
             fragments=method.fragments(leaves),
-            step=replace(
-                step, execution=replace(execution, mesh=replace(execution.mesh, replica=1))
-            ),
+            step=alone(step),
             first_worker=island or 0,
         )
 

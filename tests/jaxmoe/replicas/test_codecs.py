@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.replicas.codec import error_feedback
-from jaxmoe.replicas.e3m0 import TILE, e3m0
-from jaxmoe.replicas.fragments import Leaf
-from jaxmoe.replicas.top_k import (
+from jaxmoe.replicas.codecs.e3m0 import TILE, e3m0
+from jaxmoe.replicas.codecs.top_k import (
     pack_twelve,
     pack_two,
     tiling,
@@ -19,6 +18,7 @@ from jaxmoe.replicas.top_k import (
     unpack_twelve,
     unpack_two,
 )
+from jaxmoe.replicas.fragments import Leaf
 from sharding import axes as ax
 
 KEY = jax.random.key(0)

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from jaxmoe.replicas import CO2Config, DadaoConfig, NoLoCoConfig, SingleMergeConfig
-from jaxmoe.replicas.dadao import edges_of
 from jaxmoe.replicas.gossip import matched_pairs, random_pairs, random_peers
+from jaxmoe.replicas.methods.dadao import edges_of
 from tests.support import worker_runs as wr
 
 INNER = optax.adam(0.03)

@@ -6,8 +6,9 @@ DiLoCo on one fragment at a time: layer l of a stack is in fragment l mod P, and
 at different steps. A message is made of the parameters that enter a step and merged `delay` steps
 later, so that it travels during a step. A worker keeps half of its own parameters at a merge.
 
-Messages are encoded by `jaxmoe.replicas.e3m0` without error feedback, and averaged in float32. The
-slow parameters advance when a fragment is merged. The outer learning rate, 0.4, is not certain.
+Messages are encoded by `jaxmoe.replicas.codecs.e3m0` without error feedback, and averaged in
+float32. The slow parameters advance when a fragment is merged. The outer learning rate, 0.4, is not
+certain.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import optax
 
 from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.codec import Codec, plain
-from jaxmoe.replicas.e3m0 import e3m0
+from jaxmoe.replicas.codecs.e3m0 import e3m0
 from jaxmoe.replicas.exchange import Exchange, gathered_mean, mean
 from jaxmoe.replicas.fragments import Leaf, is_small
 from jaxmoe.replicas.method import Method

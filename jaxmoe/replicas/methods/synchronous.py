@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
+from jaxmoe.optim.groups import Optimizer
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SynchronousConfig:
@@ -19,3 +21,8 @@ class SynchronousConfig:
         """Return 1: all devices train one copy of the parameters."""
         del places
         return 1
+
+    def adapt(self, optimizer: Optimizer, steps: int) -> Optimizer:
+        """Return the optimiser of the run."""
+        del steps
+        return optimizer

@@ -5,11 +5,11 @@
     e = decay * e + (slow - own);  sent = C(e);  e = e - sent
     slow = slow - lr * mean(sent);  own = slow
 
-C is `jaxmoe.replicas.top_k`. There is no outer momentum: the error feedback takes its place. The
-paper divides by the number of workers, its public code by the number of those that sent a number at
-that place; `reduce` chooses, and the paper's reading is the default. The public code applies an
-outer learning rate other than 1 twice, inside the error feedback and in the step; here it is
-applied in the step alone.
+C is `jaxmoe.replicas.codecs.top_k`. There is no outer momentum: the error feedback takes its place.
+The paper divides by the number of workers, its public code by the number of those that sent a
+number at that place; `reduce` chooses, and the paper's reading is the default. The public code
+applies an outer learning rate other than 1 twice, inside the error feedback and in the step; here
+it is applied in the step alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import optax
 
 from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.codec import Codec, error_feedback, plain
+from jaxmoe.replicas.codecs.top_k import SIDE, top_k
 from jaxmoe.replicas.exchange import Exchange, gathered_mean, mean
 from jaxmoe.replicas.fragments import Leaf, is_small
 from jaxmoe.replicas.method import Method
 from jaxmoe.replicas.timing import Timing
-from jaxmoe.replicas.top_k import SIDE, top_k
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
