@@ -22,7 +22,7 @@ from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMMANDS = {
     *("bench", "checkpoint", "data", "describe", "doctor", "evaluate", "evaluate_tasks", "gates"),
-    *("generate", "launch", "place", "plan", "precision", "pretrain", "replay", "report"),
+    *("generate", "launch", "outer", "place", "plan", "precision", "pretrain", "replay", "report"),
     *("routers", "transfer"),
 }
 PARTS = {
