@@ -79,7 +79,7 @@ def test_the_same_command_adds_methods(finished, monkeypatch):
         return {"method": name, "status": "failed", "reason": "not today", "seconds": 1.0}
 
     monkeypatch.setattr(outer, "run_trial", trial)
-    monkeypatch.setattr(outer, "load_task", lambda config: None)
+    monkeypatch.setattr(outer.OuterStudy, "_task", None)
     flags = ("--methods", "diloco", "alone", "--run.directory", str(directory))
     assert outer.main([*TINY, *flags]) == 0
     more = json.loads((directory / "summary.json").read_text())
@@ -108,7 +108,7 @@ def test_a_signal_leaves_a_summary(monkeypatch, tmp_path):
         raise StoppedError
 
     monkeypatch.setattr(outer, "run_trial", stopped)
-    monkeypatch.setattr(outer, "load_task", lambda config: None)
+    monkeypatch.setattr(outer.OuterStudy, "_task", None)
     assert outer.main([*TINY, "--run.directory", str(tmp_path / "run")]) == 75
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["rows"]) == ("preempted", [])

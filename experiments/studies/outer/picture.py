@@ -7,8 +7,10 @@ Orange: the baseline and the worker without exchange. Blue: the methods.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.studies.columns import Row
 from experiments.studies.outer.config import ALONE, BASELINE
@@ -40,7 +42,7 @@ def draw_comparison(path: str | os.PathLike[str], rows: Sequence[Row], *, floor:
         axes.tick_params(labelleft=False, length=0)
     panels[0].set_yticks(places, [row["method"] for row in drawn])
     panels[0].tick_params(labelleft=True)
-    panels[2].set_xscale("log")
+    _set_decades(panels[2], [row["bytes"] for row in drawn if row["bytes"]])
     for row, place in zip(drawn, places, strict=True):
         _draw_row(panels, row, place)
     panels[0].set_xlim(left=0.0)
@@ -51,6 +53,14 @@ def draw_comparison(path: str | os.PathLike[str], rows: Sequence[Row], *, floor:
     panels[3].set_xlabel("spread of the messages\n(over the pseudo-gradient)")
     panels[3].set_xlim(left=0.0)
     save_figure(figure, path)
+
+
+def _set_decades(axes: Any, values: Sequence[float]) -> None:
+    """Give a panel a logarithmic axis over the whole decades of some values."""
+    axes.set_xscale("log")
+    if values:
+        first = math.floor(math.log10(min(values)))
+        axes.set_xlim(10.0**first, 10.0 ** max(math.ceil(math.log10(max(values))), first + 1))
 
 
 def _draw_row(panels: Sequence, row: Row, place: int) -> None:
