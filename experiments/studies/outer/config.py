@@ -59,7 +59,7 @@ class OuterConfig:
     """Trainings per method; training i of every method has the same initial values and batches."""
     workers: int = 4
     """Workers that share a batch."""
-    every: int = 15
+    every: int = 30
     """Steps between two exchanges, for methods that do not exchange in every step; divides
     training.steps."""
     replica: int = 1
