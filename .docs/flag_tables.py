@@ -39,6 +39,7 @@ COMMANDS = {
     "transfer": "experiments.studies.transfer.config:TransferConfig",
     "gates": "experiments.studies.gates.config:GatesConfig",
     "routers": "experiments.studies.routers.config:RoutersConfig",
+    "outer": "experiments.studies.outer.config:OuterConfig",
     "precision": "experiments.studies.precision:PrecisionConfig",
     "bench step": "experiments.bench.step:StepBenchConfig",
     "bench kernels": "experiments.bench.kernels:KernelBenchConfig",

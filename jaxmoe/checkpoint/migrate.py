@@ -79,6 +79,8 @@ def _filled(run: dict[str, Any], added: Sequence[Added]) -> dict[str, Any]:
     """Fill in the fields, in place, where the object that holds them exists."""
     for field in added:
         *parents, name = field.path.split(".")
+        if not parents and "checkpoint" not in run:
+            continue  # a study has a model as well, and is no run
         for holder in _objects(run, parents):
             holder.setdefault(name, copy.deepcopy(field.value))
     return run

@@ -37,6 +37,7 @@ LINES = {
         ("--command", f"python -m experiments.pretrain --run.directory {BUCKET}"),
         ("--command", f"python -m experiments.pretrain --run.directory={BUCKET}"),
     ],
+    "outer": [IN_RUN],
     "place": [IN_RUN],
     "plan": [IN_RUN],
     "precision": [IN_RUN],

@@ -21,19 +21,18 @@ from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMMANDS = {
-    *("bench", "checkpoint", "data", "describe", "doctor", "ensemble", "evaluate"),
     *(
+        "bench",
+        "checkpoint",
+        "data",
+        "describe",
+        "doctor",
+        "ensemble",
+        "evaluate",
         "evaluate_tasks",
-        "gates",
-        "generate",
-        "launch",
-        "place",
-        "plan",
-        "precision",
-        "pretrain",
-        "replay",
-        "report",
     ),
+    *("gates", "generate", "launch", "outer", "place", "plan", "precision", "pretrain", "replay"),
+    *("report",),
     *("routers", "transfer"),
 }
 PARTS = {

@@ -96,28 +96,47 @@ def with_other_workers(
     )
 
 
+def sent_per_step(assembly: Assembly) -> float:
+    """Return the bytes that a worker sends in a step, as a mean over the steps.
+
+    Without workers: those of a synchronous run, whose gradients are reduced over mesh.replica.
+    """
+    workers = _num_workers(assembly)
+    if (gradients := assembly.gradient_training) is not None:
+        return gradients.method.step_bytes(list(gradients.leaves.values()), workers)
+    if (training := assembly.worker_training) is not None:
+        return cost(training.method, list(training.leaves.values()), workers).step
+    return synchronous_bytes(assembly, assembly.execution.mesh.replica)
+
+
+def synchronous_bytes(assembly: Assembly, workers: int) -> float:
+    """Return the bytes that each of several workers sends in an all-reduce of the gradients."""
+    numbers = sum(row.size for row in assembly.plan.table.trained_rows)
+    return 2 * (workers - 1) / workers * 4 * numbers
+
+
 def describe_workers(assembly: Assembly) -> str | None:
     """Return method, number of workers, timing and bytes of a run; None without workers."""
-    name, config = assembly.plan.config.replicas.name, assembly.plan.config.replicas
-    if config.exchanges == "nothing":
+    training = assembly.worker_training or assembly.gradient_training
+    if training is None:
         return None
-    whole = sum(row.size for row in assembly.plan.table.trained_rows)
-    number = config.num_workers(assembly.execution.mesh.replica)
-    if (gradients := assembly.gradient_training) is not None:
-        workers, often = gradients.workers, "gradients in every step"
-        sent = gradients.method.step_bytes(list(gradients.leaves.values()), number)
-    else:
-        training = assembly.worker_training
-        assert training is not None  # the method exchanges parameters
-        workers, often = training.workers, _timing_in_words(training.method.timing)
-        number = number if assembly.island is None else assembly.island.of
-        sent = cost(training.method, list(training.leaves.values()), number).step
-    where = "" if workers.is_spread or assembly.island else " on the same devices"
-    synchronous = 2 * (number - 1) / number * 4 * whole
+    number, often = _num_workers(assembly), "gradients in every step"
+    if assembly.worker_training is not None:
+        often = _timing_in_words(assembly.worker_training.method.timing)
+    is_alone = training.workers.is_spread or assembly.island is not None
+    where = "" if is_alone else " on the same devices"
+    synchronous = synchronous_bytes(assembly, number)
     return (
-        f"{number}{where}, {name}: {often}; {sent / 1e6:.3g} MB a step and worker (synchronous"
+        f"{number}{where}, {assembly.plan.config.replicas.name}: {often};"
+        f" {sent_per_step(assembly) / 1e6:.3g} MB a step and worker (synchronous"
         f" {synchronous / 1e6:.3g} MB)"
     )
+
+
+def _num_workers(assembly: Assembly) -> int:
+    if assembly.island is not None:
+        return assembly.island.of
+    return assembly.plan.config.replicas.num_workers(assembly.execution.mesh.replica)
 
 
 def _timing_in_words(timing: Timing) -> str:

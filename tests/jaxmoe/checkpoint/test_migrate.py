@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import json
 import pathlib
 
@@ -63,6 +64,13 @@ def test_migrating_the_config_of_today_changes_nothing():
         assert migrate(today) == today
     model = to_json(RECIPES["tiny"]().model)
     assert migrate(model) == model
+
+
+@pytest.mark.parametrize("study", ["gates", "outer", "routers", "transfer"])
+def test_migrating_the_config_of_a_study_changes_nothing(study):
+    for recipe in importlib.import_module(f"experiments.studies.{study}.config").RECIPES.values():
+        today = to_json(recipe())
+        assert migrate(today) == today
 
 
 def test_every_added_field_exists_in_some_recipe_of_today():
