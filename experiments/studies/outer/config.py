@@ -135,6 +135,8 @@ FITTED: Final[dict[str, Callable[[OuterConfig, Any], Any]]] = {
     "workers": lambda config, default: config.workers,
     "every": lambda config, default: config.every,
     "fragments": _fragments,
+    "merging_every": lambda config, default: 5 * config.every,
+    "merging_steps": lambda config, default: config.training.steps,
 }
 """{field of a method: (config, default of the field) -> its value in the study}."""
 
