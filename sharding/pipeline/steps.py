@@ -110,9 +110,23 @@ def _has_product(equation: Any) -> bool:
     )
 
 
+class Handed:
+    """Name of a value that one half hands to the other, where no variable of the program has it."""
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+
+
+def size_of(name: Name) -> int:
+    """Return the bytes of a value."""
+    if isinstance(name, Handed):
+        return name.num_bytes
+    return name.aval.size * name.aval.dtype.itemsize
+
+
 def _size(names: Iterable[Name]) -> int:
-    """Return bytes of values; for equations alone."""
-    return sum(name.aval.size * name.aval.dtype.itemsize for name in names)
+    """Return the bytes of values."""
+    return sum(map(size_of, names))
 
 
 def variables(names: Iterable[Name]) -> Iterable[Name]:
