@@ -111,10 +111,17 @@ def _has_product(equation: Any) -> bool:
 
 
 class Handed:
-    """Name of a value that one half hands to the other, where no variable of the program has it."""
+    """Name of a value that one half hands to the other, where no variable of the program has it.
 
-    def __init__(self, num_bytes: int):
-        self.num_bytes = num_bytes
+    Args:
+        name: Name inside the call or loop that hands it over.
+        turns: Turns of the loop, over which it is stacked.
+    """
+
+    def __init__(self, name: Name, turns: int = 1):
+        self.aval = name.aval
+        """Of one turn."""
+        self.num_bytes = turns * size_of(name)
 
 
 def size_of(name: Name) -> int:

@@ -68,6 +68,17 @@ def in_islands(x, w):
     return jax.lax.scan(turn, x, w)[0]
 
 
+def composed_in_islands(x, w):
+    def turn(x, w):
+        def island(x, w):
+            return jax.jit(layer)(x, w | {"in": w["in"] @ w["out"]})
+
+        cut = jax.tree.map(lambda _: P(), w)
+        return jax.shard_map(island, in_specs=(P("data"), cut), out_specs=P("data"))(x, w), None
+
+    return jax.lax.scan(turn, x, w)[0]
+
+
 def in_branches(x, w):
     """A conditional is not split."""
     w = jax.tree.map(lambda leaf: leaf[0], w)
@@ -85,6 +96,7 @@ class Row:
 ROWS_OF_TABLE = {
     **{f.__name__: Row(f) for f in (unrolled, scanned, rematerialised, called, shared, in_islands)},
     "composed": Row(composed, products=4),
+    "composed_in_islands": Row(composed_in_islands, products=4),
     "in_branches": Row(in_branches, late=(), products=0),
 }
 
@@ -135,10 +147,10 @@ def are_matrices(shapes):
 def test_halves_give_the_results_of_the_whole_without_a_product_twice(row):
     run, arguments = backward(row.function), arrays()
     mesh = contextlib.nullcontext()
-    if row.function is in_islands:
+    if row.function in (in_islands, composed_in_islands):
         mesh = jax.set_mesh(make_mesh(MeshConfig(data=8)))
     with mesh:
-        if row.function is in_islands:
+        if row.function in (in_islands, composed_in_islands):
             w, *rows = arguments
             arguments = (jax.reshard(w, P()), *(jax.reshard(x, P("data")) for x in rows))
         halves = split(run, arguments, is_kept=[True, False, False], is_late=are_matrices)
