@@ -120,7 +120,7 @@ class Handed:
 
     def __init__(self, name: Name, turns: int = 1):
         self.aval = name.aval
-        """Of one turn."""
+        """Type of the value in one turn."""
         self.num_bytes = turns * size_of(name)
 
 
