@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from pallas_kernels.jax_versions import loop_counts
 from sharding.pipeline.steps import (
+    Handed,
     Name,
     Step,
     Steps,
@@ -211,7 +212,7 @@ def _split_inside(
     steps = _split(inner, are_late)
     outside = dict(zip(inner.invars, equation.invars, strict=True))
     handed = [name for name in steps.crossing if name not in outside and name not in given]
-    outside |= {name: object() for name in handed}
+    outside |= {name: Handed(name) for name in handed}
     pairs = list(zip(inner.outvars, equation.outvars, are_late, strict=True))
     made_late = steps.made_late
     late = [(name, out) for name, out, is_late in pairs if is_late and name in made_late]
@@ -266,7 +267,7 @@ def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
     late_names = [name for name, late in zip(inner.outvars, kinds, strict=True) if late]
     known = {*outside, *given} - set(own[False])
     handed = [name for name in reads_of(steps.late, late_names) if name not in known]
-    markers = {name: object() for name in handed}
+    markers = {name: Handed(name, params["length"]) for name in handed}
 
     def half(part: list[Step], late: bool, last: list[Name]) -> list[Step]:
         carries = own[late]

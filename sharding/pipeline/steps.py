@@ -110,9 +110,30 @@ def _has_product(equation: Any) -> bool:
     )
 
 
+class Handed:
+    """Name of a value that one half hands to the other, where no variable of the program has it.
+
+    Args:
+        name: Name inside the call or loop that hands it over.
+        turns: Turns of the loop, over which it is stacked.
+    """
+
+    def __init__(self, name: Name, turns: int = 1):
+        self.aval = name.aval
+        """Type of the value in one turn."""
+        self.num_bytes = turns * size_of(name)
+
+
+def size_of(name: Name) -> int:
+    """Return the bytes of a value."""
+    if isinstance(name, Handed):
+        return name.num_bytes
+    return name.aval.size * name.aval.dtype.itemsize
+
+
 def _size(names: Iterable[Name]) -> int:
-    """Return bytes of values; for equations alone."""
-    return sum(name.aval.size * name.aval.dtype.itemsize for name in names)
+    """Return the bytes of values."""
+    return sum(map(size_of, names))
 
 
 def variables(names: Iterable[Name]) -> Iterable[Name]:

@@ -62,8 +62,9 @@ from sharding.sequence_parallel import (
     UlyssesRingConfig,
 )
 from sharding.state_layouts import STATE_LAYOUTS
+from tests.fuzz.frozen import draw_frozen, freeze
 from tests.fuzz.outcome import Outcome, is_likely, pick, refusal
-from tests.fuzz.stages import draw_stages
+from tests.fuzz.stages import SHARE, draw_stages
 from tests.support.routers import ROUTER_CASES
 from tests.support.tolerances import TOLERANCES
 
@@ -88,22 +89,31 @@ OPTIMIZER_OF = {
 """Optimisers of a parameterisation; the others are refused by a test of their own."""
 
 
-def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
-    """Compare a drawn setup on its mesh with one device."""
+def check(rng: np.random.Generator, place: pathlib.Path, *, staged: float = SHARE) -> Outcome:
+    """Compare a drawn setup on its mesh with one device.
+
+    Args:
+        rng: Generator of the draw.
+        place: Empty directory; unused.
+        staged: Share of the draws that have stages.
+    """
     del place
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on combinations
         try:
             # Most choices do not fit: one is drawn that does, but for a share of the indices.
-            config = draw_until_accepted(rng) if is_likely(rng, 0.85) else draw(rng)
+            is_fitting = is_likely(rng, 0.85)
+            config = draw_until_accepted(rng, staged) if is_fitting else draw(rng, staged)
             assembly = assemble(config)
         except ValueError as error:
             return Outcome("refused", refusal(error))
-        print(describe(config), flush=True)
-        alone = make_plan(dataclasses.replace(config, execution=on_one_device(config.execution)))
+        roles = draw_frozen(rng.spawn(1)[0], assembly.plan.table)
+        print(describe(config) + f", frozen {', '.join(roles)}" * bool(roles), flush=True)
+        plain = dataclasses.replace(config, execution=on_one_device(config.execution))
+        plan, alone = (freeze(one, roles) for one in (assembly.plan, make_plan(plain)))
         values = parameters(alone, rng)
         rows = [assembly.loader.batch(step) for step in range(STEPS)]
-        found = Steps(assembly.plan, assembly.execution, assembly.mesh).run(values, rows)
+        found = Steps(plan, assembly.execution, assembly.mesh).run(values, rows)
         steps = Steps(alone, alone.config.execution, None)
         wanted = steps.run(values, rows)
     assert np.isfinite(wanted["metrics"][0]["loss"]), "the loss of one device is not finite"
@@ -131,20 +141,20 @@ def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
 # Draws.
 
 
-def draw_until_accepted(rng: np.random.Generator) -> PretrainConfig:
+def draw_until_accepted(rng: np.random.Generator, staged: float) -> PretrainConfig:
     """Return the first of up to 40 draws that can be assembled, or one more."""
     for _ in range(40):
         try:
-            config = draw(rng)
+            config = draw(rng, staged)
             assemble(config)
             return config
         except ValueError as error:
             refusal(error)
-    return draw(rng)
+    return draw(rng, staged)
 
 
-def draw(rng: np.random.Generator) -> PretrainConfig:
-    """Return a training run of a few thousand parameters.
+def draw(rng: np.random.Generator, staged: float) -> PretrainConfig:
+    """Return a training run of a few thousand parameters, in a share of the draws with stages.
 
     Raises:
         ValueError: The choices do not fit each other.
@@ -177,7 +187,7 @@ def draw(rng: np.random.Generator) -> PretrainConfig:
         execution=execution,
         evaluation=EvaluationConfig(batches=1, batch_size=8),
     )
-    return draw_stages(rng.spawn(1)[0], config)
+    return draw_stages(rng.spawn(1)[0], config, staged)
 
 
 def draw_execution(rng: np.random.Generator) -> ExecutionConfig:
@@ -437,7 +447,7 @@ def describe(config: PretrainConfig) -> str:
         model.attention.name,
         f"layers={model.num_layers}",
         f"{sizes}" if execution.fold is None else f"{sizes} fold={execution.fold}",
-        f"{execution.pipeline}" if execution.mesh.stage > 1 else "",
+        f"{execution.pipeline} {execution.kernels}" if execution.mesh.stage > 1 else "",
         *(execution.rules, execution.dispatcher.name, execution.sequence_parallel.name),
         f"remat={execution.remat} chunk={execution.loss_chunk} {execution.telemetry}",
         f"{execution.precision.compute}/{execution.precision.matmul.name}",

@@ -19,16 +19,23 @@ from sharding.pipeline import GPipeConfig, InterleavedConfig
 from tests.fuzz.outcome import is_likely, pick
 
 SHARE = 0.3
-"""Share of the draws that have stages."""
+"""Share of the draws of `meshes` that have stages."""
 
 
-def draw_stages(rng: np.random.Generator, config: PretrainConfig) -> PretrainConfig:
+def draw_stages(
+    rng: np.random.Generator, config: PretrainConfig, share: float = SHARE
+) -> PretrainConfig:
     """Return the run with 2 or 4 stages in place of other axes, or unchanged.
+
+    Args:
+        rng: Generator of the pipeline alone.
+        config: Run without stages.
+        share: Share of the draws that get stages.
 
     Raises:
         ValueError: The choices do not fit each other.
     """
-    if not is_likely(rng, SHARE):
+    if not is_likely(rng, share):
         return config
     execution = _execution(rng, config.execution)
     stages, chunks = execution.mesh.stage, execution.pipeline.chunks
@@ -54,8 +61,12 @@ def _execution(rng: np.random.Generator, execution: ExecutionConfig) -> Executio
         + (GPipeConfig(), InterleavedConfig(weight_gradients="deferred"))
         + (InterleavedConfig(chunks=2, weight_gradients="deferred"),),
     )
+    kernels = execution.kernels
+    if is_likely(rng, 0.5):  # the fused backward pass of experts on CPUs cannot be split
+        kernels = dataclasses.replace(kernels, grouped_swiglu="reference")
     return dataclasses.replace(
         execution,
+        kernels=kernels,
         mesh=dataclasses.replace(execution.mesh, **sizes | {"stage": stages}),
         fold=execution.fold if is_likely(rng, 0.5) else None,
         pipeline=pipeline,

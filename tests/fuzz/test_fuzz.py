@@ -5,6 +5,8 @@
 JAXMOE_FUZZ_SEED and JAXMOE_FUZZ_DRAWS choose others.
 """
 
+import collections
+import contextlib
 import os
 
 import jax
@@ -12,9 +14,12 @@ import numpy as np
 import pytest
 
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig
+from sharding.state_layouts import STATE_LAYOUTS
 from tests.fuzz import meshes
 from tests.fuzz.draws import KINDS, Failure, run
+from tests.fuzz.frozen import draw_frozen, freeze
 from tests.fuzz.outcome import Outcome, refusal
 
 SEED = int(os.environ.get("JAXMOE_FUZZ_SEED", "0"))
@@ -43,6 +48,45 @@ def test_a_draw_depends_on_its_seed_and_index_alone(monkeypatch):
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
     drawn = [run("meshes", seed, index).text for seed, index in ((1, 2), (1, 3), (2, 2), (1, 2))]
     assert drawn[0] == drawn[3] and len(set(drawn)) == 3
+
+
+def test_draws_with_stages_reach_every_choice():
+    """Schedules, layouts, remat, dispatchers and the experts whose backward pass can be split."""
+    seen: dict[str, set] = collections.defaultdict(set)
+    for index in range(300):
+        with contextlib.suppress(ValueError):
+            config = meshes.draw(np.random.default_rng((0, index)), staged=1.0)
+            execution = config.execution
+            assert execution.mesh.stage > 1
+            seen["pipeline"].add(execution.pipeline)
+            seen["remat"].add(execution.remat)
+            seen["rules"].add(execution.rules)
+            seen["dispatcher"].add(execution.dispatcher)
+            seen["kernels"].add(execution.kernels.grouped_swiglu)
+            seen["accumulation"].add(config.training.accumulation)
+    assert {(one.name, one.chunks, one.is_deferred) for one in seen["pipeline"]} == {
+        ("gpipe", 1, False),
+        *(("interleaved", chunks, False) for chunks in (1, 2, 3)),
+        *(("interleaved", chunks, True) for chunks in (1, 2)),
+    }
+    assert seen["remat"] == {"none", "full", "dots", "offload"}
+    assert seen["rules"] == set(STATE_LAYOUTS)
+    assert seen["dispatcher"] == set(meshes.DISPATCHERS)
+    assert seen["kernels"] == {None, "reference"}
+    assert {1, 2, 4, 8} <= seen["accumulation"]
+
+
+def test_frozen_roles_are_not_trained_and_the_others_are():
+    plan = make_plan(PretrainConfig(model=ModelConfig(moe=None)))
+    draws = [draw_frozen(np.random.default_rng(seed), plan.table) for seed in range(40)]
+    roles = next(roles for roles in draws if roles)
+    assert () in draws and len(set(draws)) > 3
+    frozen = freeze(plan, roles)
+    for before, after in zip(plan.table, frozen.table, strict=True):
+        assert after.is_frozen == (before.declaration.role in roles)
+        assert after.path == before.path and after.spec == before.spec
+    assert 0 < len(frozen.table.trained_rows) < len(plan.table)
+    assert freeze(plan, ()) is plan
 
 
 def test_differences_above_rounding_are_found():

@@ -272,7 +272,7 @@ def _execute(
     specs = _out_specs(chunked, model, execution, has_backward)
     return region(run, axis=ax.STAGE, out_specs=specs)(
         chunked,
-        None if whole is None else _in_chunks(whole, model, execution),
+        None if whole is None else _gathered_in_chunks(whole, chunked, model),
         rows,
         router_state,
         total_weight,
@@ -315,6 +315,25 @@ def _in_chunks(params: Any, model: ModelConfig, execution: ExecutionConfig) -> A
         return reshape_to(x, (chunks, x.shape[0] // chunks, *x.shape[1:]), PartitionSpec(*spec))
 
     return params | {name: jax.tree.map(cut, params[name])}
+
+
+def _gathered_in_chunks(whole: Any, chunked: Any, model: ModelConfig) -> Any:
+    """Return the gathered parameters, those of the staged scan in chunks.
+
+    These are gathered after they are cut: chunks move to their stages as shards.
+
+    Args:
+        whole: Gathered parameters; of the staged scan only dtype and layout are read.
+        chunked: Sharded parameters, those of the staged scan in chunks.
+        model: Model with the scan.
+    """
+    name = ModelParts.of(model).staged.name
+
+    def gather(copy: Array, shards: Array) -> Array:
+        spec = PartitionSpec(None, *jax.typeof(copy).sharding.spec)
+        return reshape_to(shards.astype(copy.dtype), shards.shape, spec)
+
+    return whole | {name: jax.tree.map(gather, whole[name], chunked[name])}
 
 
 def _gradients(sums: PipelineSums, model: ModelConfig) -> dict[str, Any]:

@@ -83,6 +83,12 @@ def test_every_method_is_the_same_on_a_folded_mesh(name):
         assert_close(loss_on_mesh(moe, execution=FOLDED), loss_on_one_device(moe), "end_to_end")
 
 
+def test_a_router_that_mixes_whole_sequences_sends_them_to_experts_elsewhere():
+    execution = ExecutionConfig(mesh=MeshConfig(data=4, expert=2), dispatcher=AllToAllConfig())
+    moe = method("soft_moe")
+    assert_close(loss_on_mesh(moe, execution=execution), loss_on_one_device(moe), "end_to_end")
+
+
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_method_is_the_same_in_micro_batches(name):
     """Routing by row with noise by token does not depend on the micro-batches."""

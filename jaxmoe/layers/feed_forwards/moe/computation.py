@@ -138,6 +138,10 @@ class Computation:
         order = self._token_order(given) if layout.moves_tokens else None
         dispatch = partial(self._dispatcher(), order=order)
         y, dropped = dispatch(rows, computed, self._experts(), given.weights)
+        if not layout.is_spread:  # equal along axes of one device, which the type must say
+            rest = (axis for axis in layout.experts.all if axis not in batch_axes)
+            single = tuple(axis for axis in rest if jax.lax.axis_size(axis) == 1)
+            y, dropped = jax.lax.psum((y, dropped), single)
         if output.slots is not None:
             y = write_slots(y, output.slots)
         if moe.zero_computation is not None:

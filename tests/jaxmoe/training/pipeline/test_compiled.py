@@ -44,11 +44,18 @@ VOCABULARY = 4 * MODEL.embed_dim * MODEL.vocab_size // STAGES
 """Bytes of the head of a stage, and of its part of the embedding."""
 
 
-def _lowered(pipeline, parts, mesh_config=MESH, model=MODEL, skipping=None, **fields):
+def _lowered(
+    pipeline,
+    parts,
+    mesh_config=MESH,
+    model=MODEL,
+    skipping=None,
+    *,
+    rules="data_parallel",
+    **fields,
+):
     """A lowered step with one row of each micro-batch on a device."""
-    execution = ExecutionConfig(
-        mesh=mesh_config, pipeline=pipeline, rules="data_parallel", **fields
-    )
+    execution = ExecutionConfig(mesh=mesh_config, pipeline=pipeline, rules=rules, **fields)
     mesh = mesh_of(execution)
     make = functools.partial(init_state, model, SGD, jax.random.key(0), execution=execution)
     state = make(mesh=mesh)
@@ -102,6 +109,18 @@ def test_gradients_of_head_and_embedding_are_reduced_once_for_a_micro_batch():
     found = collectives(_compiled(InterleavedConfig(), 8).as_text())
     times = [one.trip_count for one in found if one.result_bytes == VOCABULARY]
     assert sum(times) == _expected(InterleavedConfig(), 8)
+
+
+@pytest.mark.slow
+def test_weights_of_chunks_move_between_stages_before_they_are_gathered():
+    """Shards of parameters to their stages, and of gradients back: a half of each by all-to-all."""
+    mesh = MeshConfig(stage=2, data=4)
+    lowered = _lowered(InterleavedConfig(chunks=2), 2, mesh, rules="zero2")
+    found = collectives(lowered.compile().as_text())
+    moved = sum(one.result_bytes for one in found if one.kind == "all-to-all")
+    matrices = 4 * MODEL.num_layers * MODEL.embed_dim * (4 * 4 * 8 + 3 * 96)
+    gains = 4 * MODEL.num_layers * 2 * MODEL.embed_dim
+    assert 0 < moved <= 2 * (matrices // (2 * 4) + gains // 2)
 
 
 @pytest.mark.slow
