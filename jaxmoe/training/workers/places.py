@@ -53,6 +53,11 @@ def workers_of(
             f"execution.rules={execution.rules} shares the state of all replicas out, and with"
             f" replicas {config.name!r} each has its own: choose fully_sharded or zero2"
         )
+    if execution.optimizer_memory == "host":
+        raise ValueError(
+            f"execution.optimizer_memory=host with replicas {config.name!r}: the optimisers of"
+            " workers stay on their devices: set execution.optimizer_memory to device"
+        )
     return Workers(number, places > 1)
 
 

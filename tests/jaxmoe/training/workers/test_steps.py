@@ -202,6 +202,7 @@ def test_router_state_of_a_round_is_that_of_the_summed_statistics():
         (MeshConfig(replica=2), DiLoCoConfig(workers=4), {}, "must be replicas.workers=4, or 1"),
         (MeshConfig(replica=2, stage=2), DiLoCoConfig(), {}, "cannot be a pipeline yet"),
         (MeshConfig(replica=2), DiLoCoConfig(), {"rules": "hybrid"}, "shares the state of all"),
+        (MeshConfig(replica=2), DiLoCoConfig(), {"optimizer_memory": "host"}, "stay on their"),
     ],
 )
 def test_meshes_that_do_not_fit_the_workers_are_refused(mesh, config, fields, message):
