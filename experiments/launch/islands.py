@@ -278,7 +278,7 @@ def _supervise_all(
         )
         own.release()
 
-    with concurrent.futures.ThreadPoolExecutor(config.islands, "island") as pool:
+    with concurrent.futures.ThreadPoolExecutor(config.islands, thread_name_prefix="island") as pool:
         for done in [pool.submit(run, member) for member in config.here]:
             done.result()
     return ended

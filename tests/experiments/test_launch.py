@@ -14,7 +14,7 @@ import pytest
 
 from experiments.cli.flags import ExitCode, parse_flags
 from experiments.launch import __main__ as launch
-from experiments.launch import supervise
+from experiments.launch import islands, supervise
 from experiments.launch.config import CLUSTERS, LaunchConfig, LaunchRunConfig
 
 TRICKY = (
@@ -350,17 +350,22 @@ def test_a_second_launch_replaces_nothing_silently(tmp_path, capsys):
     assert (tmp_path / "files" / "job.sbatch").read_text() != written
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(5))
 def test_the_examples_of_the_help_work(index, tmp_path, monkeypatch, capsys):
     examples = re.findall(
         r"^    python -m experiments.launch ((?:.*\\\n)*.*)", launch.__doc__ or "", re.M
     )
-    assert len(examples) == 4
+    assert len(examples) == 5
     words = shlex.split(examples[index].replace("\\\n", " "))
     started = []
     monkeypatch.setattr(launch.supervise, "main", lambda words: started.append(words) or 0)
+    islands_started = []
+    monkeypatch.setattr(launch.islands, "main", lambda words: islands_started.append(words) or 0)
     assert launch.main([*words, "--run.directory", str(tmp_path / "files")]) == 0
-    if started:
+    if islands_started:
+        config = parse_flags(islands.IslandsConfig(), islands_started[0], "p", "d")
+        assert config.islands == 4
+    elif started:
         config = parse_flags(supervise.SuperviseConfig(), started[0], "p", "d")
         assert config.processes == 4
     else:
