@@ -35,8 +35,10 @@ def cost(method: Method, leaves: Sequence[Leaf], workers: int) -> Cost:
         workers: Number of workers.
     """
     known = {leaf.path: leaf for leaf in leaves}
+    weights = 0 if method.weighting is None else 4 * (workers - 1)
     exchanges = tuple(
-        sum(
+        weights
+        + sum(
             method.codec(known[path]).bits(fragment.shape(known[path]))
             / 8
             * method.exchange(known[path]).copies(workers)
