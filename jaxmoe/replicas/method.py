@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxmoe.replicas.codec import Codec
 from jaxmoe.replicas.exchange import About, Exchange
 from jaxmoe.replicas.fragments import Arrays, Fragment, Leaf, cut_fragments
+from jaxmoe.replicas.selective import SlowWorkers, either
 from jaxmoe.replicas.timing import Timing
 from jaxmoe.replicas.weighting import Weighting, factors_of
 from sharding.workers import Workers
@@ -49,6 +50,8 @@ class Method:
     merged, so that the parameters themselves travel."""
     weighting: Weighting | None = None
     """Weights of the workers' messages; None for equal ones."""
+    slow: SlowWorkers | None = None
+    """Workers whose messages are encoded otherwise; None if there are none."""
     trains: Callable[[Leaf, Int[Array, ""]], Array | None] | None = None
     """(leaf, number of a worker) -> mask of what the worker trains, with the dimensions of the
     parameter, each whole or 1; None for all of it."""
@@ -145,7 +148,7 @@ def send(
         for index, (path, x) in enumerate(own["params"].items()):
             leaf, state = leaves[path], own["talk"]
             anchor = here[path] if own["slow"] is None else own["slow"][path]
-            codec_of, exchange_of = method.codec(leaf), method.exchange(leaf)
+            codec_of, exchange_of = _codec(method, leaf, workers), method.exchange(leaf)
             one = jax.random.fold_in(key, index)
             message = anchor - x if method.anchor == "sent" else x
             payload, after = codec_of.encode(message, state.codec[path], one)
@@ -265,6 +268,14 @@ def mask_foreign(
         return x if mask is None else jnp.where(mask, x, otherwise[path])
 
     return {path: choose(path, x) for path, x in arrays.items()}
+
+
+def _codec(method: Method, leaf: Leaf, workers: Workers) -> Codec:
+    """Return the encoding of a parameter by this worker."""
+    codec, slow = method.codec(leaf), method.slow
+    if slow is None or (narrow := slow.codec(leaf)) is None:
+        return codec
+    return either(codec, narrow, slow.is_slow(jax.lax.axis_index(workers.axis)))
 
 
 def _split(x: Array) -> tuple[tuple[str, ...], ...]:

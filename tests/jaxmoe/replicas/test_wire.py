@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges on a mesh of four workers: bytes of the compiled program, and values as under vmap."""
 
+import dataclasses
 import functools
 
 import jax
@@ -47,7 +48,7 @@ def exchange(training, workers, number, params):
     talk = begin(method, training.leaves, part, workers)
     noise = jnp.arange(1.0, 1.0 + workers.number, dtype=jnp.float32)
     if (weighting := method.weighting) is not None:
-        talk = talk.replace(weighting=weighting.add(talk.weighting, noise, noise < 0))
+        talk = dataclasses.replace(talk, weighting=weighting.add(talk.weighting, noise, noise < 0))
     own = jax.tree.map(
         lambda x: x * (1 + 0.1 * noise.reshape(-1, *(1,) * (x.ndim - 1))), workers.stack(part)
     )
