@@ -119,7 +119,7 @@ REGISTRIES = {
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
-        *("dadao", "coded", "econtrol", "one_bit_adam", "robust"),
+        *("dadao", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),
     },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {

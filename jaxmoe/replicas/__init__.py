@@ -15,6 +15,7 @@ from jaxmoe.replicas.methods.coded import CodedConfig as CodedConfig
 from jaxmoe.replicas.methods.dadao import DadaoConfig as DadaoConfig
 from jaxmoe.replicas.methods.diloco import DiLoCoConfig as DiLoCoConfig
 from jaxmoe.replicas.methods.econtrol import EControlConfig as EControlConfig
+from jaxmoe.replicas.methods.heterogeneous import HeterogeneousConfig as HeterogeneousConfig
 from jaxmoe.replicas.methods.noloco import NoLoCoConfig as NoLoCoConfig
 from jaxmoe.replicas.methods.one_bit_adam import OneBitAdamConfig as OneBitAdamConfig
 from jaxmoe.replicas.methods.robust import RobustConfig as RobustConfig
@@ -31,6 +32,7 @@ ReplicasConfig = (
     | DiLoCoConfig
     | StreamingConfig
     | SparseConfig
+    | HeterogeneousConfig
     | NoLoCoConfig
     | CO2Config
     | SingleMergeConfig

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 from jaxmoe.optim.groups import Optimizer
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import Method
+from jaxmoe.replicas.weighting import Weights
 
 
 class TrainingFacts(NamedTuple):
@@ -74,3 +75,13 @@ class ReplicasBase(WorkersBase):
         Args:
             facts: Parameters, workers and steps of the run.
         """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AveragingBase(ReplicasBase):
+    """A method in which all workers take the mean of their messages."""
+
+    weights: Weights = "equal"
+    """Weights of the workers in a mean: equal; the tokens that each has trained on since the last
+    exchange; or the inverse of how often it participates. A worker that refused all its steps has
+    the weight 0, unless weights are equal."""

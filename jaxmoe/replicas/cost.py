@@ -26,18 +26,21 @@ class Cost(NamedTuple):
     """Largest exchange."""
 
 
-def cost(method: Method, leaves: Sequence[Leaf], workers: int) -> Cost:
+def cost(method: Method, leaves: Sequence[Leaf], workers: int, worker: int | None = None) -> Cost:
     """Return what a worker sends.
 
     Args:
         method: Method.
         leaves: Trained parameters.
         workers: Number of workers.
+        worker: Number of the worker, where some encode otherwise; None for the mean of all.
     """
     known = {leaf.path: leaf for leaf in leaves}
+    weights = 0 if method.weighting is None else 4 * (workers - 1)
     exchanges = tuple(
-        sum(
-            method.codec(known[path]).bits(fragment.shape(known[path]))
+        weights
+        + sum(
+            _bits(method, known[path], fragment.shape(known[path]), workers, worker)
             / 8
             * method.exchange(known[path]).copies(workers)
             for path in (*fragment.strided, *fragment.whole)
@@ -45,3 +48,15 @@ def cost(method: Method, leaves: Sequence[Leaf], workers: int) -> Cost:
         for fragment in method.fragments(leaves)
     )
     return Cost(exchanges, sum(exchanges) / method.timing.every, max(exchanges))
+
+
+def _bits(
+    method: Method, leaf: Leaf, shape: tuple[int, ...], workers: int, worker: int | None
+) -> float:
+    """Return the bits of a payload of a worker, or the mean of all workers."""
+    bits = method.codec(leaf).bits(shape)
+    if method.slow is None or (narrow := method.slow.codec(leaf)) is None:
+        return bits
+    slow = method.slow.workers
+    share = len(slow) / workers if worker is None else float(worker in slow)
+    return (1.0 - share) * bits + share * narrow.bits(shape)

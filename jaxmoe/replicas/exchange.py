@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmoe.replicas.codec import Payload
 
@@ -42,6 +42,8 @@ class About(NamedTuple):
     """Workers whose messages count; None for all. Only methods that exchange gradients set it."""
     mask: Array | None = None
     """Numbers of the parameter that are sent; None for all."""
+    factors: Float[Array, " R"] | None = None
+    """Factor of each worker's message in a mean over all workers, 1 on average; None for 1."""
 
     def total(self, x: Array, dimensions: Sequence[int] | None = None) -> Array:
         """Return sums of what the devices of one worker hold, from the sums of this device.
@@ -83,7 +85,10 @@ def mean() -> Exchange:
     """
 
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        return jax.lax.psum(decode(payload, slow), about.axis) / about.workers, state
+        message = decode(payload, slow)
+        if about.factors is not None:
+            message = message * about.factors[jax.lax.axis_index(about.axis)].astype(message.dtype)
+        return jax.lax.psum(message, about.axis) / about.workers, state
 
     return Exchange(init=no_state, mix=mix, is_mean=True)
 
@@ -96,22 +101,8 @@ def gathered_mean(reduce: Literal["workers", "senders"] = "workers") -> Exchange
     """
 
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        gathered = gather_around(payload, about)
-
-        def add(sums: tuple[Array, Array], one: Payload) -> tuple[tuple[Array, Array], None]:
-            message = decode(one, slow).astype(dtype)
-            count = sums[1] if reduce == "workers" else sums[1] + (message != 0).astype(dtype)
-            return (sums[0] + message, count), None
-
-        dtype = jnp.promote_types(slow.dtype, jnp.float32)
-        count = (
-            jnp.full((), about.workers, dtype)
-            if reduce == "workers"
-            else jnp.zeros(slow.shape, dtype)
-        )
-        sums = (jnp.zeros(slow.shape, dtype), count)
-        (total, count), _ = jax.lax.scan(add, sums, gathered)
-        return (total / jnp.maximum(count, 1)).astype(slow.dtype), state
+        group = Group(gather_around(payload, about), decode, about.factors)
+        return decoded_mean([group], slow, about.workers, reduce), state
 
     return Exchange(
         init=no_state,
@@ -119,6 +110,49 @@ def gathered_mean(reduce: Literal["workers", "senders"] = "workers") -> Exchange
         copies=lambda workers: workers - 1,
         is_mean=reduce == "workers",
     )
+
+
+class Group(NamedTuple):
+    """Messages of some workers in one encoding."""
+
+    payloads: Payload
+    """Payloads, [messages ...]."""
+    decode: Decode
+    factors: Float[Array, " messages"] | None
+    """Factor of each; None for 1."""
+
+
+def decoded_mean(
+    groups: Sequence[Group], slow: Array, workers: int, reduce: Literal["workers", "senders"]
+) -> Array:
+    """Return the mean of encoded messages, added up one after another in at least float32.
+
+    Args:
+        groups: Messages.
+        slow: Array of the shape and dtype of the result.
+        workers: Number of all workers.
+        reduce: Divisor of each sum: all workers, or the factors of those whose message is not 0
+            there.
+    """
+    dtype = jnp.promote_types(slow.dtype, jnp.float32)
+    count = jnp.full((), workers, dtype) if reduce == "workers" else jnp.zeros(slow.shape, dtype)
+    sums = (jnp.zeros(slow.shape, dtype), count)
+    for group in groups:
+
+        def add(sums: Any, given: Any, group: Group = group) -> tuple[Any, None]:
+            message = group.decode(given[0], slow).astype(dtype)
+            share = (message != 0).astype(dtype)
+            if group.factors is not None:
+                message, share = message * given[1].astype(dtype), share * given[1].astype(dtype)
+            count = sums[1] if reduce == "workers" else sums[1] + share
+            return (sums[0] + message, count), None
+
+        sums, _ = jax.lax.scan(add, sums, (group.payloads, group.factors))
+    total, count = sums
+    # A sum of factors may lie below 1.
+    is_weighted = any(group.factors is not None for group in groups)
+    divisor = jnp.where(count > 0, count, 1) if is_weighted else jnp.maximum(count, 1)
+    return (total / divisor).astype(slow.dtype)
 
 
 def gather_around(payload: Payload, about: About) -> Payload:

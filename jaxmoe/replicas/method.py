@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.replicas.codec import Codec
 from jaxmoe.replicas.exchange import About, Exchange
 from jaxmoe.replicas.fragments import Arrays, Fragment, Leaf, cut_fragments
+from jaxmoe.replicas.selective import SlowWorkers, either
 from jaxmoe.replicas.timing import Timing
+from jaxmoe.replicas.weighting import Weighting, factors_of
 from sharding.workers import Workers
 
 
@@ -46,6 +48,10 @@ class Method:
     anchor: Literal["sent", "merged"] = "sent"
     """When own parameters are subtracted from the slow ones: as they are sent; or as they are
     merged, so that the parameters themselves travel."""
+    weighting: Weighting | None = None
+    """Weights of the workers' messages; None for equal ones."""
+    slow: SlowWorkers | None = None
+    """Workers whose messages are encoded otherwise; None if there are none."""
     trains: Callable[[Leaf, Int[Array, ""]], Array | None] | None = None
     """(leaf, number of a worker) -> mask of what the worker trains, with the dimensions of the
     parameter, each whole or 1; None for all of it."""
@@ -76,6 +82,8 @@ class Talk:
     """{path: slow parameters} of each worker, [R ...]; None if they are shared."""
     outer: Any
     """State of the outer optimiser of each worker; None if it is shared."""
+    weighting: Any = None
+    """What gives the weight of each worker's next message, [R]; None for equal weights."""
 
 
 def begin(method: Method, leaves: Mapping[str, Leaf], params: Arrays, workers: Workers) -> Talk:
@@ -95,6 +103,7 @@ def begin(method: Method, leaves: Mapping[str, Leaf], params: Arrays, workers: W
         exchange=workers.stack({path: exchanges[path].init(x) for path, x in params.items()}),
         slow=None if method.is_shared else own,
         outer=None if method.is_shared else begin_outer(method, own),
+        weighting=None if method.weighting is None else workers.stack(method.weighting.init()),
     )
 
 
@@ -127,21 +136,29 @@ def send(
         key: Key of the exchange.
     """
     splits = {path: _split(x) for path, x in params.items()}
+    weights, weighting = close_round(method, talk)
 
     def mix(own: Any, shared: Any) -> Any:
+        factors = None
+        if own["weight"] is not None:
+            factors = factors_for(method, jax.lax.all_gather(own["weight"], workers.axis))
         here, number = shared["slow"], shared["number"]
         key = jax.random.wrap_key_data(shared["key"])
         mixed, codec, exchange = {}, {}, {}
         for index, (path, x) in enumerate(own["params"].items()):
             leaf, state = leaves[path], own["talk"]
             anchor = here[path] if own["slow"] is None else own["slow"][path]
-            codec_of, exchange_of = method.codec(leaf), method.exchange(leaf)
+            codec_of, exchange_of = _codec(method, leaf, workers), method.exchange(leaf)
             one = jax.random.fold_in(key, index)
             message = anchor - x if method.anchor == "sent" else x
-            payload, codec[path] = codec_of.encode(message, state.codec[path], one)
+            payload, after = codec_of.encode(message, state.codec[path], one)
+            if factors is not None:
+                after = keep_state(own["weight"] > 0.0, after, state.codec[path])
+            codec[path] = after
             about = About(
                 *(number, one, workers.axis, workers.number),
                 *(leaf.axes, splits[path], workers.is_spread),
+                factors=factors,
             )
             mixed[path], exchange[path] = exchange_of.mix(
                 payload, codec_of.decode, anchor, about, state.exchange[path]
@@ -153,12 +170,31 @@ def send(
         return Talk(codec=codec, exchange=exchange, slow=None, outer=None)
 
     state = state_of(talk.codec, talk.exchange)
-    own = {"params": dict(params), "talk": state, "slow": talk.slow}
+    own = {"params": dict(params), "talk": state, "slow": talk.slow, "weight": weights}
     shared = {"slow": slow, "number": number, "key": jax.random.key_data(key)}
     like = (((), state), slow) if talk.slow is None else ((dict(params), state), ())
     (mine, state), common = workers.together(mix, like)(own, shared)
     result = common if talk.slow is None else mine
-    return result, replace(talk, codec=state.codec, exchange=state.exchange)
+    after = replace(talk, codec=state.codec, exchange=state.exchange, weighting=weighting)
+    return result, after
+
+
+def close_round(method: Method, talk: Talk) -> tuple[Float[Array, " R"] | None, Any]:
+    """Return the weights of the messages, None for equal ones, and what gives the next ones."""
+    if method.weighting is None:
+        return None, None
+    return method.weighting.close(talk.weighting)
+
+
+def factors_for(method: Method, weights: Float[Array, " R"]) -> Float[Array, " R"]:
+    """Return the factors of all messages of a mean, from their weights."""
+    # Without any weight a mean of differences is 0, but one of parameters is that of all.
+    return factors_of(weights, 0.0 if method.anchor == "sent" else 1.0)
+
+
+def keep_state(counts: Array, after: Any, before: Any) -> Any:
+    """Return the state of a codec after a message if that counts, and the one before otherwise."""
+    return jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, before)
 
 
 def merge(
@@ -232,6 +268,14 @@ def mask_foreign(
         return x if mask is None else jnp.where(mask, x, otherwise[path])
 
     return {path: choose(path, x) for path, x in arrays.items()}
+
+
+def _codec(method: Method, leaf: Leaf, workers: Workers) -> Codec:
+    """Return the encoding of a parameter by this worker."""
+    codec, slow = method.codec(leaf), method.slow
+    if slow is None or (narrow := slow.codec(leaf)) is None:
+        return codec
+    return either(codec, narrow, slow.is_slow(jax.lax.axis_index(workers.axis)))
 
 
 def _split(x: Array) -> tuple[tuple[str, ...], ...]:

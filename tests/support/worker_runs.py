@@ -17,9 +17,10 @@ import optax
 from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import mask_foreign
+from jaxmoe.training.guard import select
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.state import WorkerTraining
-from jaxmoe.training.workers.step import exchange_late, exchange_now
+from jaxmoe.training.workers.step import count_step, exchange_late, exchange_now
 from sharding.workers import Workers
 
 WORKERS, STEPS, INPUTS, OUTPUTS = 4, 12, 8, 3
@@ -59,10 +60,15 @@ def rows(worker, step):
     return tuple(jax.lax.dynamic_slice_in_dim(part, start, 8, 0) for part in (x, y))
 
 
-def loss(params, x, y):
+def loss(params, x, y, size=None):
+    """Mean loss of the rows, or of the first `size` of them, which may be traced."""
     matrix = params["a"] + jnp.sum(params["experts"], axis=(0, 1)) / 8
     error = x.astype(matrix.dtype) @ matrix + params["b"][None] - y.astype(matrix.dtype)
-    return 0.5 * jnp.mean(jnp.sum(error**2, axis=-1))
+    losses = jnp.sum(error**2, axis=-1)
+    if size is None:
+        return 0.5 * jnp.mean(losses)
+    is_in = jnp.arange(len(losses), dtype=jnp.float32) < size
+    return 0.5 * jnp.sum(jnp.where(is_in, losses, 0.0)) / size
 
 
 def facts(workers=WORKERS, steps=STEPS):
@@ -103,6 +109,8 @@ def train(
     watch=None,
     state=None,
     run=None,
+    sizes=None,
+    absent=None,
 ):
     """State of all workers after some steps.
 
@@ -115,26 +123,29 @@ def train(
         watch: called with the state after every step.
         state: state to go on from; a new one when None.
         run: steps of the whole run that the method is built for; `steps` when None.
+        sizes: rows of each worker in a step, of the 8; all when None.
+        absent: [steps, W], the steps that each worker refuses; none when None.
     """
     training = training_of(config, workers, run or steps)
     if state is None:
         state = training.begin(new_state(parameters() if params is None else params, inner))
-    step = jax.jit(functools.partial(one_step, training, inner))
-    for _ in range(int(state.step), steps):
-        state = step(state)
+    step = jax.jit(functools.partial(one_step, training, inner, sizes))
+    for number in range(int(state.step), steps):
+        state = step(state, None if absent is None else jnp.asarray(absent[number]))
         if watch is not None:
             watch(state)
     return state
 
 
-def one_step(training, inner, state):
+def one_step(training, inner, sizes, state, absent=None):
     """A local step of every worker, and the exchanges around it."""
     if training.method.timing.delay:
         state = exchange_late(training, state)
     local, number = state.local, training.workers.number
 
     def one(worker, params, opt_state):
-        grads = jax.grad(loss)(params, *rows(worker, state.step))
+        size = None if sizes is None else jnp.asarray(sizes, jnp.float32)[worker]
+        grads = jax.grad(loss)(params, *rows(worker, state.step), size)
         own = functools.partial(mask_foreign, training.method, training.leaves, worker)
         grads = own(grads, jax.tree.map(jnp.zeros_like, grads))
         with jax.numpy_dtype_promotion("standard"):
@@ -142,7 +153,13 @@ def one_step(training, inner, state):
         return own(optax.apply_updates(params, updates), params), opt_state
 
     params, opt_state = jax.vmap(one)(jnp.arange(number), local.params, local.opt_state)
-    local = dataclasses.replace(local, params=params, opt_state=opt_state)
+    refused = jnp.zeros(number, bool) if absent is None else absent
+    if absent is not None:
+        new, old = (params, opt_state), (local.params, local.opt_state)
+        params, opt_state = jax.vmap(lambda no, *two: select(~no, *two))(absent, new, old)
+    tokens = jnp.asarray((8,) * number if sizes is None else sizes, jnp.float32)
+    talks = count_step(training, local.talks, tokens, refused)
+    local = dataclasses.replace(local, params=params, opt_state=opt_state, talks=talks)
     state = dataclasses.replace(state, local=local, step=state.step + 1)
     return state if training.method.timing.delay else exchange_now(training, state)
 

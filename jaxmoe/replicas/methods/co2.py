@@ -20,15 +20,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
+from jaxmoe.replicas.base import AveragingBase, TrainingFacts
 from jaxmoe.replicas.codec import plain
 from jaxmoe.replicas.exchange import mean
 from jaxmoe.replicas.method import Method
 from jaxmoe.replicas.timing import Timing
+from jaxmoe.replicas.weighting import weighting_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CO2Config(ReplicasBase):
+class CO2Config(AveragingBase):
     """Averages all parameters a whole round late, so that no step waits."""
 
     name: ClassVar[str] = "co2"
@@ -47,7 +48,7 @@ class CO2Config(ReplicasBase):
     """Largest element of the outer momentum; None does not clip."""
 
     def __post_init__(self):
-        ReplicasBase.__post_init__(self)
+        AveragingBase.__post_init__(self)
         if not self.penalty >= 1.0:
             raise ValueError(f"replicas.penalty={self.penalty} must be at least 1")
         if self.clip is not None and not self.clip > 0.0:
@@ -67,6 +68,7 @@ class CO2Config(ReplicasBase):
                 optax.scale(-self.learning_rate),
             ),
             anchor="merged",
+            weighting=weighting_of(self.weights),
         )
 
 

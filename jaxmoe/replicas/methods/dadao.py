@@ -14,9 +14,9 @@ chi_2 half of the largest resistance of an edge. `none` leaves y out.
 
 This is the pair of vectors of A2CiD2 (arXiv 2306.08289), with constants that were not compared with
 its code; it is the form for models of DADAO (arXiv 2208.00779), whose six vectors need the strong
-convexity and smoothness of the loss and are not built. dt is exponential with mean 1 and equal on
-all workers, which have no clocks of their own inside one program. Pairs come from a table of random
-matchings of the graph.
+convexity and smoothness of the loss, which those of models lack, and stand only in the tests. dt is
+exponential with mean 1 and equal on all workers, which have no clocks of their own inside one
+program. Pairs come from a table of random matchings of the graph.
 """
 
 from __future__ import annotations

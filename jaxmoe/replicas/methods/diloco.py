@@ -14,15 +14,16 @@ from typing import ClassVar
 
 import optax
 
-from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
+from jaxmoe.replicas.base import AveragingBase, TrainingFacts
 from jaxmoe.replicas.codec import plain
 from jaxmoe.replicas.exchange import mean
 from jaxmoe.replicas.method import Method
 from jaxmoe.replicas.timing import Timing
+from jaxmoe.replicas.weighting import weighting_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DiLoCoConfig(ReplicasBase):
+class DiLoCoConfig(AveragingBase):
     """Averages all parameters every few hundred steps, with Nesterov momentum."""
 
     name: ClassVar[str] = "diloco"
@@ -42,4 +43,5 @@ class DiLoCoConfig(ReplicasBase):
             codec=lambda leaf: plain(),
             exchange=lambda leaf: mean(),
             outer=optax.sgd(self.learning_rate, self.momentum, nesterov=True),
+            weighting=weighting_of(self.weights),
         )

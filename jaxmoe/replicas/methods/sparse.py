@@ -19,17 +19,18 @@ from typing import ClassVar, Literal
 
 import optax
 
-from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
+from jaxmoe.replicas.base import AveragingBase, TrainingFacts
 from jaxmoe.replicas.codec import Codec, error_feedback, plain
 from jaxmoe.replicas.codecs.top_k import SIDE, top_k
 from jaxmoe.replicas.exchange import Exchange, gathered_mean, mean
 from jaxmoe.replicas.fragments import Leaf, is_small
 from jaxmoe.replicas.method import Method
 from jaxmoe.replicas.timing import Timing
+from jaxmoe.replicas.weighting import weighting_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SparseConfig(ReplicasBase):
+class SparseConfig(AveragingBase):
     """Averages the largest changes of each 64 x 64 tile, in two bits, with error feedback."""
 
     name: ClassVar[str] = "sparse"
@@ -49,7 +50,7 @@ class SparseConfig(ReplicasBase):
 
     def __post_init__(self):
         # Named in full: a slotted dataclass has no usable zero-argument super().
-        ReplicasBase.__post_init__(self)
+        AveragingBase.__post_init__(self)
         if not 1 <= self.kept <= SIDE * SIDE:
             raise ValueError(
                 f"replicas.kept={self.kept} must be from 1 to {SIDE * SIDE}, the numbers of a tile"
@@ -74,4 +75,5 @@ class SparseConfig(ReplicasBase):
             codec=codec,
             exchange=exchange,
             outer=optax.sgd(self.learning_rate),
+            weighting=weighting_of(self.weights),
         )

@@ -18,17 +18,18 @@ from typing import ClassVar, Literal
 
 import optax
 
-from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
+from jaxmoe.replicas.base import AveragingBase, TrainingFacts
 from jaxmoe.replicas.codec import Codec, plain
 from jaxmoe.replicas.codecs.e3m0 import e3m0
 from jaxmoe.replicas.exchange import Exchange, gathered_mean, mean
 from jaxmoe.replicas.fragments import Leaf, is_small
 from jaxmoe.replicas.method import Method
 from jaxmoe.replicas.timing import Timing
+from jaxmoe.replicas.weighting import weighting_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StreamingConfig(ReplicasBase):
+class StreamingConfig(AveragingBase):
     """Averages one fragment of the parameters at a time, in four bits, beside the training."""
 
     name: ClassVar[str] = "streaming"
@@ -68,4 +69,5 @@ class StreamingConfig(ReplicasBase):
             codec=codec,
             exchange=exchange,
             outer=optax.sgd(self.learning_rate, self.momentum, nesterov=True),
+            weighting=weighting_of(self.weights),
         )

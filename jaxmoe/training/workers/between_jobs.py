@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmoe.replicas.fragments import Fragment
+from jaxmoe.replicas.method import close_round, factors_for, keep_state
 from jaxmoe.state_tree import is_key
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.routers import total_of
@@ -92,6 +93,7 @@ class BetweenJobs:
         slow = fragment.take(flat(state.params))
         params = fragment.take(flat(local.params), leading=1)
         key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
+        weights, weighting = close_round(method, talk)
         payloads: dict[str, Any] = {}
         states: dict[str, Any] = {}
         for index, path in enumerate(sorted(params)):
@@ -99,11 +101,14 @@ class BetweenJobs:
             own = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), talk.codec[path])
             sent = slow[path] - x if method.anchor == "sent" else x
             payloads[path], after = codec.encode(sent, own, jax.random.fold_in(key, index))
+            if weights is not None:
+                after = keep_state(weights[0] > 0.0, after, own)
             states[path] = jax.tree.map(lambda leaf: leaf[None], after)
-        talks = tuple(
-            replace(talk, codec=states) if i == number else t for i, t in enumerate(local.talks)
-        )
+        talk = replace(talk, codec=states, weighting=weighting)
+        talks = tuple(talk if i == number else t for i, t in enumerate(local.talks))
         message: dict[str, Any] = {"payloads": payloads}
+        if weights is not None:
+            message["weight"] = weights[0]
         if number == 0 and local.past is not None:
             message["total"] = total_of(local.past, state.step)
         state = replace(state, skipped=jnp.sum(local.skipped))
@@ -112,10 +117,15 @@ class BetweenJobs:
     def _merged(self, fragment: Fragment, state: TrainState, stacked: Any) -> TrainState:
         training, slow = self._training, fragment.take(flat(state.params))
         members = {leaf.shape[0] for leaf in jax.tree.leaves(stacked)}.pop()
+        factors = None
+        if "weight" in stacked:
+            factors = factors_for(training.method, jnp.asarray(stacked["weight"]))
 
         def mean(path: str, like: Array) -> Array:
             decode = training.method.codec(training.leaves[path]).decode
             each = [decode(_at(stacked["payloads"][path], one), like) for one in range(members)]
+            if factors is not None:
+                each = [x * factors[one].astype(x.dtype) for one, x in enumerate(each)]
             return sum(each[1:], each[0]) / members  # in the order of members, on all islands
 
         pseudo = {path: mean(path, like) for path, like in slow.items()}

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import Fragment
@@ -85,7 +85,31 @@ def local_steps(
     number, past = state.step + 1, local.past
     if past is not None:
         past = remember_statistics(past, statistics, number, metrics.is_skipped)
-    return replace(state, step=number, local=replace(local, past=past, **own)), metrics
+    talks = count_step(training, local.talks, metrics.num_tokens, metrics.is_skipped)
+    local = replace(local, past=past, talks=talks, **own)
+    return replace(state, step=number, local=local), metrics
+
+
+def count_step(
+    training: WorkerTraining,
+    talks: tuple[Talk, ...],
+    tokens: Float[Array, " R"],
+    is_skipped: Bool[Array, " R"],
+) -> tuple[Talk, ...]:
+    """Return the states of the exchanges with one more step in the weights of the workers.
+
+    Args:
+        training: Method.
+        talks: State of the exchanges of each fragment.
+        tokens: Sum of the loss weights of each worker.
+        is_skipped: Whether the guard of each worker refused the step.
+    """
+    weighting = training.method.weighting
+    if weighting is None:
+        return talks
+    return tuple(
+        replace(talk, weighting=weighting.add(talk.weighting, tokens, is_skipped)) for talk in talks
+    )
 
 
 def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) -> Any:

@@ -18,6 +18,7 @@ from jaxmoe.replicas import (
     CO2Config,
     DadaoConfig,
     DiLoCoConfig,
+    HeterogeneousConfig,
     NoLoCoConfig,
     SingleMergeConfig,
     SparseConfig,
@@ -71,6 +72,13 @@ METHODS = {
     "sparse": Row(
         degenerate=SparseConfig(every=1, kept=4096, values="float32"),
         usual=SparseConfig(every=3, kept=1024),
+        is_equal_after=(3, 6, 9, 12),
+    ),
+    "heterogeneous": Row(
+        degenerate=HeterogeneousConfig(
+            every=1, kept=4096, values="float32", slow=(1, 2), slow_kept=4096
+        ),
+        usual=HeterogeneousConfig(every=3, kept=1024, slow=(0, 2), slow_kept=256),
         is_equal_after=(3, 6, 9, 12),
     ),
     "noloco": Row(

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges on a mesh of four workers: bytes of the compiled program, and values as under vmap."""
 
+import dataclasses
 import functools
 
 import jax
@@ -28,6 +29,7 @@ from tests.support import worker_runs as wr
 
 KINDS = {
     "diloco": (DiLoCoConfig(every=3), {"all-reduce"}),
+    "weighted": (DiLoCoConfig(every=3, weights="tokens"), {"all-gather", "all-reduce"}),
     "streaming": (StreamingConfig(every=4, fragments=2), {"all-reduce", "collective-permute"}),
     "sparse": (SparseConfig(every=3), {"all-reduce", "collective-permute"}),
     "noloco": (NoLoCoConfig(every=3, pairings=1), {"collective-permute"}),
@@ -45,6 +47,8 @@ def exchange(training, workers, number, params):
     part = fragment.take(params)
     talk = begin(method, training.leaves, part, workers)
     noise = jnp.arange(1.0, 1.0 + workers.number, dtype=jnp.float32)
+    if (weighting := method.weighting) is not None:
+        talk = dataclasses.replace(talk, weighting=weighting.add(talk.weighting, noise, noise < 0))
     own = jax.tree.map(
         lambda x: x * (1 + 0.1 * noise.reshape(-1, *(1,) * (x.ndim - 1))), workers.stack(part)
     )

@@ -170,6 +170,24 @@ def test_workers_on_more_meshes_equal_separate_runs(row):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(replica=2)])
+def test_weights_count_the_tokens_of_accepted_steps_since_the_exchange(mesh):
+    config = dataclasses.replace(CONFIG, weights="tokens")
+    trained = Trained(mesh, config=config)
+    rows = one_step.batch()
+    tokens = [float(np.sum(_part(rows, worker).loss_weights)) for worker in range(WORKERS)]
+    state, _ = trained.steps(trained.state, 1)
+    np.testing.assert_allclose(state.local.talks[0].weighting, tokens, rtol=1e-6)
+    weights = np.where(np.arange(BATCH)[:, None] < BATCH // 2, rows.loss_weights, np.nan)
+    broken = dataclasses.replace(rows, loss_weights=weights.astype(np.float32))
+    state, _ = trained.steps(state, 1, broken)
+    assert list(np.asarray(state.local.talks[0].weighting)) == [0.0, 0.0]
+    state, _ = trained.steps(state, 1, broken)
+    np.testing.assert_allclose(state.local.talks[0].weighting, [tokens[0], 0.0], rtol=1e-6)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.slow
 def test_whole_matrices_of_muon_stay_those_of_a_worker():
     _check(Trained(MeshConfig(replica=2, data=2), OPTIMIZERS["muon"]), "muon")
 
