@@ -36,7 +36,7 @@ from jaxmoe.run.compile import compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import check_trains
-from jaxmoe.run.loop import save_last
+from jaxmoe.run.loop import has_state, save_last
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
@@ -255,7 +255,7 @@ def _train_prepared(
         if result.status == "taken_over":
             return _taken_over(directory, result.step, reporter)
         watchdog.beat("the last save", result.step)
-    if result.status in ("preempted", "interrupted"):
+    if result.status in ("preempted", "interrupted") and has_state(result):
         say(f"{result.status}: saving step {result.step} (a second signal ends at once)")
     try:
         with stopwatch.on(CHECKPOINT):
