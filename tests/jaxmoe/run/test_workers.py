@@ -46,9 +46,17 @@ def _train_in_two(given, path, step):
     for trained in run.steps():
         if trained.step == step:
             break
-    assert run.result.status == "interrupted" and run.result.checkpoint_step == step
+    assert run.result is not None
+    assert (run.result.status, run.result.checkpoint_step) == ("interrupted", step)
     assert run.train().status == "done"
     return run
+
+
+def _said(run, name):
+    """What the summary of a run says."""
+    summary = run.summary()
+    assert summary is not None
+    return summary[name]
 
 
 def _check_equal_bitwise(run, whole, step=STEPS):
@@ -69,7 +77,7 @@ def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
         "2 on the same devices, diloco: all parameters every 3 steps; 0.00599 MB a step and"
         " worker (synchronous 0.018 MB)"
     )
-    assert whole.summary()["replicas"] == said
+    assert _said(whole, "replicas") == said
     assert f"replicas {said}" in caplog.text
     found = saved_leaves(whole.directory.path, STEPS)
     own = {path: leaf for path, leaf in found.items() if path.startswith("['local']['params']")}
@@ -108,7 +116,7 @@ def test_an_island_that_is_left_out_ends_in_order_and_resumes(tmp_path, monkeypa
     assert (result.status, result.step, result.checkpoint_step) == ("preempted", 5, 4)
     reason = "island 0: round 1 closed with islands 1, without 0; it joins when it is started again"
     assert reason in caplog.text
-    assert run.summary()["status"] == "preempted"
+    assert _said(run, "status") == "preempted"
     assert run.train().status == "done"
     assert list(logged_losses(run.directory.path)) == [*range(1, STEPS + 1)]
 
@@ -153,7 +161,7 @@ def test_a_run_goes_on_with_more_workers(tmp_path, caplog):
             np.testing.assert_array_equal(after[path], leaf, err_msg=path)
         if path.startswith("['local']['params']"):
             assert after[path].shape == (4, *leaf.shape[1:])
-    assert more.train().status == "done" and more.summary()["replicas"].startswith("4, diloco")
+    assert more.train().status == "done" and _said(more, "replicas").startswith("4, diloco")
 
 
 @pytest.mark.slow
@@ -180,7 +188,7 @@ def test_workers_that_exchange_gradients_resume_bitwise(tmp_path, replicas):
     given = _config(replicas, MeshConfig(replica=4, data=2))
     whole = Run(given, tmp_path / "whole")
     assert whole.train().status == "done"
-    assert f"4, {replicas.name}: gradients in every step;" in whole.summary()["replicas"]
+    assert f"4, {replicas.name}: gradients in every step;" in _said(whole, "replicas")
     assert all(np.isfinite(loss) for loss in logged_losses(whole.directory.path).values())
     _check_equal_bitwise(_train_in_two(given, tmp_path / "parts", 5), whole)
 
