@@ -142,11 +142,12 @@ def test_methods_without_means_at_once_are_refused(config, message):
         BetweenJobs(training_of(config, workers=2))
 
 
-def test_bytes_of_another_length_are_refused():
+def test_bytes_hold_keys_and_those_of_another_length_are_refused():
     tree = {"a": np.arange(3, dtype=np.int8), "key": jax.random.key(3)}
     data = to_bytes(tree)
-    found = from_bytes(data, tree)
-    np.testing.assert_array_equal(found["a"], tree["a"])
-    assert found["key"] == tree["key"]
+    for like in (tree, jax.eval_shape(lambda: tree)):
+        found = from_bytes(data, like)
+        np.testing.assert_array_equal(found["a"], tree["a"])
+        assert found["key"] == tree["key"]
     with pytest.raises(ValueError, match="10 bytes do not hold 11 bytes of arrays"):
         from_bytes(data[:-1], tree)
