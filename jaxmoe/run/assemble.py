@@ -34,6 +34,7 @@ from jaxmoe.training.workers import (
     jitted_step,
     workers_of_run,
 )
+from jaxmoe.training.workers.between_jobs import BetweenJobs
 from sharding import axes as ax
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import MeshConfig, make_mesh
@@ -90,6 +91,12 @@ class Assembly:
     def gradient_training(self) -> GradientTraining | None:
         """Workers that exchange gradients; None for a run without such workers."""
         return gradients_of_run(*self._replicas(self.step()))
+
+    def check_replicas(self) -> None:
+        """Raise ValueError if the method does not fit the mesh, or cannot leave the program."""
+        if self.worker_training is not None and self.island is not None:
+            BetweenJobs(self.worker_training)
+        _ = self.gradient_training  # building it checks the mesh
 
     def jitted_step(self, accumulation: int) -> CheckedStep:
         """Return the jitted step of the run; it donates its state.
@@ -213,7 +220,7 @@ def assemble(
         if training.skipping is not None:
             form = training.accumulated_balance
             training.skipping.check(plan.model, execution, number, form)
-    check_workers(plan.config, mesh_config.replica)
+    check_workers(plan.config, mesh_config, trains=trains)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(
             f"watch.gradients_every={every} compares gradients of whole layers, and"
@@ -248,6 +255,8 @@ def assemble(
     else:
         index, count = assembly.batch_part
         check_hosts(loader, process_index=index, process_count=count)
+    if trains:
+        assembly.check_replicas()
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
 

@@ -91,6 +91,15 @@ def run_steps(
             is_left = yield TrainedStep(step=step, metrics=metrics)
 
 
+def has_state(result: LoopResult) -> bool:
+    """Return whether the last state is there; a step that ended the run has donated it.
+
+    Args:
+        result: End of the loop.
+    """
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(result.state))
+
+
 def save_last(result: LoopResult, saving: CheckpointHook, checkpoints: CheckpointManager) -> bool:
     """Save the state that the loop ended with, if it may be saved.
 
@@ -100,7 +109,8 @@ def save_last(result: LoopResult, saving: CheckpointHook, checkpoints: Checkpoin
         checkpoints: Checkpoint manager of the run.
 
     Returns:
-        Whether the last state is on disk, the same on all processes.
+        Whether the last state is on disk, or the newest one that a step has left; the same on all
+        processes.
 
     Raises:
         LeaseLostError: Another process holds the run directory by now.
@@ -108,6 +118,8 @@ def save_last(result: LoopResult, saving: CheckpointHook, checkpoints: Checkpoin
     """
     if result.status in ("diverged", "corrupted", "taken_over", "not_saved"):
         return checkpoints.finish() and result.status != "not_saved"
+    if not has_state(result):
+        return checkpoints.finish()
     for _ in range(2):
         if agree(not checkpoints.finish() or saving.saved_step != result.step):
             try:

@@ -3,7 +3,7 @@
 """Trains a run from its restored state to its last files, yielding after every optimiser step.
 
     prepare    compare processes, assemble, lease the directory, restore
-    compile    the train step, for each batch size that is still to come
+    compile    the train step, for each batch size that is still to come; an island joins the others
     train      steps with evaluation, checkpoints and rollbacks
     finish     last checkpoint, samples, pictures, report, summary
 
@@ -32,11 +32,11 @@ from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble, describe_devices
-from jaxmoe.run.compile import compile_steps
+from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import check_trains
-from jaxmoe.run.loop import save_last
+from jaxmoe.run.loop import has_state, save_last
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
@@ -192,8 +192,7 @@ def prepare(
         begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
     island = None
     if assembly.island is not None and begun.step < config.training.steps:
-        watchdog.beat("waiting for the other islands")
-        island, begun = _join(assembly.island, begun)
+        island = _island(assembly.island, begun)
         resources.callback(island.close)
     if is_first:
         if begun.averaged is not None:
@@ -207,14 +206,40 @@ def prepare(
     return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots, island=island)
 
 
-def _join(config: IslandConfig, begun: Begun) -> tuple[Island, Begun]:
-    """Return the rounds of an island, and the state that the islands begin with."""
+def _island(config: IslandConfig, begun: Begun) -> Island:
+    """Return the rounds of an island, which it has not joined yet."""
     training = begun.assembly.worker_training
     assert training is not None  # checked by `assemble`
     with jax.set_mesh(begun.assembly.mesh):
-        island = Island(config, training, begun.state)
-        step, state = island.start(begun.step, begun.state)
-    return island, dataclasses.replace(begun, step=step, state=state)
+        return Island(config, training, begun.state)
+
+
+def _compile(begun: Begun, supervision: Supervision) -> tuple[CompiledStep, float]:
+    """Return the compiled training step, and the seconds that it took."""
+    supervision.watchdog.beat("compiling")
+    say("compiling the training step ...")
+    compiling = time.perf_counter()
+    with supervision.stopwatch.on(COMPILE):
+        compiled = compile_steps(begun.assembly, begun.step, begun.state)
+    seconds = time.perf_counter() - compiling
+    say(f"compiled in {seconds:.1f} s")
+    return compiled, seconds
+
+
+def _join(
+    island: Island, begun: Begun, supervision: Supervision
+) -> tuple[Begun, CompiledStep, float]:
+    """Return what the islands begin with, the compiled step with its exchanges, and its seconds.
+
+    All is compiled before: the others do not wait long for an island that has joined.
+    """
+    compiled, seconds = _compile(begun, supervision)
+    island.compile(begun.state)
+    supervision.watchdog.beat("waiting for the other islands")
+    step, state = island.start(begun.step, begun.state)
+    if state is not begun.state:
+        jax.tree.map(lambda leaf: leaf.delete(), begun.state)  # others hold a reference
+    return dataclasses.replace(begun, step=step, state=state), island.around(compiled), seconds
 
 
 def _train_prepared(
@@ -224,19 +249,18 @@ def _train_prepared(
     started = time.perf_counter()
     begun, checkpoints = prepared.begun, prepared.checkpoints
     watchdog, stopwatch = supervision.watchdog, supervision.stopwatch
+    joined = None
+    if prepared.island is not None:
+        joined = _join(prepared.island, begun, supervision)
+        begun = joined[0]
     with configuration_errors(), directory.usable():
         reporter = Reporter(name, directory, begun.assembly, begun.step)
         watches = Watches(directory, begun.assembly, reporter, stopwatch, begun.step, watchdog)
     with contextlib.closing(reporter):
-        watchdog.beat("compiling")
-        say("compiling the training step ...")
-        compiling = time.perf_counter()
-        with stopwatch.on(COMPILE):
-            compiled = compile_steps(begun.assembly, begun.step, begun.state)
-        if prepared.island is not None:
-            compiled = prepared.island.around(compiled)
-        compile_seconds = time.perf_counter() - compiling
-        say(f"compiled in {compile_seconds:.1f} s")
+        if joined is None:
+            compiled, compile_seconds = _compile(begun, supervision)
+        else:
+            _, compiled, compile_seconds = joined
         watchdog.beat("waiting for the first step")
         barrier("before the first step", begun.assembly.plan.config.processes.first)
         try:
@@ -255,7 +279,7 @@ def _train_prepared(
         if result.status == "taken_over":
             return _taken_over(directory, result.step, reporter)
         watchdog.beat("the last save", result.step)
-    if result.status in ("preempted", "interrupted"):
+    if result.status in ("preempted", "interrupted") and has_state(result):
         say(f"{result.status}: saving step {result.step} (a second signal ends at once)")
     try:
         with stopwatch.on(CHECKPOINT):

@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -43,14 +44,18 @@ def finished_flags(directory: pathlib.Path) -> list[str]:
 
 
 def start_run(
-    arguments: list[str], script: str | None = None, devices: int = 1
+    arguments: list[str],
+    script: str | None = None,
+    devices: int = 1,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """The command, or a script that calls it, as a process of its own; several devices compile fast
-    rather than well."""
+    """The command, or a script that calls it, as a process of its own, with further variables;
+    several devices compile fast rather than well."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment["XLA_FLAGS"] = flags if devices > 1 else ""
     environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
+    environment.update(variables or {})
     return subprocess.Popen(
         [
             sys.executable,

@@ -39,19 +39,28 @@ def check_island(config: PretrainConfig, island: IslandConfig, mesh: MeshConfig)
         )
 
 
-def check_workers(config: PretrainConfig, places: int) -> None:
-    """Refuse batches that workers cannot share, and features that need one state."""
+def check_workers(config: PretrainConfig, mesh: MeshConfig, *, trains: bool) -> None:
+    """Refuse batches that workers cannot share, and features that need one state.
+
+    Args:
+        config: Configuration of a run.
+        mesh: Mesh with every size filled in.
+        trains: Whether the run is trained on this mesh.
+    """
     replicas, training = config.replicas, config.training
     if replicas.exchanges == "nothing":
         return
-    number = replicas.num_workers(places)
+    number = replicas.num_workers(mesh.replica)
+    devices = mesh.batch_shards // mesh.replica if trains else 1
     for _, rows in training.batch_sizes.stages:
         accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
-        if rows % (number * accumulation):
+        if rows % (number * accumulation * devices):
+            shared = f" times the {devices} devices that share the rows of a worker"
             raise ValueError(
                 f"training.batch_size={rows} must be divisible by the {number} workers of replicas"
-                f" {replicas.name!r} times training.accumulation={accumulation}: choose a multiple"
-                f" of {number * accumulation}"
+                f" {replicas.name!r} times training.accumulation={accumulation}"
+                f"{shared * (devices > 1)}: choose a multiple of"
+                f" {number * accumulation * devices}"
             )
     if config.checkpoint.on_lost_stage == "average":
         raise ValueError(

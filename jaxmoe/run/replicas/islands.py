@@ -5,7 +5,8 @@
 An island trains alone. After the steps at which the method exchanges, it posts its message, waits
 for those of the other members, updates the common parameters, and compares a fingerprint of them.
 An island that differs takes the state of the majority; one that starts late, or again, takes the
-state of a member, with its step.
+state of a member, with its step. It joins when its programs are compiled: from then on the others
+wait for its messages, for `grace` seconds at most.
 """
 
 from __future__ import annotations
@@ -66,6 +67,17 @@ class Island:
         )
         self._rounds: Rounds = connect(config, sizes)
         self._step = self._exchanged = 0
+
+    def compile(self, state: TrainState) -> None:
+        """Compile the exchanges, with messages of this island in place of all.
+
+        Args:
+            state: Any state of the run.
+        """
+        for fragment in self._training.fragments:
+            message, after = self._between.encode(fragment, state)
+            messages = [jax.device_get(message)] * self._config.of
+            jax.block_until_ready(self._between.merge(fragment, after, messages))
 
     def start(self, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Return step and state to begin with: the own ones, or those of the other islands.

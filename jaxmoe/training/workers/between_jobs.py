@@ -158,9 +158,8 @@ def from_bytes(data: bytes, like: Any) -> Any:
     """
     if len(data) != (size := num_bytes(like)):
         raise ValueError(f"{len(data)} bytes do not hold {size} bytes of arrays")
-    shapes, structure = jax.tree.flatten(jax.eval_shape(lambda: jax.tree.map(_plain, like)))
-    del shapes
-    leaves, parts, start = jax.tree.leaves(like), [], 0
+    leaves, structure = jax.tree.flatten(like)
+    parts, start = [], 0
     for leaf in leaves:
         dtype, shape = _stored(leaf)
         end = start + math.prod(shape) * dtype.itemsize
