@@ -11,13 +11,28 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from flax import traverse_util
 from jaxtyping import Array
 
 Arrays = Mapping[str, Array]
 """{path: array}."""
+
+
+SEPARATOR = ":"
+"""Stands between the names of a path, in place of the slash, which no saved name may hold."""
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Return parameters as {path: array}."""
+    return traverse_util.flatten_dict(tree, sep=SEPARATOR)
+
+
+def nested(arrays: Mapping[str, Any]) -> Any:
+    """Return {path: array} as nested parameters."""
+    return traverse_util.unflatten_dict(dict(arrays), sep=SEPARATOR)
 
 
 class Leaf(NamedTuple):

@@ -19,15 +19,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from flax import traverse_util
-
 from jaxmoe.optim.groups import Optimizer
 from jaxmoe.optim.received_momentum import received_moments
 from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.replicas.codec import Codec, error_feedback, plain
 from jaxmoe.replicas.codecs.sign import sign, two_sided_mean
 from jaxmoe.replicas.exchange import About, Exchange
-from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.fragments import Leaf, flat
 from jaxmoe.replicas.gradient_base import SMALL, GradientBase, stacked_dimensions
 from jaxmoe.replicas.gradient_method import Agreed, GradientMethod, mean_of_alive, separately
 
@@ -76,8 +74,7 @@ class OneBitAdamConfig(GradientBase):
 
         def agreed(opt_state: Any) -> Agreed:
             moments = received_moments(opt_state)
-            mu: Any = traverse_util.flatten_dict(moments.mu, sep="/")
-            nu: Any = traverse_util.flatten_dict(moments.nu, sep="/")
+            mu, nu = flat(moments.mu), flat(moments.nu)
             return Agreed(
                 momentum={path: mu[path] for path in leaves},
                 mask={path: nu[path] > 0.0 for path in leaves},

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmoe.replicas.fragments import Fragment
+from jaxmoe.replicas.fragments import Fragment, flat
 from jaxmoe.replicas.method import close_round, factors_for, keep_state
 from jaxmoe.state_tree import is_key
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.routers import total_of
-from jaxmoe.training.workers.state import Arrived, WorkerTraining, flat
+from jaxmoe.training.workers.state import Arrived, WorkerTraining
 from jaxmoe.training.workers.step import merge_arrived
 
 

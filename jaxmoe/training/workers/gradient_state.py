@@ -14,13 +14,12 @@ from typing import Any
 
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas.base import TrainingFacts
-from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.fragments import Leaf, flat
 from jaxmoe.replicas.gradient_base import GradientBase
 from jaxmoe.replicas.gradient_method import GradientMethod, begin_gradients
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import TrainStep
 from jaxmoe.training.workers.places import trained_leaves, workers_of
-from jaxmoe.training.workers.state import flat
 from sharding.workers import Workers
 
 

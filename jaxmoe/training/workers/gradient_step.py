@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.replicas.fragments import flat, nested
 from jaxmoe.replicas.gradient_method import Contribution, exchange_gradients
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.guard import all_finite, select
@@ -28,7 +29,6 @@ from jaxmoe.training.state import TrainState, fetch
 from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
 from jaxmoe.training.workers.gradient_state import GradientTraining
 from jaxmoe.training.workers.places import alone
-from jaxmoe.training.workers.state import flat, nested
 
 
 def make_gradient_step(training: GradientTraining) -> CheckedStep:

@@ -9,12 +9,9 @@ from dataclasses import replace
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas.base import WorkersBase
-from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.fragments import SEPARATOR, Leaf
 from jaxmoe.training.step import TrainStep
 from sharding.workers import Workers
-
-SEPARATOR = ":"
-"""Stands between the names of a path, in place of the slash, which no saved name may hold."""
 
 
 def workers_of(

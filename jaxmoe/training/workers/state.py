@@ -15,16 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct, traverse_util
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
-from jaxmoe.replicas.fragments import Fragment, Leaf
+from jaxmoe.replicas.fragments import Fragment, Leaf, flat
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import TrainStep
-from jaxmoe.training.workers.places import SEPARATOR, alone, trained_leaves, workers_of
+from jaxmoe.training.workers.places import alone, trained_leaves, workers_of
 from jaxmoe.training.workers.routers import Past, Total, begin_past, total_of
 from sharding.workers import Workers
 
@@ -66,16 +66,6 @@ class WorkerStates:
     norm of the latter."""
     outer_norm: Float[Array, " R"]
     """Norm of the last pseudo-gradient."""
-
-
-def flat(tree: Any) -> dict[str, Any]:
-    """Return parameters as {path: array}."""
-    return traverse_util.flatten_dict(tree, sep=SEPARATOR)
-
-
-def nested(arrays: dict[str, Any]) -> Any:
-    """Return {path: array} as nested parameters."""
-    return traverse_util.unflatten_dict(arrays, sep=SEPARATOR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.replicas.fragments import Fragment
+from jaxmoe.replicas.fragments import Fragment, flat, nested
 from jaxmoe.replicas.method import Talk, mask_foreign, merge, send
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
 from jaxmoe.training.workers.routers import remember_statistics, replay, total_of
-from jaxmoe.training.workers.state import Arrived, WorkerStates, WorkerTraining, flat, nested
+from jaxmoe.training.workers.state import Arrived, WorkerStates, WorkerTraining
 
 
 def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> CheckedStep:
