@@ -76,8 +76,8 @@ class OneBitAdamConfig(GradientBase):
 
         def agreed(opt_state: Any) -> Agreed:
             moments = received_moments(opt_state)
-            mu: Any = traverse_util.flatten_dict(moments.mu, sep="/")
-            nu: Any = traverse_util.flatten_dict(moments.nu, sep="/")
+            mu: Any = traverse_util.flatten_dict(moments.mu, sep=":")
+            nu: Any = traverse_util.flatten_dict(moments.nu, sep=":")
             return Agreed(
                 momentum={path: mu[path] for path in leaves},
                 mask={path: nu[path] > 0.0 for path in leaves},
