@@ -199,6 +199,8 @@ def fault_of_code(code: str, pages: dict[str, str]) -> str | None:
         command, words = words[2].removeprefix("experiments."), words[3:]
         if command not in commands():
             return f"{code}: no such command"
+        if words and words[0].startswith("--") and f"{command}_{words[0][2:]}" in pages:
+            command = f"{command}_{words[0][2:]}"
         if words and f"{command}_{words[0]}" in pages:
             command, words = f"{command}_{words[0]}", words[1:]
         fault = fault_of_words(words, pages[command])

@@ -28,6 +28,7 @@ LINES = {
     "data": [("inspect", *IN_RUN)],
     "describe": [IN_RUN],
     "doctor": [IN_RUN],
+    "ensemble": [("--runs", "a", "b", *IN_RUN)],
     "evaluate": [IN_RUN],
     "evaluate_tasks": [IN_RUN],
     "gates": [IN_RUN],

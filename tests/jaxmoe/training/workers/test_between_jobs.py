@@ -129,7 +129,7 @@ def test_routers_of_islands_equal_those_of_one_program():
     ("config", "message"),
     [
         (
-            StreamingConfig(),
+            StreamingConfig(fragments=2),
             "replicas.delay=1: islands merge what they exchange at once; set replicas.delay to 0",
         ),
         (NoLoCoConfig(), "islands exchange means, and this method exchanges otherwise: choose"),
