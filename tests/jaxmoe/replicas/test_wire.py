@@ -22,6 +22,7 @@ from jaxmoe.replicas import (
 )
 from jaxmoe.replicas.cost import cost
 from jaxmoe.replicas.method import begin, merge, send
+from jaxmoe.training.workers.step import exchange_late, exchange_now
 from sharding import MeshConfig, make_mesh
 from sharding import axes as ax
 from sharding.workers import Workers
@@ -81,6 +82,30 @@ def test_bytes_of_an_exchange_are_those_of_its_codec(name):
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
     assert seen == kinds
+
+
+@pytest.mark.parametrize("delay", [1, 0])
+def test_a_step_does_not_wait_for_a_message_that_overlaps_it(delay):
+    """What a step reads needs no collective where the message of that step is merged later."""
+    config = StreamingConfig(every=4, fragments=2, delay=delay)
+    workers = Workers(4, is_spread=True)
+    training = dataclasses.replace(wr.training_of(config), workers=workers)
+    exchange = exchange_late if delay else exchange_now
+
+    def read_by_the_step(state):
+        after = exchange(training, state)
+        return after.local.params, after.params, after.opt_state
+
+    params = wr.parameters()
+    with jax.set_mesh(make_mesh(MeshConfig(replica=4), jax.devices()[:4])):
+        state = jax.jit(lambda: training.begin(wr.new_state(params, wr.SGD)))()
+        programs = [
+            jax.jit(function).lower(state).compile()
+            for function in (functools.partial(exchange, training), read_by_the_step)
+        ]
+    whole, read = ({row.kind for row in collectives(p.as_text())} for p in programs)
+    assert "collective-permute" in whole
+    assert bool(read) == (delay == 0), read
 
 
 def test_experts_of_a_sharded_worker_come_from_their_owner():
