@@ -30,6 +30,7 @@ from jaxmoe.training.workers.between_jobs import (
     BetweenJobs,
     digest,
     from_bytes,
+    is_finite,
     num_bytes,
     to_bytes,
 )
@@ -124,8 +125,14 @@ class Island:
         message, state = self._between.encode(fragment, state)
         closed = self._rounds.exchange(to_bytes(message), partial(self._before, state))
         like = self._like[fragment.number]
-        messages = [from_bytes(data, like) for data in closed.payloads.values()]
-        state = self._between.merge(fragment, state, messages)
+        found = {member: from_bytes(data, like) for member, data in closed.payloads.items()}
+        # All members have the same bytes, and leave out the same messages.
+        messages = [message for message in found.values() if is_finite(message)]
+        if len(messages) < len(found):
+            odd = [member for member, message in found.items() if not is_finite(message)]
+            logger.warning("round %d: messages of islands %s are not finite", closed.number, odd)
+        if messages:
+            state = self._between.merge(fragment, state, messages)
         agreement = self._rounds.agree(digest(state))
         if agreement.sends_state:
             self._rounds.post_state(to_bytes(state))

@@ -169,6 +169,15 @@ def from_bytes(data: bytes, like: Any) -> Any:
     return jax.tree.unflatten(structure, parts)
 
 
+def is_finite(message: Any) -> bool:
+    """Return whether every floating-point number of a message is finite."""
+    return all(
+        np.isfinite(np.asarray(leaf, np.float32)).all()
+        for leaf in jax.tree.leaves(message)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
+
+
 def num_bytes(like: Any) -> int:
     """Return the size of `to_bytes` of a tree."""
     stored = map(_stored, jax.tree.leaves(like))

@@ -18,7 +18,13 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import state_around
 from jaxmoe.training.step import TrainStep
 from jaxmoe.training.workers import WorkerTraining
-from jaxmoe.training.workers.between_jobs import BetweenJobs, digest, from_bytes, to_bytes
+from jaxmoe.training.workers.between_jobs import (
+    BetweenJobs,
+    digest,
+    from_bytes,
+    is_finite,
+    to_bytes,
+)
 from jaxmoe.training.workers.step import exchange_now
 from tests.support.models import MOE, TINY
 from tests.support.one_step import params_of
@@ -151,6 +157,13 @@ def test_routers_of_islands_equal_those_of_one_program():
 def test_methods_without_means_at_once_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         BetweenJobs(training_of(config, workers=2))
+
+
+def test_messages_with_numbers_that_are_not_finite_are_known():
+    message = {"a": np.ones(3, np.float32), "codes": np.full(2, 255, np.uint8)}
+    assert is_finite(message)
+    for odd in (np.nan, np.inf):
+        assert not is_finite(message | {"a": np.asarray([1.0, odd], np.float32)})
 
 
 def test_bytes_hold_keys_and_those_of_another_length_are_refused():
