@@ -26,7 +26,6 @@ from jaxmoe.checkpoint import manager as room
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.run import loop as loop_module
-from jaxmoe.training.loop import LoopResult
 
 
 def _state(step):
@@ -140,7 +139,8 @@ def test_failed_last_save_is_retried_by_all_processes(monkeypatch, is_wrong_else
     monkeypatch.setattr(loop_module, "agree", lambda code: int(code or is_wrong_elsewhere))
     checkpoints = types.SimpleNamespace(finish=lambda: True, latest_step=lambda: 5)
     saving = types.SimpleNamespace(saved_step=5, save=lambda step, state: saved.append(step))
-    result = LoopResult(state=None, step=5, status="done")
+    monkeypatch.setattr(loop_module, "has_state", lambda result: True)
+    result = types.SimpleNamespace(state=None, step=5, status="done")
     save_last = inspect.unwrap(loop_module.save_last)  # plain objects will do
     assert save_last(result, saving, checkpoints) is not is_wrong_elsewhere
     assert saved == ([5, 5] if is_wrong_elsewhere else [])
