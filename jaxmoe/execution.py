@@ -10,6 +10,7 @@ no device, so a checkpoint restores on any mesh.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 from jaxmoe.field_docs import with_field_docs
@@ -122,10 +123,7 @@ class ExecutionConfig:
         Raises:
             ValueError: The fold does not fit the mesh, or the mesh has an open size.
         """
-        layout = STATE_LAYOUTS[self.rules]
-        if self.mesh.stage != 1:
-            layout = layout.staged()
-        return layout if self.fold is None else layout.folded(refine(self.mesh.by_axis, self.fold))
+        return _state_layout(self.rules, self.mesh, self.fold)
 
     @property
     def axis_rules(self) -> LogicalAxisRules:
@@ -136,6 +134,14 @@ class ExecutionConfig:
     def placement(self) -> Placement:
         """Operations that place arrays by `axis_rules`."""
         return Placement(self.axis_rules)
+
+
+@functools.lru_cache(maxsize=4096)  # a search asks for each of thousands many times
+def _state_layout(rules: StateLayoutName, mesh: MeshConfig, fold: MoEMesh | None) -> StateLayout:
+    layout = STATE_LAYOUTS[rules]
+    if mesh.stage != 1:
+        layout = layout.staged()
+    return layout if fold is None else layout.folded(refine(mesh.by_axis, fold))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,19 +4,21 @@
 
     python -m experiments.plan [recipe] --topology tpu:v5e:16x16 [--dotted.field value ...]
 
-Every mesh of the devices and every number of micro-batches is estimated in closed form; the fastest
-that fit are compiled ahead of time until one fits by the compiler too (TPUs: extra [plan]). With
---execution.mesh.AXIS only that mesh is planned, with --training.accumulation only that number. GPUs
-are planned in closed form (--compiles 0). With --topology cpu:8 the plan also runs for a few steps,
-and predictions are printed with their error. summary.json holds the figures and the flags for
-pretrain. Exit codes: 0 planned, 2 bad configuration, or nothing fits.
+Every mesh of the devices, number of micro-batches, layout, dispatcher, fold, schedule and remat is
+estimated in closed form; the fastest that fit are compiled ahead of time until one fits by the
+compiler too (TPUs: extra [plan]). A choice that a flag sets is kept; with --execution.mesh.AXIS
+only that mesh is planned, as the recipe has it. GPUs are planned in closed form (--compiles 0).
+With --topology cpu:8 the plan also runs for a few steps, and predictions are printed with their
+error. summary.json holds the figures and the flags for pretrain. Exit codes: 0 planned, 2 bad
+configuration, or nothing fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.cli import flags as cli
@@ -25,27 +27,31 @@ from experiments.cli.output import write
 from experiments.plan.config import (
     RECIPES,
     PlanConfig,
-    names_accumulation,
     names_mesh,
+    space_of,
     step_plan,
 )
 from experiments.plan.page import page_of_plan, page_of_refusal
 from experiments.recipes import DEFAULT
 from jaxmoe.configs import to_json
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, Remat
+from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.compile_ahead import check_compiler, in_child
 from jaxmoe.planning.hardware import Chip, Topology, parse_topology
 from jaxmoe.planning.pipelines_compared import compare_schedules
 from jaxmoe.planning.search import (
     Candidate,
+    Factors,
     Found,
+    Space,
     enumerate_meshes,
     mesh_flags,
     mesh_in_words,
     remedies,
     search,
-    search_with_stages,
+    stages_of,
 )
+from jaxmoe.planning.search.verdicts import plan_in_words, why_not
 from jaxmoe.run.directory import RunDirectory
 from sharding.mesh import MeshConfig
 
@@ -61,13 +67,12 @@ def main(argv: Sequence[str]) -> int:
             check_compiler(topology)
         directory.check_free_of_runs()
         with directory.held():
-            found = find(
-                config,
-                topology,
-                is_fixed=names_mesh(argv),
-                searches_accumulation=not names_accumulation(argv),
+            space = space_of(config, argv)
+            searching = functools.partial(
+                find, config, topology, is_fixed=names_mesh(argv), space=space
             )
-            summary, page = judge(config, topology, found)
+            usual = RECIPES[recipe]().execution
+            summary, page = judge(config, topology, searching, usual)
             summary = {"recipe": recipe} | summary
             directory.write_environment([f"{topology.num_devices} x {topology.kind}, planned"])
             directory.write_summary(summary | {"wall_seconds": time.perf_counter() - started})
@@ -78,44 +83,40 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find(
-    config: PlanConfig, topology: Topology, *, is_fixed: bool, searches_accumulation: bool
+    config: PlanConfig,
+    topology: Topology,
+    *,
+    is_fixed: bool,
+    space: Space,
+    factors: Factors | None = None,
 ) -> Found:
-    """Return the fastest meshes that fit, in closed form.
+    """Return the fastest plans that fit, in closed form.
 
     Args:
         config: Run to plan.
         topology: Devices to plan for.
         is_fixed: Whether to consider only the config's own mesh.
-        searches_accumulation: Whether to consider every number of micro-batches. A batch that
-            grows keeps the config's, which divides each of its sizes.
+        space: Choices beside the mesh.
+        factors: Compiled temporaries over those of the closed form, by remat.
 
     Raises:
         ValueError: No mesh of the devices divides the model and the batch.
     """
     number, mesh = topology.num_devices, config.execution.mesh
-    # A form of sequence parallelism lets the search choose seq, unless the recipe sets it.
-    has_form = config.execution.sequence_parallel.name != "none"
-    seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
     unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
     run = dataclasses.replace(config.pretrain, execution=unfolded)
     plan = step_plan(run, topology, MeshConfig())
-    searches_accumulation = searches_accumulation and config.training.batch_ramp is None
-    options: dict[str, Any] = {
-        "keep": max(config.compiles, 1),
-        "fold": config.execution.fold,
-        "searches_accumulation": searches_accumulation,
-    }
+    found = None
+    for meshes in [[mesh.resolve(number)]] if is_fixed else _tries(config, plan, topology):
+        found = search(
+            plan, meshes, topology.chip, fold=config.execution.fold, space=space, factors=factors
+        )
+        if found.fitting:
+            break
+    assert found is not None
     if is_fixed:
-        found = search(plan, [mesh.resolve(number)], topology.chip, **options)
         for reason in found.refused.values():
             raise ValueError(reason)
-    elif mesh.stage > 1:
-        meshes = list(enumerate_meshes(number, seq, [mesh.stage]))
-        found = search(plan, meshes, topology.chip, **options)
-    elif config.watch.gradients_every:  # needs all layers on one stage
-        found = search(plan, list(enumerate_meshes(number, seq)), topology.chip, **options)
-    else:
-        found = search_with_stages(plan, number, topology.chip, seq=seq, **options)
     if not found.fitting and found.closest is None:
         examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(found.refused.items())[-3:])
         raise ValueError(
@@ -125,54 +126,91 @@ def find(
     return found
 
 
-def judge(config: PlanConfig, topology: Topology, found: Found) -> tuple[dict[str, Any], str]:
-    """Return the summary and the page; compile until one mesh fits.
+def _tries(config: PlanConfig, plan: StepPlan, topology: Topology) -> list[list[MeshConfig]]:
+    """Return the meshes to consider, then those to consider if none of them fits.
+
+    Stages are tried where the devices span several networks, because a pipeline sends little
+    between stages, and where nothing fits without.
+    """
+    number, chip, mesh = topology.num_devices, topology.chip, config.execution.mesh
+    # A form of sequence parallelism lets the search choose seq.
+    has_form = config.execution.sequence_parallel.name != "none"
+    seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
+    given = list(enumerate_meshes(number, seq, [mesh.stage]))
+    if mesh.stage > 1 or config.watch.gradients_every:  # which needs all layers on one stage
+        return [given]
+    staged = [*given, *enumerate_meshes(number, seq, stages_of(plan, number))]
+    return [staged] if chip.domain and number > chip.domain else [given, staged]
+
+
+def judge(
+    config: PlanConfig,
+    topology: Topology,
+    searching: Callable[..., Found],
+    usual: ExecutionConfig,
+) -> tuple[dict[str, Any], str]:
+    """Return the summary and the page; compile until one plan fits.
+
+    What the compiler finds for a plan that does not fit corrects the closed form of those with the
+    same remat, and the search is repeated.
 
     Args:
         config: Run to plan.
         topology: Devices to plan for.
-        found: Result of `find`.
+        searching: `find` for given factors.
+        usual: Execution of the recipe, whose flags need not be given.
     """
-    about = {
-        "topology": topology.text,
-        "num_devices": topology.num_devices,
-        "meshes": found.num_meshes,
-        "meshes_refused": len(found.refused),
-    }
+    found, factors = searching(), dict[Remat, float]()
     rejected: list[dict[str, Any]] = []
-    for candidate in found.fitting:
-        compiled = None
+
+    def about() -> dict[str, Any]:
+        return {
+            "topology": topology.text,
+            "num_devices": topology.num_devices,
+            "meshes": found.num_meshes,
+            "meshes_refused": len(found.refused),
+            "arrangements": found.num_arrangements,
+            "rejected": rejected,
+        }
+
+    for _ in range(max(config.compiles, 1)):
+        if not found.fitting:
+            break
+        candidate, compiled = found.fitting[0], None
         if config.compiles:
             compiled = _compile(config, topology, candidate)
             if not _fits(compiled, topology):
-                rejected.append({"mesh": _in_words(candidate), "compiled": compiled})
+                rejected.append({"plan": plan_in_words(candidate.plan), "compiled": compiled})
+                factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
+                found = searching(factors=factors)
                 continue
-        summary = about | _summary(config, candidate, compiled, topology.chip)
-        summary |= {"rejected": rejected}
-        return summary, page_of_plan(topology, candidate, compiled, summary)
+        summary = about() | _summary(config, found, compiled, topology.chip, usual)
+        return summary, page_of_plan(topology, found, compiled, summary)
     closest = found.closest or found.fitting[0]
     ways = remedies(closest, topology.chip)
-    summary = about | {
+    summary = about() | {
         "status": "nothing fits",
         "closest": mesh_in_words(closest.mesh),
-        "needed": closest.memory.total,
+        "needed": closest.need,
         "available": topology.chip.available,
         "remedies": ways,
         "memory": closest.memory.categories(),
-        "rejected": rejected,
     }
     return summary, page_of_refusal(topology, closest, ways, rejected)
 
 
-def _in_words(candidate: Candidate) -> str:
-    """Return the mesh and the number of micro-batches."""
-    number = candidate.plan.accumulation
-    return mesh_in_words(candidate.mesh) + (f", {number} micro-batches" if number > 1 else "")
+def _factor(candidate: Candidate, compiled: dict[str, Any], topology: Topology) -> float:
+    """Return compiled temporaries over those of the closed form, enough to refuse the plan."""
+    memory = candidate.memory
+    needed = compiled.get("total") or compiled.get("needed") or 0.0
+    needed = max(needed, topology.chip.available * 1.01)
+    return (needed - memory.arguments) / memory.temporaries
 
 
 def _compile(config: PlanConfig, topology: Topology, candidate: Candidate) -> dict[str, Any]:
-    write(f"compiling {_in_words(candidate)} for {topology.text}, in another process")
-    execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
+    words = plan_in_words(candidate.plan)
+    write(f"compiling {words} for {topology.text}, in another process")
+    execution = _chosen(config, candidate)
     training = dataclasses.replace(config.training, accumulation=candidate.plan.accumulation)
     planned = dataclasses.replace(config.pretrain, execution=execution, training=training)
     steps = config.measured_steps if topology.chip.platform == "cpu" else 0
@@ -191,15 +229,35 @@ def _fits(compiled: dict[str, Any], topology: Topology) -> bool:
     return compiled["kind"] == "CompiledStep" and compiled["total"] <= topology.chip.available
 
 
-def _choices(execution: ExecutionConfig) -> list[str]:
-    """Return the choices that are not the defaults, as words of a command line."""
-    usual = ExecutionConfig()
+def _chosen(config: PlanConfig, candidate: Candidate) -> ExecutionConfig:
+    """Return the execution of a run that follows a plan."""
+    own = candidate.plan.execution
+    names = ("mesh", "fold", "rules", "dispatcher", "pipeline", "remat")
+    return dataclasses.replace(config.execution, **{name: getattr(own, name) for name in names})
+
+
+def _choices(execution: ExecutionConfig, usual: ExecutionConfig) -> list[str]:
+    """Return the choices that are not the recipe's, as words of a command line."""
     words = [
+        word
+        for field in ("rules", "remat")
+        if getattr(execution, field) != getattr(usual, field)
+        for word in (f"--execution.{field}", getattr(execution, field))
+    ]
+    if execution.fold is not None and execution.fold != usual.fold:
+        words.append("execution.fold:moe-mesh")
+        words += [
+            word
+            for name, size in dataclasses.asdict(execution.fold).items()
+            if size > 1
+            for word in (f"--execution.fold.{name}", str(size))
+        ]
+    words += [
         f"execution.{field}:{getattr(execution, field).name}"
         for field in ("dispatcher", "sequence_parallel", "pipeline")
         if type(getattr(execution, field)) is not type(getattr(usual, field))
     ]
-    if execution.pipeline.chunks > 1:
+    if execution.pipeline.chunks != usual.pipeline.chunks:
         words += ["--execution.pipeline.chunks", str(execution.pipeline.chunks)]
     return words
 
@@ -216,16 +274,21 @@ def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
 
 
 def _summary(
-    config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None, chip: Chip
+    config: PlanConfig,
+    found: Found,
+    compiled: dict[str, Any] | None,
+    chip: Chip,
+    usual: ExecutionConfig,
 ) -> dict[str, Any]:
-    execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
+    candidate = found.fitting[0]
+    execution = _chosen(config, candidate)
     memory, seconds = candidate.memory, candidate.time
     return {
         "status": "done",
         "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},
         "accumulation": candidate.plan.accumulation,
         "flags": [*mesh_flags(candidate.mesh), *_batch_flags(config, candidate)]
-        + _choices(execution),
+        + _choices(execution, usual),
         "execution": to_json(execution),
         "memory": memory.categories(),
         "arguments": memory.arguments,
@@ -240,6 +303,15 @@ def _summary(
         "tokens_per_second": candidate.plan.tokens / seconds.step,
         "compiled": compiled,
         "schedules": _schedules(candidate, chip),
+        "runners_up": [
+            {
+                "plan": plan_in_words(one.plan),
+                "step_seconds": one.time.step,
+                "total": one.need,
+                "why": why_not(candidate, one),
+            }
+            for one in found.fitting[1:]
+        ],
     }
 
 

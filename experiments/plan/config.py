@@ -11,16 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
+from jaxmoe.planning.search import EVERYTHING, Space
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import make_plan
 from sharding.mesh import MeshConfig
 
 _MESH_FLAG = "--execution.mesh."
-_ACCUMULATION_FLAG = "--training.accumulation"
+# Choices that a search may change, and the flags that keep them.
+_FLAGS = {
+    "rules": ("--execution.rules",),
+    "dispatchers": ("execution.dispatcher:", "--execution.dispatcher."),
+    "pipelines": ("execution.pipeline:", "--execution.pipeline."),
+    "remats": ("--execution.remat",),
+    "has_folds": ("execution.fold:", "--execution.fold."),
+    "has_micro_batches": ("--training.accumulation",),
+}
 _OF_PRETRAIN = tuple(field.name for field in dataclasses.fields(PretrainConfig))
 
 
@@ -30,8 +40,11 @@ class PlanConfig(PretrainConfig):
 
     topology: str = "tpu:v5e:16x16"
     """Devices, which need not be attached: tpu:v5e:16x16, gpu:h100:8, cpu:8."""
-    compiles: int = 1
-    """Largest number of meshes to compile ahead of time, fastest first, until one fits; 0 plans in
+    search: Literal["all", "mesh"] = "all"
+    """Choices to search: mesh, micro-batches, layout, dispatcher, fold, schedule and remat, but for
+    those that a flag sets; or mesh and micro-batches only."""
+    compiles: int = 3
+    """Largest number of plans to compile ahead of time, fastest first, until one fits; 0 plans in
     closed form only."""
     measured_steps: int = 3
     """Steps to run the plan for, with cpu:N."""
@@ -70,9 +83,26 @@ def names_mesh(argv: Sequence[str]) -> bool:
     return _names(argv, _MESH_FLAG)
 
 
-def names_accumulation(argv: Sequence[str]) -> bool:
-    """Return whether a command line sets the number of micro-batches, which then is kept."""
-    return _names(argv, _ACCUMULATION_FLAG)
+def space_of(config: PlanConfig, argv: Sequence[str]) -> Space:
+    """Return the choices that a search may change.
+
+    A mesh on the command line is planned as the config has it but for micro-batches, and a choice
+    on the command line is kept. A batch that grows keeps its micro-batches, which divide each of
+    its sizes.
+
+    Args:
+        config: Run to plan.
+        argv: Command line.
+    """
+    named = {field for field, flags in _FLAGS.items() if any(_names(argv, flag) for flag in flags)}
+    if config.execution.fold is not None:
+        named.add("has_folds")
+    if config.training.batch_ramp is not None:
+        named.add("has_micro_batches")
+    if config.search == "mesh" or names_mesh(argv):
+        named |= _FLAGS.keys() - {"has_micro_batches"}
+    kept = {field: type(getattr(EVERYTHING, field))() for field in named}
+    return dataclasses.replace(EVERYTHING, **kept)
 
 
 def _names(argv: Sequence[str], flag: str) -> bool:

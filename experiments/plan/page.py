@@ -20,17 +20,19 @@ from jaxmoe.planning.attention_links import (
     links_of,
 )
 from jaxmoe.planning.hardware import CHIPS, Chip, Topology
-from jaxmoe.planning.search import Candidate, mesh_in_words
+from jaxmoe.planning.search import Candidate, Found, mesh_in_words
+from jaxmoe.planning.search.verdicts import plan_in_words, why_not
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import predict_time
 from jaxmoe.planning.traffic import step_traffic
 
 _MOST_COLLECTIVES = 12
+_MOST_FASTER = 3
 
 
 def page_of_plan(
     topology: Topology,
-    candidate: Candidate,
+    found: Found,
     compiled: Mapping[str, Any] | None,
     summary: Mapping[str, Any],
 ) -> str:
@@ -38,25 +40,28 @@ def page_of_plan(
 
     Args:
         topology: Devices of the plan.
-        candidate: Mesh that was chosen.
+        found: Result of the search; its first plan was chosen.
         compiled: Figures of the compiler; None in closed form.
         summary: Summary of the plan.
     """
-    chip, plan, seconds = topology.chip, candidate.plan, candidate.time
+    chip, candidate = topology.chip, found.fitting[0]
+    plan, seconds = candidate.plan, candidate.time
     head = [
         f"topology             {topology.text}, {topology.num_devices} devices of"
         f" {size_in_words(chip.available)}",
         f"mesh                 {mesh_in_words(candidate.mesh)}, of {summary['meshes']} meshes"
-        f" ({summary['meshes_refused']} do not divide)",
+        f" ({summary['meshes_refused']} do not divide) in {found.num_arrangements} arrangements",
+        f"choices              {plan_in_words(plan)}",
         f"step                 {plan.batch_size} x {plan.sequence_length} tokens,"
         f" {plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of"
         f" {plan.batch_size // plan.accumulation}",
     ]
     head += [
-        f"rejected             {one['mesh']}: {_why(one['compiled'])}"
+        f"rejected             {one['plan']}: {_why(one['compiled'])}"
         for one in summary["rejected"]
     ]
-    parts = ["\n".join(head), _memory(candidate, compiled), _time(candidate)]
+    parts = ["\n".join(head), runners_up(found, chip), _memory(candidate, compiled)]
+    parts.append(_time(candidate))
     parts.append(_traffic(candidate))
     if candidate.mesh.seq > 1:
         parts.append(attention_links(candidate, chip))
@@ -88,20 +93,20 @@ def page_of_refusal(
         ways: Bytes that a device would need by flag.
         rejected: Meshes that only the compiler refused.
     """
-    chip, memory = topology.chip, closest.memory
-    lines = [f"{one['mesh']}: {_why(one['compiled'])}" for one in rejected]
-    missing = memory.total - chip.available
+    chip = topology.chip
+    lines = [f"{one['plan']}: {_why(one['compiled'])}" for one in rejected]
+    missing = closest.excess(chip)
     if missing > 0:
         lines.append(
             f"nothing fits {topology.text}: the closest mesh, {mesh_in_words(closest.mesh)}, needs"
-            f" {size_in_words(memory.total)} of {size_in_words(chip.available)} on a device,"
+            f" {size_in_words(closest.need)} of {size_in_words(chip.available)} on a device,"
             f" {size_in_words(missing)} too much (closed form, nothing was compiled)"
         )
     else:
         lines.append(
             f"nothing fits {topology.text} by its compiler; in closed form"
-            f" {mesh_in_words(closest.mesh)} needs {size_in_words(memory.total)} of"
-            f" {size_in_words(chip.available)}: raise --compiles to try the next meshes"
+            f" {mesh_in_words(closest.mesh)} needs {size_in_words(closest.need)} of"
+            f" {size_in_words(chip.available)}: raise --compiles to try the next plans"
         )
     lines.append(_memory(closest, None))
     for flag, need in sorted(ways.items(), key=lambda way: way[1]):
@@ -110,6 +115,29 @@ def page_of_refusal(
     if not any(need <= chip.available for need in ways.values()):
         lines.append("several of these together, or more devices")
     return "\n".join(lines)
+
+
+def runners_up(found: Found, chip: Chip) -> str:
+    """Return the best plans, why the others were not chosen, and faster ones that do not fit.
+
+    Args:
+        found: Result of the search.
+        chip: Properties of each device.
+    """
+    best = found.fitting[0]
+    rows: list[tuple[str, ...]] = [("best plans", "seconds", "memory")]
+    for number, one in enumerate(found.fitting, 1):
+        step, need = f"{one.time.step:.4g}", size_in_words(one.need)
+        rows.append((f"  {number}  {plan_in_words(one.plan)}", step, need))
+        if one is not best:
+            rows.append((f"       {why_not(best, one)}",))
+    if found.faster:
+        rows.append(("faster, but they do not fit",))
+    for one in sorted(found.faster, key=lambda one: one.need)[:_MOST_FASTER]:
+        step, need = f"{one.time.step:.4g}", size_in_words(one.need)
+        rows.append((f"     {plan_in_words(one.plan)}", step, need))
+        rows.append((f"       {size_in_words(one.excess(chip))} too much",))
+    return text_table(rows)
 
 
 def _why(compiled: Mapping[str, Any]) -> str:

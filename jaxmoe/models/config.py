@@ -10,6 +10,7 @@ The forward multipliers of a parameterisation belong to the model and are saved 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from typing import ClassVar
 
@@ -126,14 +127,7 @@ class ModelConfig:
     @property
     def context(self) -> LayerContext:
         """Numbers that layers read."""
-        kinds = self.kinds
-        return LayerContext(
-            embed_dim=self.embed_dim,
-            norm_epsilon=self.norm_epsilon,
-            multipliers=self.multipliers,
-            heads=tuple(dict.fromkeys(kind.mixer.heads for kind in kinds)),
-            keeps_order=any(kind.feed_forward.keeps_order for kind in kinds),
-        )
+        return _context(self)
 
     @property
     def kinds(self) -> tuple[Layer, ...]:
@@ -149,7 +143,7 @@ class ModelConfig:
     @property
     def scans(self) -> tuple[Scan, ...]:
         """Consecutive layers that are computed in one loop; see `jaxmoe.models.stacks`."""
-        return group_layers(self.kinds, has_cycles=bool(self.layers))
+        return _scans(self)
 
     @property
     def stacks(self) -> tuple[LayerStack, ...]:
@@ -160,3 +154,21 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Number of layers with routed experts."""
         return sum(kind.feed_forward.is_routed for kind in self.kinds)
+
+
+# A search over meshes asks for these of one model many thousand times.
+@functools.lru_cache(maxsize=64)
+def _context(model: ModelConfig) -> LayerContext:
+    kinds = model.kinds
+    return LayerContext(
+        embed_dim=model.embed_dim,
+        norm_epsilon=model.norm_epsilon,
+        multipliers=model.multipliers,
+        heads=tuple(dict.fromkeys(kind.mixer.heads for kind in kinds)),
+        keeps_order=any(kind.feed_forward.keeps_order for kind in kinds),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _scans(model: ModelConfig) -> tuple[Scan, ...]:
+    return group_layers(model.kinds, has_cycles=bool(model.layers))

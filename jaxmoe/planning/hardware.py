@@ -61,6 +61,17 @@ class Chip:
         """Bytes available to a program."""
         return self.memory - self.reserved
 
+    def hops(self, num_devices: int) -> float:
+        """Return the messages in sequence that pass one value along all devices of a group.
+
+        Args:
+            num_devices: Devices of the group: one after the other in a ring, or side by side of
+                the smallest torus that holds them.
+        """
+        if self.torus and num_devices >= 2 ** (self.torus + 1):
+            return self.torus * (num_devices ** (1 / self.torus) - 1)
+        return num_devices - 1
+
 
 def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int) -> Chip:
     """Return a TPU from GiB, FLOP/s, bytes/s of memory and of one link in one direction."""

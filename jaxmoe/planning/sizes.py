@@ -170,6 +170,11 @@ class Sizes:
         return self._known_passes[key]
 
     @functools.cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """Stacks of the model."""
+        return tuple(self.plan.model.stacks)
+
+    @functools.cached_property
     def _known_passes(self) -> dict[tuple[str, int], Passes]:
         """{(name of a scan, layers): passes}; filled as they are asked for."""
         return {}

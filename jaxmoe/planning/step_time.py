@@ -83,7 +83,7 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
         sizes.in_use(row) / sizes.layers(row) * sizes.row_passes(row).time for row in plan.table
     )
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
-    streams = sum(sizes.stack_passes(stack).time / 3 for stack in plan.model.stacks)
+    streams = sum(sizes.stack_passes(stack).time / 3 for stack in sizes.stacks)
     moved = weights * sizes.itemsize + 4 * 8 * local + _STREAM_PASSES * streams * stream
     return StepTime(
         compute=executed_flops(sizes) / num_devices / (chip.flops * EFFICIENCY),
@@ -108,7 +108,7 @@ def executed_flops(sizes: Sizes) -> float:
     if stages == 1:
         return whole
     total = whole
-    for stack in model.stacks:
+    for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.
         own = _stack_flops(plan, stack) * plan.tokens
         passes = sizes.stack_passes(stack)
@@ -136,7 +136,8 @@ def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:
     bandwidth = chip.link_bandwidth
     if chip.domain and _reach(one.axes, mesh) > chip.domain:
         bandwidth = chip.far_bandwidth
-    return one.messages * chip.link_latency + one.bytes / bandwidth
+    hops = one.messages * chip.hops(one.num_devices) / (one.num_devices - 1)
+    return hops * chip.link_latency + one.bytes / bandwidth
 
 
 def _reach(axes: Iterable[str], mesh: dict[str, int]) -> int:

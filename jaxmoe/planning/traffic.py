@@ -155,7 +155,7 @@ def _tensor(sizes: Sizes) -> Iterator[Traffic]:
     model = sizes.plan.model
     stream = sizes.inner_tokens * model.embed_dim * sizes.itemsize
     times = 0.0
-    for stack in model.stacks:
+    for stack in sizes.stacks:
         # The mixer, and the feed-forward where it is dense or has shared experts.
         fed = stack.kind.feed_forward.sizes
         sums = 1 + (fed.dense_dim + fed.shared_dim > 0)
@@ -167,7 +167,7 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     form = choose_form(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh).config
     axes = sizes.pieces(ax.SEQ)
-    for stack in plan.model.stacks:
+    for stack in sizes.stacks:
         attention = sizes.attention(stack.kind.mixer.heads)
         if attention.ranks == 1:
             return
@@ -187,7 +187,7 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
         return
     value = plan.model.embed_dim * sizes.itemsize
     rules, shared = plan.execution.axis_rules, sizes.expert_axes
-    for stack in plan.model.stacks:
+    for stack in sizes.stacks:
         if not stack.kind.feed_forward.is_routed:
             continue
         experts, times = stack.kind.feed_forward.sizes, 2 * _both(sizes, stack)

@@ -21,6 +21,7 @@ from experiments.plan.page import measured_table
 from experiments.plan.units import size_in_words
 from jaxmoe.planning.compile_ahead import in_child
 from jaxmoe.planning.hardware import parse_topology
+from jaxmoe.planning.search import Space
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -47,6 +48,9 @@ def test_a_plan_in_closed_form(tmp_path, capsys):
     assert summary["arguments"] + summary["temporaries"] == pytest.approx(summary["total"])
     for words in ("memory per device", "saved activations", "weights over", "predicted step"):
         assert words in page, words
+    assert len(summary["runners_up"]) == 4 and all(
+        one["why"] in page for one in summary["runners_up"]
+    )
     flags = " ".join(summary["flags"])
     assert page.rstrip().endswith(f"flags for pretrain   {flags}")
     assert summary["execution"]["mesh"]["stage"] == 1 and "--execution.mesh.data" in flags
@@ -122,7 +126,8 @@ def test_flags_of_a_plan_make_the_held_out_batch_divide(tmp_path, capsys):
 
 def test_predictions_for_this_machine_carry_their_error():
     config, topology = PLANNED["tiny"](), parse_topology("cpu:8")
-    found = plan.find(config, topology, is_fixed=False, searches_accumulation=True)
+    space = Space(has_micro_batches=True)
+    found = plan.find(config, topology, is_fixed=False, space=space)
     candidate = found.fitting[0]
     half = {"matmul_rate": 1e11, "step_seconds": 0.25, "memory": candidate.memory.total / 2}
     step, memory = measured_table(candidate, {"measured": half}).splitlines()[1:3]
@@ -154,6 +159,7 @@ def test_a_long_compile_shows_its_phase(tmp_path, monkeypatch):
 def test_nothing_fits_prints_remedies(tmp_path, capsys):
     argv = ("--topology", "tpu:v5e:2x2", "--compiles", "0", "--training.batch_size", "4")
     argv += ("--training.accumulation", "1", "--training.sequence_length", "128")
+    argv += ("--search", "mesh")
     code, page, summary = planned(tmp_path, capsys, "mixtral_8x7b", *argv)
     assert (code, summary["status"]) == (ExitCode.BAD_CONFIGURATION, "nothing fits")
     missing = size_in_words(summary["needed"] - summary["available"])

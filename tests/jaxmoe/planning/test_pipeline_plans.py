@@ -21,7 +21,7 @@ from jaxmoe.planning.pipelines_compared import (
     schedule_in_words,
     timetable,
 )
-from jaxmoe.planning.search import enumerate_meshes, search, search_with_stages, stages_of
+from jaxmoe.planning.search import Space, enumerate_meshes, search, stages_of
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import executed_flops, predict_time
 from jaxmoe.planning.traffic import step_traffic
@@ -198,12 +198,14 @@ def test_a_compiled_pipeline_needs_what_is_planned(mesh, pipeline):
 
 def test_the_search_tries_stages_where_nothing_fits_without():
     plan = plan_of(EIGHT_LAYERS, MeshConfig(), batch_size=64, length=64)
-    plain = search(plan, list(enumerate_meshes(8)), CHIPS["cpu"], searches_accumulation=True)
-    assert plain.fitting[0].mesh.stage == 1
-    found = search_with_stages(plan, 8, CHIPS["cpu"], searches_accumulation=True)
-    assert found.fitting[0].mesh == plain.fitting[0].mesh and found.num_meshes == 20
+    meshes = list(enumerate_meshes(8, stages=[1, *stages_of(plan, 8)]))
+    numbers = Space(has_micro_batches=True)
+    found = search(plan, meshes, CHIPS["cpu"], space=numbers)
+    assert found.fitting[0].mesh.stage == 1
+    slow = dataclasses.replace(CHIPS["h100"], domain=2, far_bandwidth=1e8)
+    assert search(plan, meshes, slow, space=numbers).fitting[0].mesh.stage == 4
     tight = dataclasses.replace(CHIPS["cpu"], memory=1)
-    nothing = search_with_stages(plan, 8, tight, searches_accumulation=False)
+    nothing = search(plan, meshes, tight)
     assert nothing.num_meshes > 20 and not nothing.fitting and nothing.closest is not None
 
 
@@ -216,7 +218,8 @@ def test_the_search_proposes_only_pipelines_that_train():
         length=64,
         pipeline=InterleavedConfig(chunks=2),
     )
-    found = search_with_stages(plan, 8, far, searches_accumulation=True, keep=50)
+    tried = list(enumerate_meshes(8, stages=[1, *stages_of(plan, 8)]))
+    found = search(plan, tried, far, space=Space(has_micro_batches=True), keep=50)
     meshes = {one.mesh for one in found.fitting}
     assert meshes and all(mesh.stage > 1 for mesh in meshes)  # chunks need stages
     for one in found.fitting:

@@ -30,7 +30,7 @@ from jaxmoe.planning.device_bytes import device_bytes, padded_bytes
 from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.mesh_axes import axes_of_groups
-from jaxmoe.planning.search import enumerate_meshes, on_mesh, remedies, search
+from jaxmoe.planning.search import Space, enumerate_meshes, on_mesh, remedies, search
 from jaxmoe.planning.step_time import predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.precision import PrecisionPolicy
@@ -204,9 +204,17 @@ def test_the_search_over_micro_batches_equals_brute_force(share):
     chip = dataclasses.replace(CHIPS["cpu"], memory=memory)
     # The plan's own number is one of those that are tried.
     own = dataclasses.replace(plan, accumulation=4)
-    found = search(own, meshes, chip, keep=3, searches_accumulation=True)
-    fitting = sorted(time for time, need in needs.values() if need <= chip.available)
-    assert [one.time.step for one in found.fitting] == fitting[:3]
+    found = search(own, meshes, chip, keep=3, space=Space(has_micro_batches=True))
+    fitting = [
+        min(
+            (time for (mesh, _), (time, need) in needs.items() if mesh == one and need <= memory),
+            default=math.inf,
+        )
+        for one in meshes
+    ]
+    assert [one.time.step for one in found.fitting] == [
+        time for time in sorted(fitting) if math.isfinite(time)
+    ]
     kept = search(own, meshes, chip, keep=3)
     assert {one.plan.accumulation for one in kept.fitting} <= {4}
 

@@ -1,0 +1,114 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Enumerates the meshes of a number of devices, and puts a plan on one of them.
+
+To search another axis: `enumerate_meshes` in `jaxmoe/planning/search/meshes.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from jaxmoe.layers.sequences import check_rows
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.training.pipeline import check_pipeline
+from jaxmoe.training.pipeline.stages import ModelParts
+from sharding import axes as ax
+from sharding.fold import MoEMesh
+from sharding.mesh import MeshConfig
+
+
+def enumerate_meshes(
+    num_devices: int, seq: int | None = 1, stages: Sequence[int] = (1,)
+) -> Iterator[MeshConfig]:
+    """Yield every mesh of a number of devices.
+
+    Args:
+        num_devices: Number of devices, all of them used.
+        seq: Size of the axis seq; None tries every divisor.
+        stages: Sizes of the axis stage; those that do not divide the devices are left out.
+    """
+    for stage in stages:
+        if num_devices % stage:
+            continue
+        number = num_devices // stage
+        for length in divisors(number) if seq is None else [seq]:
+            if number % length:
+                continue
+            free = number // length
+            for data in divisors(free):
+                for tensor in divisors(free // data):
+                    for expert in divisors(free // data // tensor):
+                        yield MeshConfig(
+                            replica=free // data // tensor // expert,
+                            stage=stage,
+                            data=data,
+                            expert=expert,
+                            seq=length,
+                            tensor=tensor,
+                        )
+
+
+def stages_of(plan: StepPlan, num_devices: int) -> list[int]:
+    """Return the sizes above 1 of the axis stage that divide devices and layers, by size.
+
+    Args:
+        plan: Step to plan.
+        num_devices: Number of devices.
+    """
+    length = ModelParts.of(plan.model).staged.length
+    chunks = plan.execution.pipeline.chunks
+    return [n for n in divisors(num_devices) if n > 1 and length % (n * chunks) == 0]
+
+
+def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> StepPlan:
+    """Return the plan on another mesh.
+
+    Args:
+        plan: Step to plan.
+        mesh: Mesh with every size filled in.
+        fold: Mesh of the experts within it, if they have their own.
+
+    Raises:
+        ValueError: The mesh does not divide a parameter, the heads, the layers or the batch.
+    """
+    own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
+    check_pipeline(own.model, own.execution, own.accumulation)
+    if own.skipping is not None:
+        own.skipping.check(own.model, own.execution, own.accumulation, own.accumulated_balance)
+    sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
+    for layout in (rules, own.execution.state_layout.optimizer):
+        own.table.check_divides(layout, sizes)
+    length = (plan.sequence_length,)
+    rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
+    check_rows(plan.model.context, own.execution, plan.sequence_length, sizes)
+    parts = mesh.batch_shards * plan.accumulation
+    if plan.batch_size % parts:
+        raise ValueError(
+            f"training.batch_size={plan.batch_size} must be divisible by the {mesh.batch_shards}"
+            " devices that share a batch (mesh replica x data x expert) times"
+            f" training.accumulation={plan.accumulation}: choose a multiple of {parts}"
+        )
+    return own
+
+
+def mesh_in_words(mesh: MeshConfig) -> str:
+    """Return the mesh as `data=16 tensor=2`, or `one device` if every axis has size 1."""
+    sizes = mesh.by_axis.items()
+    return " ".join(f"{axis}={size}" for axis, size in sizes if size != 1) or "one device"
+
+
+def mesh_flags(mesh: MeshConfig) -> list[str]:
+    """Return the mesh as words of a command line."""
+    named = {axis: size for axis, size in mesh.by_axis.items() if size != 1 or axis == ax.DATA}
+    return [
+        word for axis, size in named.items() for word in (f"--execution.mesh.{axis}", str(size))
+    ]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, by size."""
+    small = [d for d in range(1, math.isqrt(max(number, 1)) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

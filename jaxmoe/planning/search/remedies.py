@@ -1,0 +1,55 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lists changes to a plan that save memory, for a plan that does not fit.
+
+To suggest another change: `remedies` in `jaxmoe/planning/search/remedies.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.search.best_first import Candidate
+from jaxmoe.planning.search.meshes import divisors
+from jaxmoe.planning.search.space import fewest_micro_batches
+from jaxmoe.precision import PrecisionPolicy
+
+
+def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
+    """Return flags that need less memory, each with the bytes that a device would need.
+
+    Args:
+        candidate: Mesh that does not fit.
+        chip: Properties of one device.
+    """
+    plan, execution = candidate.plan, candidate.plan.execution
+    changes: dict[str, StepPlan] = {}
+
+    def execute(flag: str, **fields: object) -> None:
+        changes[flag] = plan.on(dataclasses.replace(execution, **fields))
+
+    if execution.remat in ("none", "dots"):
+        execute("--execution.remat full", remat="full")
+    if chip.platform != "cpu" and execution.remat != "offload":
+        execute("--execution.remat offload", remat="offload")
+    if chip.platform != "cpu" and execution.optimizer_memory == "device":
+        execute("--execution.optimizer_memory host", optimizer_memory="host")
+    if not execution.loss_chunk and plan.sequence_length > 512:
+        execute("--execution.loss_chunk 512", loss_chunk=512)
+    if execution.rules != "fully_sharded":
+        execute("--execution.rules fully_sharded", rules="fully_sharded")
+    if execution.precision.parameters == "float32":
+        narrow = PrecisionPolicy(parameters="bfloat16", compute=execution.precision.compute)
+        execute("--execution.precision.parameters bfloat16", precision=narrow)
+    most = plan.batch_size // candidate.mesh.batch_shards
+    unit = fewest_micro_batches(execution)
+    if more := [a for a in divisors(most) if a > plan.accumulation and a % unit == 0]:
+        flag = f"--training.accumulation {more[-1]}"
+        changes[flag] = dataclasses.replace(plan, accumulation=more[-1])
+    needs = {
+        flag: estimate_memory(changed, chip.platform).total for flag, changed in changes.items()
+    }
+    return {flag: need for flag, need in needs.items() if need < candidate.memory.total}

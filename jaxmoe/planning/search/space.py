@@ -1,0 +1,193 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the choices beside the mesh that a search tries, none of which changes the loss.
+
+    rules         layout of parameters, gradients and optimiser state
+    dispatchers   how rows reach experts, where the mesh or the fold spreads experts
+    folds         experts spread over other axes than mesh.expert (arXiv 2504.14960)
+    pipelines     schedule and chunks, on meshes with stages
+    remats        values that the backward pass recomputes
+    micro-batches every number that divides the batch
+
+One choice of the first four is an arrangement of a mesh. Within an arrangement the search varies
+remat and micro-batches until the step fits; that is Galvatron's inner choice (arXiv 2211.13878)
+with one remat for all layers.
+
+To search another choice: a field of `Space` and its loop in `arrangements`, in
+`jaxmoe/planning/search/space.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from jaxmoe.execution import ExecutionConfig, Remat
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.search.meshes import divisors, on_mesh
+from sharding.expert_parallel import (
+    AllGatherConfig,
+    AllToAllConfig,
+    DispatcherConfig,
+    LocalConfig,
+)
+from sharding.fold import MoEMesh
+from sharding.mesh import MeshConfig
+from sharding.pipeline import InterleavedConfig, PipelineConfig
+from sharding.state_layouts import StateLayoutName
+
+_ACROSS_REPLICAS = ("hybrid", "hierarchical")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """Choices that a search may change; an empty tuple keeps the plan's own."""
+
+    rules: tuple[StateLayoutName, ...] = ()
+    """Layouts of the training state."""
+    dispatchers: tuple[DispatcherConfig, ...] = ()
+    """Dispatchers; those that do not spread experts are for meshes that do not either."""
+    pipelines: tuple[PipelineConfig, ...] = ()
+    """Schedules of meshes with stages."""
+    remats: tuple[Remat, ...] = ()
+    """Remat choices, the fastest first."""
+    has_folds: bool = False
+    """Whether experts may be spread over other axes than mesh.expert."""
+    has_micro_batches: bool = False
+    """Whether the number of micro-batches may change."""
+
+
+EVERYTHING = Space(
+    rules=("fully_sharded", "zero2", "zero1", *_ACROSS_REPLICAS),
+    dispatchers=(LocalConfig(), AllToAllConfig(), AllGatherConfig()),
+    pipelines=tuple(InterleavedConfig(chunks=chunks) for chunks in (1, 2, 4)),
+    remats=("none", "dots", "full"),
+    has_folds=True,
+    has_micro_batches=True,
+)
+"""Every choice that a search knows. GPipe takes the time of one chunk and more memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """A mesh with everything chosen but remat and micro-batches."""
+
+    plan: StepPlan
+    """Plan with the first remat and the fewest micro-batches."""
+    remats: tuple[Remat, ...]
+    """Remat choices, the fastest first, which also need most memory."""
+    numbers: tuple[int, ...]
+    """Numbers of micro-batches, the fewest first."""
+
+    def at(self, number: int, remat: int) -> StepPlan:
+        """Return the plan with a number of micro-batches and a remat, both by their index."""
+        execution = self.plan.execution
+        if execution.remat == self.remats[remat]:
+            own = self.plan
+        else:
+            changed = dataclasses.replace(execution, remat=self.remats[remat])
+            own = dataclasses.replace(self.plan, execution=changed)
+        if own.accumulation == self.numbers[number]:
+            return own
+        return dataclasses.replace(own, accumulation=self.numbers[number])
+
+    @property
+    def smallest(self) -> StepPlan:
+        """Plan that needs least memory."""
+        return self.at(len(self.numbers) - 1, len(self.remats) - 1)
+
+
+def arrangements(
+    plan: StepPlan, mesh: MeshConfig, space: Space, fold: MoEMesh | None = None
+) -> Iterator[Arrangement | ValueError]:
+    """Yield every arrangement of a mesh, or the error of one that does not divide.
+
+    Args:
+        plan: Step to plan; its own mesh is ignored.
+        mesh: Mesh with every size filled in.
+        space: Choices to try.
+        fold: Layout of the experts on the mesh, if it is not searched.
+    """
+    base = plan.execution
+    rules = _rules(mesh, space) or (base.rules,)
+    pipelines = (space.pipelines if mesh.stage > 1 else ()) or (base.pipeline,)
+    spreads = list(_spreads(plan, mesh, space, fold))
+    for rule, pipeline, (dispatcher, own_fold) in itertools.product(rules, pipelines, spreads):
+        execution = dataclasses.replace(
+            base,
+            mesh=mesh,
+            fold=None,
+            rules=rule,
+            pipeline=pipeline,
+            dispatcher=dispatcher,
+            remat=(space.remats or (base.remat,))[0],
+        )
+        try:
+            yield _arrangement(plan, mesh, execution, own_fold, space)
+        except ValueError as error:
+            yield error
+
+
+def _arrangement(
+    plan: StepPlan,
+    mesh: MeshConfig,
+    execution: ExecutionConfig,
+    fold: MoEMesh | None,
+    space: Space,
+) -> Arrangement:
+    """Return one arrangement.
+
+    Raises:
+        ValueError: See `on_mesh`.
+    """
+    remats = space.remats or (execution.remat,)
+    if not space.has_micro_batches:
+        own = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold)
+        return Arrangement(own, remats, (own.accumulation,))
+    unit = fewest_micro_batches(execution)
+    first = unit if plan.skipping is None else max(unit, 2)
+    own = dataclasses.replace(plan, execution=execution, accumulation=first)
+    own = on_mesh(own, mesh, fold)
+    numbers = divisors(own.batch_size // mesh.batch_shards)
+    fitting = tuple(n for n in numbers if n % unit == 0 and n >= first)
+    return Arrangement(own, remats, fitting)
+
+
+def _rules(mesh: MeshConfig, space: Space) -> tuple[StateLayoutName, ...]:
+    """Return the layouts that differ on a mesh."""
+    if mesh.batch_shards * mesh.seq == 1:
+        return space.rules[:1]
+    return tuple(one for one in space.rules if mesh.replica > 1 or one not in _ACROSS_REPLICAS)
+
+
+def _spreads(
+    plan: StepPlan, mesh: MeshConfig, space: Space, fold: MoEMesh | None
+) -> Iterator[tuple[DispatcherConfig, MoEMesh | None]]:
+    """Yield the dispatchers and folds of a mesh.
+
+    Experts on the axis expert that are gathered for use are those on the axis data: of the two
+    the search tries the second.
+    """
+    own = plan.execution.dispatcher
+    folds = [fold]
+    if space.has_folds and fold is None and mesh.expert == 1 and mesh.tensor * mesh.seq > 1:
+        devices = mesh.data * mesh.seq * mesh.tensor
+        folds += [MoEMesh(expert=size) for size in divisors(devices)[1:]]
+    is_routed = plan.model.num_moe_layers > 0
+    for one in folds:
+        if not space.dispatchers:
+            if one is fold or own.spreads_experts:
+                yield own, one
+            continue
+        is_spread = mesh.expert > 1 or (one is not None and one.expert * one.expert_tensor > 1)
+        if is_spread and not is_routed:
+            continue
+        for dispatcher in space.dispatchers:
+            if dispatcher.spreads_experts == is_spread:
+                yield dispatcher, one
+
+
+def fewest_micro_batches(execution: ExecutionConfig) -> int:
+    """Return the number whose multiples a step may have as micro-batches."""
+    return execution.mesh.stage if execution.pipeline.chunks > 1 else 1

@@ -1,0 +1,60 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Describes a plan in words, and says why it was not chosen.
+
+To name another choice: `plan_in_words` in `jaxmoe/planning/search/verdicts.py`.
+"""
+
+from __future__ import annotations
+
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.pipelines_compared import schedule_in_words
+from jaxmoe.planning.search.best_first import Candidate
+from jaxmoe.planning.search.meshes import mesh_in_words
+
+
+def plan_in_words(plan: StepPlan) -> str:
+    """Return mesh, micro-batches and choices: `data=8 tensor=2, 4 micro-batches, zero2, full`.
+
+    Args:
+        plan: Step on its mesh.
+    """
+    execution, number = plan.execution, plan.accumulation
+    words = [mesh_in_words(execution.mesh)]
+    if execution.fold is not None:
+        fold = execution.fold
+        words.append(f"experts over {fold.expert * fold.expert_tensor}")
+    if number > 1:
+        words.append(f"{number} micro-batches")
+    words.append(execution.rules)
+    if execution.dispatcher.spreads_experts:
+        words.append(execution.dispatcher.name)
+    if execution.mesh.stage > 1:
+        words.append(schedule_in_words(execution.pipeline))
+    words.append(f"remat {execution.remat}")
+    return ", ".join(words)
+
+
+def why_not(best: Candidate, other: Candidate) -> str:
+    """Return by how much a plan is slower, and the part of its step that adds most.
+
+    Of plans that take the same time it is the memory.
+
+    Args:
+        best: Plan that was chosen.
+        other: Plan that fits too.
+    """
+    parts, others = _parts(best), _parts(other)
+    added = {name: others.get(name, 0.0) - parts.get(name, 0.0) for name in {*parts, *others}}
+    most = max(sorted(added), key=added.__getitem__)
+    slower = other.time.step - best.time.step
+    if slower <= 1e-6 * best.time.step:
+        return f"as fast, {(other.need - best.need) / 1e6:.4g} MB more"
+    return f"+{slower:.3g} s: {most} +{added[most]:.3g} s"
+
+
+def _parts(candidate: Candidate) -> dict[str, float]:
+    """Return the seconds of a step by part."""
+    time = candidate.time
+    bound = "compute" if time.compute >= time.memory else "memory"
+    return {bound: max(time.compute, time.memory)} | time.communication

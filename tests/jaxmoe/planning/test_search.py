@@ -1,0 +1,140 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The search over meshes and arrangements equals brute force, and says why others lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.search import EVERYTHING, Space, on_mesh, search
+from jaxmoe.planning.search.verdicts import plan_in_words, why_not
+from jaxmoe.planning.step_time import predict_time
+from sharding.expert_parallel import AllToAllConfig, LocalConfig
+from sharding.fold import MoEMesh
+from sharding.mesh import MeshConfig
+from sharding.pipeline import InterleavedConfig
+from tests.jaxmoe.planning.test_planning import WIDE, plan_of
+
+MESHES = (
+    MeshConfig(data=8),
+    MeshConfig(data=4, tensor=2),
+    MeshConfig(data=4, expert=2),
+    MeshConfig(replica=2, data=4),
+    MeshConfig(stage=2, data=4),
+)
+SPACE = Space(
+    rules=("fully_sharded", "zero2", "hybrid"),
+    dispatchers=(LocalConfig(), AllToAllConfig()),
+    pipelines=(InterleavedConfig(), InterleavedConfig(chunks=2)),
+    remats=("none", "dots", "full"),
+    has_folds=True,
+    has_micro_batches=True,
+)
+MODEL = dataclasses.replace(WIDE, num_layers=4)
+
+
+def _all_of(plan, mesh):
+    """Every plan of a mesh by the rules of `Space`, by its arrangement, written again and plain."""
+    found = {}
+    folds = [None, MoEMesh(expert=2), MoEMesh(expert=4), MoEMesh(expert=8)]
+    for rule, dispatcher, fold, pipeline, remat, number in itertools.product(
+        SPACE.rules, SPACE.dispatchers, folds, SPACE.pipelines, SPACE.remats, (1, 2, 4, 8)
+    ):
+        if (rule == "hybrid" and mesh.replica == 1) or (pipeline.chunks > 1 and mesh.stage == 1):
+            continue
+        if fold is not None and (mesh.tensor == 1 or mesh.expert > 1):
+            continue
+        if dispatcher.spreads_experts != (mesh.expert > 1 or fold is not None):
+            continue
+        if 32 % (number * mesh.batch_shards):
+            continue
+        execution = dataclasses.replace(
+            plan.execution, rules=rule, dispatcher=dispatcher, pipeline=pipeline, remat=remat
+        )
+        own = dataclasses.replace(plan, execution=execution, accumulation=number)
+        try:
+            own = on_mesh(own, mesh, fold)
+        except ValueError:
+            continue
+        key = (mesh, rule, dispatcher.name, fold, pipeline.chunks)
+        found.setdefault(key, []).append(own)
+    return found
+
+
+@pytest.fixture(scope="module")
+def priced():
+    """Arrangement: (seconds, bytes) of each of its plans."""
+    plan = plan_of(MODEL, batch_size=32, length=256)
+    everything = {}
+    for mesh in MESHES:
+        everything |= _all_of(plan, mesh)
+    return {
+        key: [
+            (predict_time(own, CHIPS["cpu"]).step, estimate_memory(own, "cpu").total)
+            for own in plans
+        ]
+        for key, plans in everything.items()
+    }
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.4, 1.0])
+def test_search_over_arrangements_equals_brute_force(priced, share):
+    plan = plan_of(MODEL, batch_size=32, length=256)
+    sizes = sorted(need for plans in priced.values() for _, need in plans)
+    memory = int(sizes[0] + share * (sizes[-1] - sizes[0])) + 1
+    chip = dataclasses.replace(CHIPS["cpu"], memory=memory)
+    best = [
+        min((time for time, need in plans if need <= memory), default=math.inf)
+        for plans in priced.values()
+    ]
+    wanted = sorted(time for time in best if math.isfinite(time))
+    found = search(plan, MESHES, chip, keep=len(priced), space=SPACE)
+    assert found.num_arrangements == len(priced)
+    assert [one.time.step for one in found.fitting] == pytest.approx(wanted)
+    first = search(plan, MESHES, chip, keep=2, space=SPACE)
+    assert [one.time.step for one in first.fitting] == pytest.approx(wanted[:2])
+    assert all(one.time.step <= wanted[0] and one.need > memory for one in first.faster)
+
+
+def test_closest_needs_the_least_of_all(priced):
+    plan = plan_of(MODEL, batch_size=32, length=256)
+    chip = dataclasses.replace(CHIPS["cpu"], memory=1)
+    found = search(plan, MESHES, chip, space=SPACE)
+    assert not found.fitting and found.closest is not None
+    assert found.closest.need == min(need for plans in priced.values() for _, need in plans)
+
+
+def test_factors_move_the_plan_to_one_that_fits():
+    """Twice the temporaries of a remat: the same plan is found again only if it still fits."""
+    plan = plan_of(MODEL, batch_size=32, length=256)
+    chip = dataclasses.replace(CHIPS["cpu"], memory=2**40)
+    space = Space(remats=("none", "full"), has_micro_batches=True)
+    first = search(plan, MESHES[:1], chip, space=space).fitting[0]
+    assert first.plan.execution.remat == "none"
+    tight = dataclasses.replace(chip, memory=int(first.need) + 1)
+    other = search(plan, MESHES[:1], tight, space=space, factors={"none": 2.0}).fitting[0]
+    assert plan_in_words(other.plan) != plan_in_words(first.plan)
+    assert other.need <= tight.memory and other.time.step >= first.time.step
+
+
+def test_reasons_name_the_part_that_adds_most():
+    plan = plan_of(MODEL, batch_size=32, length=256)
+    found = search(plan, MESHES, CHIPS["cpu"], space=EVERYTHING)
+    best, *others = found.fitting
+    assert len(others) == 4
+    for one in others:
+        why = why_not(best, one)
+        slower = one.time.step - best.time.step
+        if slower > 1e-6 * best.time.step:
+            part, seconds = why.split(": ")[1].rsplit(" +", 1)
+            assert why.startswith(f"+{slower:.3g} s: ")
+            assert part in {"compute", "memory", *one.time.communication, *best.time.communication}
+            assert float(seconds.removesuffix(" s")) >= slower / 20
+        else:
+            assert why.startswith("as fast, ")
