@@ -6,6 +6,7 @@
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
+    python -m experiments.bench compiled [--recipe mixtral_8x7b --topology tpu:v5p:4x4x4]
 
 Candidates take turns in one run, medians are compared, and the measured limit of the machine is
 shown beside them. Keep the machine idle otherwise: load changes even the ratios.
@@ -19,10 +20,12 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.bench import chunks as bench_chunks
+from experiments.bench import compiled as bench_compiled
 from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
 from experiments.bench import step as bench_step
 from experiments.bench.chunks import ChunkBenchConfig
+from experiments.bench.compiled import CompiledBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
@@ -54,6 +57,11 @@ def chunks() -> ChunkBenchConfig:
     return ChunkBenchConfig()
 
 
+def compiled() -> CompiledBenchConfig:
+    """Training step compiled for a pod that is not attached, beside MaxText's; ten minutes."""
+    return CompiledBenchConfig()
+
+
 class Bench(NamedTuple):
     """One benchmark of the command."""
 
@@ -70,6 +78,7 @@ BENCHES: dict[str, Bench] = {
     "kernels": Bench(kernels, bench_kernels.bench_kernels, bench_kernels.in_words),
     "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
     "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),
+    "compiled": Bench(compiled, bench_compiled.bench_compiled, bench_compiled.in_words),
 }
 
 

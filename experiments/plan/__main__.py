@@ -27,6 +27,7 @@ from experiments.cli.output import write
 from experiments.plan.config import (
     RECIPES,
     PlanConfig,
+    measured_topology,
     names_mesh,
     space_of,
     step_plan,
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory or f"runs/plan/{config.run.name or recipe}")
     with cli.exit_on_bad_configuration():
-        topology = parse_topology(config.topology)
+        topology = measured_topology(config, parse_topology(config.topology))
         if config.compiles:
             check_compiler(topology)
         directory.check_free_of_runs()

@@ -16,9 +16,12 @@ from typing import Literal
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
+from jaxmoe.planning.measured import measured_chip
 from jaxmoe.planning.search import EVERYTHING, Space
 from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
+from sharding.axes import MESH_AXES
 from sharding.mesh import MeshConfig
 
 _MESH_FLAG = "--execution.mesh."
@@ -43,6 +46,8 @@ class PlanConfig(PretrainConfig):
     search: Literal["all", "mesh"] = "all"
     """Choices to search: mesh, micro-batches, layout, dispatcher, fold, schedule and remat, but for
     those that a flag sets; or mesh and micro-batches only."""
+    profile: str = ""
+    """Run directory whose measured step replaces the assumed efficiency of the devices."""
     compiles: int = 3
     """Largest number of plans to compile ahead of time, fastest first, until one fits; 0 plans in
     closed form only."""
@@ -139,3 +144,29 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
     config = on_platform(config, topology.chip.platform)
     execution = dataclasses.replace(config.execution, mesh=mesh)
     return make_plan(dataclasses.replace(config, execution=execution)).step_plan(execution)
+
+
+def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
+    """Return the topology with the efficiency of the run of `profile`, if one is given.
+
+    Args:
+        config: Run to plan.
+        topology: Devices to plan for.
+
+    Raises:
+        ValueError: The run has not ended, or its step is not possible on these devices.
+    """
+    if not config.profile:
+        return topology
+    directory = RunDirectory(config.profile)
+    run, summary = directory.load_config(PretrainConfig), directory.summary()
+    if not summary or not summary.get("tokens_per_second"):
+        raise ValueError(
+            f"profile={config.profile} has no tokens_per_second in its summary.json: let the run"
+            " end"
+        )
+    sizes = {axis: size for axis, size in summary["mesh"].items() if axis in MESH_AXES}
+    mesh = MeshConfig(**sizes)
+    plan = step_plan(run, topology, mesh)
+    chip = measured_chip(topology.chip, plan, plan.tokens / summary["tokens_per_second"])
+    return dataclasses.replace(topology, measured=chip)

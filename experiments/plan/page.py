@@ -72,6 +72,7 @@ def page_of_plan(
         if "measured" in compiled:
             parts.append(measured_table(candidate, compiled))
     spread = f"{seconds.overlapped:.3g} s if all communication were hidden"
+    spread += f", products at {chip.efficiency:.1%} of the peak"
     if chip.platform == "cpu":
         spread += ", by nominal rates of a core"
     parts.append(f"predicted step       {seconds.step:.3g} s, {spread}")

@@ -21,12 +21,13 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +44,8 @@ from sharding.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledStep:
-    """Figures of a compiled step; bytes on one device."""
+class CompiledProgram:
+    """Figures of a compiled program; bytes on one device."""
 
     seconds: float
     """Time to trace, lower and compile."""
@@ -53,10 +54,12 @@ class CompiledStep:
     aliased: int
     """Results stored in the memory of arguments."""
     temporaries: int
-    expected_results: int
-    """Closed form: `device_bytes` of the results and the table of their addresses."""
+    peak: int | None
+    """Most bytes alive at once, if this jaxlib reports them."""
     flops: float | None
     """FLOPs by the cost analysis, which counts the body of a loop once."""
+    bytes_accessed: float | None
+    """Bytes read and written by the same analysis."""
     traffic: list[AxisBytes] | None
     """None if this jaxlib cannot parse the program (v5p with a newer libtpu)."""
 
@@ -64,6 +67,36 @@ class CompiledStep:
     def total(self) -> int:
         """Arguments, results that are not aliased, and temporaries."""
         return self.arguments + self.results - self.aliased + self.temporaries
+
+    @classmethod
+    def of(cls, compiled: Any, mesh: Mapping[str, int], seconds: float) -> CompiledProgram:
+        """Return the figures of a program.
+
+        Args:
+            compiled: `jax.stages.Compiled`.
+            mesh: Size by axis, in the order of the devices.
+            seconds: Time that it took.
+        """
+        memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        return cls(
+            seconds=seconds,
+            arguments=int(memory.argument_size_in_bytes),
+            results=int(memory.output_size_in_bytes),
+            aliased=int(memory.alias_size_in_bytes),
+            temporaries=int(memory.temp_size_in_bytes),
+            peak=getattr(memory, "peak_memory_in_bytes", None) or None,
+            flops=costs.get("flops"),
+            bytes_accessed=costs.get("bytes accessed"),
+            traffic=_traffic(compiled, mesh),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledStep(CompiledProgram):
+    """Figures of a compiled step."""
+
+    expected_results: int
+    """Closed form: `device_bytes` of the results and the table of their addresses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +162,7 @@ def in_child(
     *,
     on_wait: Callable[[float, str], object] | None = None,
     seconds: float = 15.0,
+    python: str = sys.executable,
 ) -> dict[str, Any]:
     """Return the result of `python -m module FILE` on a job, in a separate process.
 
@@ -139,6 +173,7 @@ def in_child(
         on_wait: Called while the process runs, with the seconds so far and its phase, the contents
             of `FILE.phase`.
         seconds: Seconds between the calls of `on_wait`.
+        python: Interpreter of the process.
 
     Returns:
         Contents of `FILE.result`. The output of the process is discarded unless it fails.
@@ -151,9 +186,13 @@ def in_child(
         with open(file, "w", encoding="utf-8") as stream:
             json.dump(job, stream)
         started = time.perf_counter()
+        environment = child_environment(topology)
+        if python != sys.executable:  # which need not have this library
+            paths = (str(pathlib.Path(__file__).parents[2]), environment.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with subprocess.Popen(
-            [sys.executable, "-m", module, file],
-            env=child_environment(topology),
+            [python, "-m", module, file],
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -247,26 +286,19 @@ def compile_step(
         return _out_of_memory(str(error))
     seconds = time.perf_counter() - started
     on_phase("reading the compiled program")
-    memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
-    assert memory is not None
-    return CompiledStep(
-        seconds=seconds,
-        arguments=int(memory.argument_size_in_bytes),
-        results=int(memory.output_size_in_bytes),
-        aliased=int(memory.alias_size_in_bytes),
-        temporaries=int(memory.temp_size_in_bytes),
-        expected_results=result_bytes(traced.out_info, topology),
-        flops=float(costs["flops"]) if costs and "flops" in costs else None,
-        traffic=_traffic(compiled, mesh),
-    )
+    program = CompiledProgram.of(compiled, dict(mesh.shape), seconds)
+    figures = {
+        field.name: getattr(program, field.name) for field in dataclasses.fields(CompiledProgram)
+    }
+    return CompiledStep(**figures, expected_results=result_bytes(traced.out_info, topology))
 
 
-def _traffic(compiled: Any, mesh: Mesh) -> list[AxisBytes] | None:
+def _traffic(compiled: Any, mesh: Mapping[str, int]) -> list[AxisBytes] | None:
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError:  # jaxlib cannot parse the program of a newer libtpu
         return None
-    return bytes_by_axes(collectives(text), dict(mesh.shape))
+    return bytes_by_axes(collectives(text), mesh)
 
 
 def result_bytes(results: Any, topology: Topology) -> int:

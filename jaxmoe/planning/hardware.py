@@ -55,6 +55,8 @@ class Chip:
     """Devices on the fast network; 0 means all."""
     torus: int = 0
     """Dimensions of the torus of a TPU; 0 for others."""
+    efficiency: float = 0.6
+    """Share of the peak that matrix products reach: an assumption, or measured by a run."""
 
     @property
     def available(self) -> int:
@@ -145,11 +147,13 @@ class Topology:
     """Row of CHIPS."""
     shape: tuple[int, ...]
     """Devices along each dimension of the torus; one number for other platforms."""
+    measured: Chip | None = None
+    """Properties of one device, where they were measured."""
 
     @property
     def chip(self) -> Chip:
         """Properties of one device."""
-        return CHIPS[self.kind]
+        return self.measured or CHIPS[self.kind]
 
     @property
     def num_devices(self) -> int:

@@ -14,8 +14,8 @@ layers are computed by all stages alike, those before the stages forward once mo
 
 The prediction is the upper end: XLA overlaps an unknown part of it. Memory traffic counts weights
 in use three times, gradients and optimiser state once each way, and about thirty arrays of the size
-of the residual stream for each layer. EFFICIENCY of matrix products is an assumption, not a
-measurement: use these numbers to compare meshes.
+of the residual stream for each layer. The efficiency of matrix products is an assumption unless a
+run has measured it (`jaxmoe/planning/measured.py`): use these numbers to compare meshes.
 
 A TPU axis runs along a ring of the torus; a GPU axis that spans more than one host is bound by the
 network card between hosts. Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
@@ -39,8 +39,6 @@ from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.traffic import Traffic, step_traffic
 from sharding import axes as ax
 
-EFFICIENCY = 0.6
-"""Assumed share of the peak that large matrix products reach."""
 _STREAM_PASSES = 30
 
 
@@ -86,7 +84,7 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     streams = sum(sizes.stack_passes(stack).time / 3 for stack in sizes.stacks)
     moved = weights * sizes.itemsize + 4 * 8 * local + _STREAM_PASSES * streams * stream
     return StepTime(
-        compute=executed_flops(sizes) / num_devices / (chip.flops * EFFICIENCY),
+        compute=executed_flops(sizes) / num_devices / (chip.flops * chip.efficiency),
         memory=moved / chip.memory_bandwidth,
         communication={
             f"{one.reason} over {' x '.join(one.axes)}": seconds_of(one, sizes.mesh, chip)

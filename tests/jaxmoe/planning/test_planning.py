@@ -28,6 +28,7 @@ from jaxmoe.planning.abstract_step import (
 )
 from jaxmoe.planning.device_bytes import device_bytes, padded_bytes
 from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
+from jaxmoe.planning.measured import measured_chip
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.mesh_axes import axes_of_groups
 from jaxmoe.planning.search import Space, enumerate_meshes, on_mesh, remedies, search
@@ -357,3 +358,13 @@ def test_an_unknown_topology_is_refused(text, words):
     with pytest.raises(ValueError, match="topology=") as caught:
         parse_topology(text)
     assert words in str(caught.value)
+
+
+def test_measured_step_gives_back_the_efficiency():
+    plan = plan_of(WIDE, MeshConfig(data=4, tensor=2), batch_size=8, length=64)
+    chip = CHIPS["cpu"]
+    slower = dataclasses.replace(chip, efficiency=0.31, memory_bandwidth=1e15)
+    seconds = predict_time(plan, slower).step
+    assert measured_chip(chip, plan, seconds).efficiency == pytest.approx(0.31)
+    with pytest.raises(ValueError, match="was the run on other devices than topology"):
+        measured_chip(chip, plan, predict_time(plan, chip).communicated)

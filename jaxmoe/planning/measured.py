@@ -1,0 +1,40 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces the assumed efficiency of a chip by that of a measured step (Pipette, DATE 2024).
+
+    efficiency = executed FLOPs / devices / (peak * (seconds - predicted communication))
+
+To measure another property: a function from a plan and a time to a `Chip`, here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.sizes import Sizes
+from jaxmoe.planning.step_time import executed_flops, predict_time
+
+
+def measured_chip(chip: Chip, plan: StepPlan, seconds: float) -> Chip:
+    """Return the chip with the efficiency that a step had.
+
+    Args:
+        chip: Properties of each device of the measured run.
+        plan: Step that was measured, on its mesh.
+        seconds: Time of the step.
+
+    Raises:
+        ValueError: The time is not possible on this chip.
+    """
+    sizes, communicated = Sizes.of(plan), predict_time(plan, chip).communicated
+    least = executed_flops(sizes) / math.prod(sizes.mesh.values()) / chip.flops
+    if seconds - communicated < least:
+        raise ValueError(
+            f"profile: a step of {seconds:.4g} s is shorter than the {least:.4g} s of its products"
+            f" at the peak and {communicated:.4g} s of predicted communication: was the run on"
+            " other devices than topology?"
+        )
+    return dataclasses.replace(chip, efficiency=least / (seconds - communicated))
