@@ -25,7 +25,7 @@ from jaxmoe.planning.compile_ahead import CompiledProgram
 
 def main(argv: Sequence[str]) -> int:
     """Do one job and return the exit code."""
-    train_compile = importlib.import_module("maxtext.trainers.pre_train.train_compile")
+    train_compile: Any = importlib.import_module("maxtext.trainers.pre_train.train_compile")
     file = pathlib.Path(argv[0])
     job = json.loads(file.read_text(encoding="utf-8"))
     compile_step, kept = train_compile.jit_and_compile, list[Any]()

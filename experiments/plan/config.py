@@ -46,11 +46,13 @@ class PlanConfig(PretrainConfig):
     search: Literal["all", "mesh"] = "all"
     """Choices to search: mesh, micro-batches, layout, dispatcher, fold, schedule and remat, but for
     those that a flag sets; or mesh and micro-batches only."""
-    profile: str = ""
+    measured_run: str = ""
     """Run directory whose measured step replaces the assumed efficiency of the devices."""
     compiles: int = 3
     """Largest number of plans to compile ahead of time, fastest first, until one fits; 0 plans in
     closed form only."""
+    calibrate: bool = False
+    """Compile the best plan with a few layers first, and predict memory from these."""
     measured_steps: int = 3
     """Steps to run the plan for, with cpu:N."""
 
@@ -58,6 +60,8 @@ class PlanConfig(PretrainConfig):
         PretrainConfig.__post_init__(self)
         if self.compiles < 0:
             raise ValueError(f"compiles={self.compiles} must be 0 (closed form only) or more")
+        if self.calibrate and not self.compiles:
+            raise ValueError("calibrate compiles, and compiles=0 does not: leave one of them out")
         if self.measured_steps < 1:
             raise ValueError(f"measured_steps={self.measured_steps} must be at least 1")
         if not self.topology:
@@ -147,7 +151,7 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
 
 
 def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
-    """Return the topology with the efficiency of the run of `profile`, if one is given.
+    """Return the topology with the efficiency of the run of `measured_run`, if one is given.
 
     Args:
         config: Run to plan.
@@ -156,13 +160,13 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     Raises:
         ValueError: The run has not ended, or its step is not possible on these devices.
     """
-    if not config.profile:
+    if not config.measured_run:
         return topology
-    directory = RunDirectory(config.profile)
+    directory = RunDirectory(config.measured_run)
     run, summary = directory.load_config(PretrainConfig), directory.summary()
     if not summary or not summary.get("tokens_per_second"):
         raise ValueError(
-            f"profile={config.profile} has no tokens_per_second in its summary.json: let the run"
+            f"measured_run={config.measured_run} has no tokens_per_second in its summary.json: let the run"
             " end"
         )
     sizes = {axis: size for axis, size in summary["mesh"].items() if axis in MESH_AXES}

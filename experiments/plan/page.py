@@ -60,7 +60,11 @@ def page_of_plan(
         f"rejected             {one['plan']}: {_why(one['compiled'])}"
         for one in summary["rejected"]
     ]
-    parts = ["\n".join(head), runners_up(found, chip), _memory(candidate, compiled)]
+    parts = [
+        "\n".join(head),
+        runners_up(found, chip),
+        _memory(candidate, compiled, summary["calibrated"]),
+    ]
     parts.append(_time(candidate))
     parts.append(_traffic(candidate))
     if candidate.mesh.seq > 1:
@@ -138,7 +142,7 @@ def runners_up(found: Found, chip: Chip) -> str:
         step, need = f"{one.time.step:.4g}", size_in_words(one.need)
         rows.append((f"     {plan_in_words(one.plan)}", step, need))
         rows.append((f"       {size_in_words(one.excess(chip))} too much",))
-    return text_table(rows)
+    return "\n".join(line.rstrip() for line in text_table(rows).splitlines())
 
 
 def _why(compiled: Mapping[str, Any]) -> str:
@@ -147,13 +151,24 @@ def _why(compiled: Mapping[str, Any]) -> str:
     return str(compiled["text"])
 
 
-def _memory(candidate: Candidate, compiled: Mapping[str, Any] | None) -> str:
+def _memory(
+    candidate: Candidate,
+    compiled: Mapping[str, Any] | None,
+    calibrated: Mapping[str, Any] | None = None,
+) -> str:
     memory = candidate.memory
-    rows = [("memory per device", "closed form", "compiled")]
-    rows += [(f"  {name}", size_in_words(size), "") for name, size in memory.categories().items()]
+    by_line = {}
+    if calibrated:
+        by_line = {"temporaries": calibrated["predicted"], "total": candidate.need}
+    rows = [("memory per device", "closed form", "from few layers", "compiled")]
+    categories = memory.categories().items()
+    rows += [(f"  {name}", size_in_words(size), "", "") for name, size in categories]
     for name in ("arguments", "temporaries", "total"):
+        line = size_in_words(by_line[name]) if name in by_line else ""
         other = size_in_words(compiled[name]) if compiled else ""
-        rows.append((name, size_in_words(getattr(memory, name)), other))
+        rows.append((name, size_in_words(getattr(memory, name)), line, other))
+    if not calibrated:
+        rows = [(name, closed, other) for name, closed, _, other in rows]
     return text_table(rows) + f"\nlargest in the phase of the {memory.peak_phase}"
 
 

@@ -33,7 +33,7 @@ def measured_chip(chip: Chip, plan: StepPlan, seconds: float) -> Chip:
     least = executed_flops(sizes) / math.prod(sizes.mesh.values()) / chip.flops
     if seconds - communicated < least:
         raise ValueError(
-            f"profile: a step of {seconds:.4g} s is shorter than the {least:.4g} s of its products"
+            f"measured_run: a step of {seconds:.4g} s is shorter than the {least:.4g} s of its products"
             f" at the peak and {communicated:.4g} s of predicted communication: was the run on"
             " other devices than topology?"
         )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,14 +15,20 @@ import sys
 
 import pytest
 
+from experiments.cli import flags as cli
 from experiments.cli.flags import ExitCode
 from experiments.plan import __main__ as plan
+from experiments.plan import judge
+from experiments.plan.chosen import chosen_execution, flags_of
 from experiments.plan.config import RECIPES as PLANNED
+from experiments.plan.config import step_plan
 from experiments.plan.page import measured_table
 from experiments.plan.units import size_in_words
+from experiments.recipes import RECIPES
 from jaxmoe.planning.compile_ahead import in_child
 from jaxmoe.planning.hardware import parse_topology
-from jaxmoe.planning.search import Space
+from jaxmoe.planning.search import EVERYTHING, Space, search
+from sharding.mesh import MeshConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -124,6 +131,51 @@ def test_flags_of_a_plan_make_the_held_out_batch_divide(tmp_path, capsys):
     assert summary["flags"][-2:] == ["--evaluation.batch_size", "16"]
 
 
+def test_flags_of_every_arrangement_are_read_back():
+    config, topology = PLANNED["tiny"](), parse_topology("cpu:8")
+    config = dataclasses.replace(
+        config, training=dataclasses.replace(config.training, batch_size=32)
+    )
+    usual, base = config.execution, step_plan(config.pretrain, topology, MeshConfig())
+    meshes = [
+        MeshConfig(data=4, tensor=2),
+        MeshConfig(replica=2, data=2, expert=2),
+        MeshConfig(stage=2, data=4),
+    ]
+    found = search(base, meshes, topology.chip, keep=100, space=EVERYTHING)
+    assert len(found.fitting) == found.num_arrangements > 20
+    for one in found.fitting:
+        words = ["tiny", *flags_of(one, config, usual)]
+        _, read = cli.parse(RECIPES, "tiny", words, "pretrain", "")
+        assert read.execution == chosen_execution(config, one), words
+        assert read.training.accumulation == one.plan.accumulation
+
+
+def test_calibration_moves_the_plan(tmp_path, capsys, monkeypatch):
+    """Two shallow models whose temporaries grow twice as fast as the closed form has it."""
+    compiled = []
+
+    def compile_with(config, topology, candidate, layers=None):
+        depth = layers or config.model.num_layers
+        slope = 2 * candidate.memory.temporaries / config.model.num_layers
+        compiled.append(depth)
+        return {
+            "kind": "CompiledStep",
+            "temporaries": int(depth * slope),
+            "total": 1,
+            "arguments": 1,
+            "traffic": None,
+        }
+
+    monkeypatch.setattr(judge, "_compile", compile_with)
+    monkeypatch.setattr(plan, "check_compiler", lambda topology: None)
+    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--model.num_layers", "8", "--calibrate", "True")
+    _, page, summary = planned(tmp_path, capsys, *argv, "--execution.remat", "none")
+    assert compiled == [2, 4, 8] and "from few layers" in page
+    predicted = summary["calibrated"]["predicted"]
+    assert predicted == pytest.approx(2 * summary["temporaries"], rel=1e-3)
+
+
 def test_predictions_for_this_machine_carry_their_error():
     config, topology = PLANNED["tiny"](), parse_topology("cpu:8")
     space = Space(has_micro_batches=True)
@@ -169,7 +221,7 @@ def test_nothing_fits_prints_remedies(tmp_path, capsys):
 
 
 def test_refusals_before_any_compile(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "in_child", None)  # would fail
+    monkeypatch.setattr(judge, "in_child", None)  # would fail
     assert "did you mean 'v5e'" in refused(capsys, "--topology", "tpu:v5ee:2x2")
     assert "--compiles 0 plans in closed form" in refused(capsys, "--topology", "gpu:h100:8")
     assert "must be 0 (closed form only)" in refused(capsys, "--compiles", "-1")

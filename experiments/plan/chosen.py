@@ -1,0 +1,140 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a plan that was chosen into the execution and the flags of a run.
+
+To print another choice as a flag: `_choices` in `experiments/plan/chosen.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from experiments.plan.config import PlanConfig
+from jaxmoe.configs import to_json
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.pipelines_compared import compare_schedules
+from jaxmoe.planning.search import Candidate, Found, mesh_flags
+from jaxmoe.planning.search.verdicts import plan_in_words, why_not
+
+
+def chosen_execution(config: PlanConfig, candidate: Candidate) -> ExecutionConfig:
+    """Return the execution of a run that follows a plan.
+
+    Args:
+        config: Run to plan.
+        candidate: Plan to follow.
+    """
+    own = candidate.plan.execution
+    names = ("mesh", "fold", "rules", "dispatcher", "pipeline", "remat")
+    return dataclasses.replace(config.execution, **{name: getattr(own, name) for name in names})
+
+
+def flags_of(candidate: Candidate, config: PlanConfig, usual: ExecutionConfig) -> list[str]:
+    """Return the words that follow `pretrain RECIPE` on the command line of the run.
+
+    Args:
+        candidate: Plan to follow.
+        config: Run to plan.
+        usual: Execution of the recipe, whose flags need not be given.
+    """
+    flags = [*mesh_flags(candidate.mesh), *_batch_flags(config, candidate)]
+    return flags + _choices(chosen_execution(config, candidate), usual)
+
+
+def _choices(execution: ExecutionConfig, usual: ExecutionConfig) -> list[str]:
+    """Return the choices that are not the recipe's, as words of a command line."""
+    words = [
+        word
+        for field in ("rules", "remat")
+        if getattr(execution, field) != getattr(usual, field)
+        for word in (f"--execution.{field}", getattr(execution, field))
+    ]
+    if execution.fold is not None and execution.fold != usual.fold:
+        words.append("execution.fold:moemesh")
+        words += [
+            word
+            for name, size in dataclasses.asdict(execution.fold).items()
+            if size > 1
+            for word in (f"--execution.fold.{name}", str(size))
+        ]
+    words += [
+        f"execution.{field}:{getattr(execution, field).name}"
+        for field in ("dispatcher", "sequence_parallel", "pipeline")
+        if type(getattr(execution, field)) is not type(getattr(usual, field))
+    ]
+    if execution.pipeline.chunks != usual.pipeline.chunks:
+        words += ["--execution.pipeline.chunks", str(execution.pipeline.chunks)]
+    return words
+
+
+def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
+    """Return the flags that make batches fit the mesh, where the config's do not."""
+    flags, shards = [], candidate.mesh.batch_shards
+    if candidate.plan.accumulation != config.training.accumulation:
+        flags += ["--training.accumulation", str(candidate.plan.accumulation)]
+    if config.held_out_batch_size % shards:
+        rows = -(-config.held_out_batch_size // shards) * shards
+        flags += ["--evaluation.batch_size", str(rows)]
+    return flags
+
+
+def plan_summary(
+    config: PlanConfig,
+    found: Found,
+    compiled: dict[str, Any] | None,
+    chip: Chip,
+    usual: ExecutionConfig,
+) -> dict[str, Any]:
+    """Return the figures of a plan for summary.json.
+
+    Args:
+        config: Run to plan.
+        found: Result of the search; its first plan was chosen.
+        compiled: Figures of the compiler; None in closed form.
+        chip: Properties of each device.
+        usual: Execution of the recipe, whose flags need not be given.
+    """
+    candidate = found.fitting[0]
+    execution = chosen_execution(config, candidate)
+    memory, seconds = candidate.memory, candidate.time
+    return {
+        "status": "done",
+        "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},
+        "accumulation": candidate.plan.accumulation,
+        "flags": flags_of(candidate, config, usual),
+        "execution": to_json(execution),
+        "memory": memory.categories(),
+        "arguments": memory.arguments,
+        "temporaries": memory.temporaries,
+        "total": memory.total,
+        "available": chip.available,
+        "step_seconds": seconds.step,
+        "step_seconds_overlapped": seconds.overlapped,
+        "compute_seconds": seconds.compute,
+        "memory_seconds": seconds.memory,
+        "communication_seconds": seconds.communication,
+        "tokens_per_second": candidate.plan.tokens / seconds.step,
+        "compiled": compiled,
+        "schedules": _schedules(candidate, chip),
+        "runners_up": [
+            {
+                "plan": plan_in_words(one.plan),
+                "step_seconds": one.time.step,
+                "total": one.need,
+                "why": why_not(candidate, one),
+            }
+            for one in found.fitting[1:]
+        ],
+    }
+
+
+def _schedules(candidate: Candidate, chip: Chip) -> list[dict[str, Any]]:
+    """Return the figures of the schedules that fit a mesh with stages; none without stages."""
+    if candidate.mesh.stage == 1:
+        return []
+    return [
+        dataclasses.asdict(one) | {"pipeline": to_json(one.pipeline)}
+        for one in compare_schedules(candidate.plan, chip)
+    ]

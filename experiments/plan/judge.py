@@ -1,0 +1,144 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the plans of a search until one fits, and writes what was found as page and summary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from experiments.cli.output import write
+from experiments.plan.chosen import chosen_execution, plan_summary
+from experiments.plan.config import PlanConfig
+from experiments.plan.page import page_of_plan, page_of_refusal
+from jaxmoe.configs import to_json
+from jaxmoe.execution import ExecutionConfig, Remat
+from jaxmoe.planning.calibration import Line, shallow_depths
+from jaxmoe.planning.compile_ahead import in_child
+from jaxmoe.planning.hardware import Topology
+from jaxmoe.planning.search import Candidate, Found, mesh_in_words, remedies
+from jaxmoe.planning.search.verdicts import plan_in_words
+
+
+def judge(
+    config: PlanConfig,
+    topology: Topology,
+    searching: Callable[..., Found],
+    usual: ExecutionConfig,
+) -> tuple[dict[str, Any], str]:
+    """Return the summary and the page; compile until one plan fits.
+
+    What the compiler finds for a plan that does not fit corrects the closed form of those with the
+    same remat, and the search is repeated.
+
+    Args:
+        config: Run to plan.
+        topology: Devices to plan for.
+        searching: `find` for given factors.
+        usual: Execution of the recipe, whose flags need not be given.
+    """
+    found, factors = searching(), dict[Remat, float]()
+    rejected: list[dict[str, Any]] = []
+    lines: dict[Remat, Line] = {}
+
+    def about() -> dict[str, Any]:
+        return {
+            "topology": topology.text,
+            "num_devices": topology.num_devices,
+            "meshes": found.num_meshes,
+            "meshes_refused": len(found.refused),
+            "arrangements": found.num_arrangements,
+            "rejected": rejected,
+        }
+
+    for _ in range(max(config.compiles, 1) + 3 * config.calibrate):  # once for each remat
+        if not found.fitting:
+            break
+        candidate, compiled = found.fitting[0], None
+        remat = candidate.plan.execution.remat
+        if config.calibrate and remat not in lines:
+            line = _calibrate(config, topology, candidate)
+            if line is not None:
+                predicted = line.at(config.model.num_layers)
+                lines[remat] = line
+                factors[remat] = predicted / candidate.memory.temporaries
+                found = searching(factors=factors)
+                continue
+        if config.compiles:
+            compiled = _compile(config, topology, candidate)
+            if not _fits(compiled, topology):
+                rejected.append({"plan": plan_in_words(candidate.plan), "compiled": compiled})
+                factors[remat] = _factor(candidate, compiled, topology)
+                found = searching(factors=factors)
+                continue
+        summary = about() | plan_summary(config, found, compiled, topology.chip, usual)
+        summary["calibrated"] = None
+        if remat in lines:
+            predicted = candidate.factor * candidate.memory.temporaries
+            summary["calibrated"] = dataclasses.asdict(lines[remat]) | {"predicted": predicted}
+        return summary, page_of_plan(topology, found, compiled, summary)
+    closest = found.closest or found.fitting[0]
+    ways = remedies(closest, topology.chip)
+    summary = about() | {
+        "status": "nothing fits",
+        "closest": mesh_in_words(closest.mesh),
+        "needed": closest.need,
+        "available": topology.chip.available,
+        "remedies": ways,
+        "memory": closest.memory.categories(),
+    }
+    return summary, page_of_refusal(topology, closest, ways, rejected)
+
+
+def _factor(candidate: Candidate, compiled: dict[str, Any], topology: Topology) -> float:
+    """Return compiled temporaries over those of the closed form, enough to refuse the plan."""
+    memory = candidate.memory
+    needed = compiled.get("total") or compiled.get("needed") or 0.0
+    needed = max(needed, topology.chip.available * 1.01)
+    return (needed - memory.arguments) / memory.temporaries
+
+
+def _calibrate(config: PlanConfig, topology: Topology, candidate: Candidate) -> Line | None:
+    """Return the temporaries of a plan by number of layers, from two shallow models.
+
+    None if the model is not deeper than these, or they do not fit.
+    """
+    depths = shallow_depths(config.model, candidate.plan.execution)
+    if depths is None:
+        write(f"--calibrate: {config.model.num_layers} layers are too few to cut")
+        return None
+    found = [_compile(config, topology, candidate, layers) for layers in depths]
+    if any(one["kind"] != "CompiledStep" for one in found):
+        return None
+    first, second = (one["temporaries"] for one in found)
+    return Line(depths=depths, temporaries=(first, second))
+
+
+def _compile(
+    config: PlanConfig, topology: Topology, candidate: Candidate, layers: int | None = None
+) -> dict[str, Any]:
+    """Return the compiler's figures of a plan, of all layers or of some."""
+    cut = "" if layers is None else f" with {layers} layers"
+    write(f"compiling {plan_in_words(candidate.plan)}{cut} for {topology.text}")
+    execution = chosen_execution(config, candidate)
+    training = dataclasses.replace(config.training, accumulation=candidate.plan.accumulation)
+    model = dataclasses.replace(config.model, num_layers=layers or config.model.num_layers)
+    planned = dataclasses.replace(
+        config.pretrain, execution=execution, training=training, model=model
+    )
+    runs = topology.chip.platform == "cpu" and layers is None
+    steps = config.measured_steps if runs else 0
+    job = {"config": to_json(planned), "topology": topology.text, "steps": steps}
+    result = in_child("experiments.plan.child", job, topology, on_wait=_say_phase)
+    if "refused" in result:
+        raise ValueError(result["refused"])
+    return result
+
+
+def _say_phase(seconds: float, phase: str) -> None:
+    write(f"  {seconds:.0f} s: {phase}")
+
+
+def _fits(compiled: dict[str, Any], topology: Topology) -> bool:
+    return compiled["kind"] == "CompiledStep" and compiled["total"] <= topology.chip.available
