@@ -70,6 +70,8 @@ class ExecutionConfig:
     remat: Remat = "none"
     """Values that the backward pass recomputes: none; each whole block; all but matrix products; or
     each whole block, from an input kept in host memory."""
+    remat_dense: Remat | None = None
+    """The same for layers without routed experts; when None, as `remat`."""
     optimizer_memory: Literal["device", "host"] = "device"
     """Memory of the optimiser state between two updates."""
     unroll: int = 1
@@ -104,6 +106,16 @@ class ExecutionConfig:
                     f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
                     f" execution.precision.matmul to {other}"
                 )
+
+    def remat_of(self, is_routed: bool) -> Remat:
+        """Return the rematerialisation of a layer.
+
+        Args:
+            is_routed: Whether its feed-forward has routed experts.
+        """
+        if self.remat_dense is None or is_routed:
+            return self.remat
+        return self.remat_dense
 
     @property
     def halo(self) -> HaloProduct | None:

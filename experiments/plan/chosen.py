@@ -27,7 +27,7 @@ def chosen_execution(config: PlanConfig, candidate: Candidate) -> ExecutionConfi
         candidate: Plan to follow.
     """
     own = candidate.plan.execution
-    names = ("mesh", "fold", "rules", "dispatcher", "pipeline", "remat")
+    names = ("mesh", "fold", "rules", "dispatcher", "pipeline", "remat", "remat_dense")
     return dataclasses.replace(config.execution, **{name: getattr(own, name) for name in names})
 
 
@@ -47,9 +47,9 @@ def _choices(execution: ExecutionConfig, usual: ExecutionConfig) -> list[str]:
     """Return the choices that are not the recipe's, as words of a command line."""
     words = [
         word
-        for field in ("rules", "remat")
+        for field in ("rules", "remat", "remat_dense")
         if getattr(execution, field) != getattr(usual, field)
-        for word in (f"--execution.{field}", getattr(execution, field))
+        for word in (f"--execution.{field}", str(getattr(execution, field)))
     ]
     if execution.fold is not None and execution.fold != usual.fold:
         words.append("execution.fold:moemesh")

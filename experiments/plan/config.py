@@ -166,8 +166,8 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     run, summary = directory.load_config(PretrainConfig), directory.summary()
     if not summary or not summary.get("tokens_per_second"):
         raise ValueError(
-            f"measured_run={config.measured_run} has no tokens_per_second in its summary.json: let the run"
-            " end"
+            f"measured_run={config.measured_run} has no tokens_per_second in its summary.json: let"
+            " the run end"
         )
     sizes = {axis: size for axis, size in summary["mesh"].items() if axis in MESH_AXES}
     mesh = MeshConfig(**sizes)

@@ -36,6 +36,7 @@ class Added:
 ADDED: tuple[Added, ...] = (
     Added("model.layers", []),
     Added("model.moe.kind", "moe"),
+    Added("execution.remat_dense", None),
     Added("execution.precision.mixed", {"wide_fraction": 0.125, "block_size": None, "batches": 4}),
     Added("checkpoint.capture", "lazy"),
     Added("checkpoint.initial_state", "parameters"),

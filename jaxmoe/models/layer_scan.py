@@ -28,14 +28,14 @@ class Cycle(nn.Module):
     """The layers of one period, with separate parameters.
 
     Attributes:
-        block: `Block`, with the transformations that a layer has.
+        blocks: `Block` of each layer of the period, with the transformations that it has.
         layers: Kinds of the layers of the period.
         context: Model-wide numbers.
         execution: How they are computed.
         train: Whether routers behave as in training.
     """
 
-    block: Callable[..., nn.Module]
+    blocks: tuple[Callable[..., nn.Module], ...]
     layers: tuple[Layer, ...]
     context: LayerContext
     execution: ExecutionConfig
@@ -47,12 +47,12 @@ class Cycle(nn.Module):
     ) -> tuple[Stream, dict[str, LayerOutputs]]:
         """Compute the layers one after the other; inputs and outputs are by place in the period."""
         outputs = {}
-        for place, kind in enumerate(self.layers):
+        for place, (block, kind) in enumerate(zip(self.blocks, self.layers, strict=True)):
             name = str(place)
-            block = self.block(
+            layer = block(
                 kind.mixer, kind.feed_forward, self.context, self.execution, self.train, name=name
             )
-            stream, outputs[name] = block(stream, inputs[name], tokens)
+            stream, outputs[name] = layer(stream, inputs[name], tokens)
         return stream, outputs
 
 
@@ -73,14 +73,8 @@ def scan_layers(
         train: Whether routers behave as in training.
         is_gathered: Whether a collection of gathered parameters is given beside the cut ones.
     """
-    block = Block
-    if is_gathered:
-        block = use_whole(block)
-    elif execution.state_layout.gathered == "replica":
-        block = gather_across_replicas(block, execution.precision.compute_dtype)
-    if execution.remat != "none":
-        block = nn.remat(block, policy=remat_policy(execution.remat), prevent_cse=False)
-    body: Any = Cycle if scan.is_cycle else block
+    blocks = tuple(_block(stack.kind, execution, is_gathered) for stack in scan.stacks)
+    body: Any = Cycle if scan.is_cycle else blocks[0]
     scanned: Any = nn.scan(
         body,
         # Intermediates exist when a caller captures them.
@@ -94,10 +88,23 @@ def scan_layers(
     )
     if scan.is_cycle:
         kinds = tuple(stack.kind for stack in scan.stacks)
-        return scanned(block, kinds, context, execution, train, name=scan.name)
+        return scanned(blocks, kinds, context, execution, train, name=scan.name)
     (stack,) = scan.stacks
     kind = stack.kind
     return scanned(kind.mixer, kind.feed_forward, context, execution, train, name=scan.name)
+
+
+def _block(kind: Layer, execution: ExecutionConfig, is_gathered: bool) -> Any:
+    """Return the module of a layer with its transformations."""
+    block: Any = Block
+    if is_gathered:
+        block = use_whole(block)
+    elif execution.state_layout.gathered == "replica":
+        block = gather_across_replicas(block, execution.precision.compute_dtype)
+    remat = execution.remat_of(kind.feed_forward.is_routed)
+    if remat != "none":
+        block = nn.remat(block, policy=remat_policy(remat), prevent_cse=False)
+    return block
 
 
 def scan_inputs(

@@ -33,8 +33,8 @@ def measured_chip(chip: Chip, plan: StepPlan, seconds: float) -> Chip:
     least = executed_flops(sizes) / math.prod(sizes.mesh.values()) / chip.flops
     if seconds - communicated < least:
         raise ValueError(
-            f"measured_run: a step of {seconds:.4g} s is shorter than the {least:.4g} s of its products"
-            f" at the peak and {communicated:.4g} s of predicted communication: was the run on"
-            " other devices than topology?"
+            f"measured_run: a step of {seconds:.4g} s is shorter than the {least:.4g} s of its"
+            f" products at the peak and {communicated:.4g} s of predicted communication: was the"
+            " run on other devices than topology?"
         )
     return dataclasses.replace(chip, efficiency=least / (seconds - communicated))

@@ -223,24 +223,24 @@ def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
     if execution.state_layout.gathered == "replica":
         copies = sizes.devices(sizes.pieces(ax.REPLICA))
         secondary = _of_held(plan, held, sizes.local) * copies * sizes.itemsize
-    num_layers = sum(one.layers for one in held)
-    if execution.remat in ("full", "offload"):  # "offload" keeps them on the host
-        return secondary + (num_layers * stream if execution.remat == "full" else 0.0)
     total = secondary
     for one in held:
+        remat, num_layers = sizes.remat(one.stack), one.layers
+        if remat in ("full", "offload"):  # "offload" keeps them on the host
+            total += num_layers * stream if remat == "full" else 0.0
+            continue
         heads, fed = one.stack.kind.mixer.heads, one.stack.kind.feed_forward.sizes
         projected = inner * sizes.projected(heads)
-        total += one.layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
-        if execution.remat == "dots":
-            total += one.layers * (2 * stream + projected)
+        total += num_layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
+        if remat == "dots":
+            total += num_layers * (2 * stream + projected)
             continue
         attended = 2 * projected + inner * sizes.heads(heads) * heads.head_dim
         attended += 4 * sizes.inner_tokens * sizes.heads(heads)
         width = 2 * model.embed_dim + 2 * fed.expert_dim
         rows = sizes.places(fed) * sizes.itemsize * width
-        total += one.layers * (4 * stream + attended + rows)
-    if execution.remat == "none":
-        total += _of_held(plan, held, sizes.in_use, ax.EXPERTS) * sizes.itemsize
+        total += num_layers * (4 * stream + attended + rows)
+        total += _of_held(plan, [one], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total
 
 

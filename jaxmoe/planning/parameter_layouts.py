@@ -60,15 +60,23 @@ def parameter_layouts(
         itemsize: Bytes of a stored value.
     """
     has_head = any(row.declaration.role == "head" for row in table)
+    routed = {_stack_of(row.path) for row in table if ax.EXPERTS in row.declaration.axes}
     found = []
     for row in table:
         # The gradient of a look-up does not read the table; layers that are not recomputed keep
         # what they gathered.
-        is_kept = row.declaration.is_stacked and execution.remat == "none"
+        remat = execution.remat_of(_stack_of(row.path) in routed)
+        is_kept = row.declaration.is_stacked and remat == "none"
         is_read_once = is_kept or (row.declaration.role == "embedding" and has_head)
         uses = 1 if is_read_once else 2
         found.append(_layouts(row, execution, mesh, row.size * itemsize, uses))
     return found
+
+
+def _stack_of(path: str) -> str:
+    """Return the path of the layers that a parameter belongs to: `layers`, or `layers/0`."""
+    first, *rest = path.split("/")
+    return f"{first}/{rest[0]}" if rest and rest[0].isdigit() else first
 
 
 def _layouts(

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
+from jaxmoe.execution import Remat
 from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes
 from jaxmoe.layers.sequences import attention_sizes
 from jaxmoe.models.stacks import LayerStack
@@ -153,6 +154,17 @@ class Sizes:
         if not row.declaration.is_stacked:
             return 1
         return row.shape[0] // self.shards(row.declaration.axes[0])
+
+    def remat(self, stack: LayerStack) -> Remat:
+        """Return the rematerialisation of the layers of a stack."""
+        return self.plan.execution.remat_of(stack.kind.feed_forward.is_routed)
+
+    def row_remat(self, row: ParameterSpec) -> Remat:
+        """Return that of the layers of a parameter; the model's outside of layers."""
+        for stack in self.stacks:
+            if row.path.startswith(f"{stack.path}/"):
+                return self.remat(stack)
+        return self.plan.execution.remat
 
     def row_passes(self, row: ParameterSpec) -> Passes:
         """Return how often a step uses the parameters of one layer, or one that is not stacked."""

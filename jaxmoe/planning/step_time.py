@@ -101,18 +101,18 @@ def executed_flops(sizes: Sizes) -> float:
     """
     plan = sizes.plan
     model, stages = plan.model, sizes.mesh[ax.STAGE]
-    again = 4 / 3 if plan.execution.remat in ("full", "offload") else 1.0
-    whole = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens * again
-    if stages == 1:
-        return whole
-    total = whole
+    total = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens
     for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.
         own = _stack_flops(plan, stack) * plan.tokens
+        again = 1 / 3 if sizes.remat(stack) in ("full", "offload") else 0.0
+        if stages == 1:
+            total += own * again
+            continue
         passes = sizes.stack_passes(stack)
         useful = plan.accumulation * stack.num_layers
-        executed = passes.time / 3 + passes.trained * (again - 1)
-        total += own * stages * executed / useful - own * again
+        executed = passes.time / 3 + passes.trained * again
+        total += own * (stages * executed / useful - 1)
     return total
 
 

@@ -133,7 +133,7 @@ def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
     """Return how often a weight is gathered for one forward and backward pass."""
     execution = sizes.plan.execution
     is_chunked = 0 < execution.loss_chunk < sizes.plan.sequence_length
-    layers = 1 if execution.remat == "none" else 2
+    layers = 1 if sizes.row_remat(row) == "none" else 2
     by_role = {"head": 1 if is_chunked else 2, "embedding": 1}
     if sizes.plan.model.has_tied_embeddings:
         by_role["embedding"] += by_role["head"]
@@ -143,7 +143,7 @@ def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
 def _forward(sizes: Sizes, stack: LayerStack) -> float:
     """Return the forward passes through a stack's layers, recomputation under remat included."""
     passes = sizes.stack_passes(stack)
-    return passes.forward + passes.trained * (1 if sizes.plan.execution.remat == "none" else 2)
+    return passes.forward + passes.trained * (1 if sizes.remat(stack) == "none" else 2)
 
 
 def _both(sizes: Sizes, stack: LayerStack) -> float:

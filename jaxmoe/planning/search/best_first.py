@@ -3,9 +3,9 @@
 """Searches meshes and arrangements in closed form for the fastest that fit, in the order of time.
 
 Predicting time costs a millisecond, memory up to a tenth of a second, so memory is predicted in the
-order of time. Without stages a step is no faster with more micro-batches, and under no mesh with a
+order of time. Without stages a step is no faster with more micro-batches, and on no mesh with a
 remat that recomputes more; so each arrangement begins with the fewest micro-batches and the fastest
-remat, and the next ones enter the queue when that one leaves it. The first plans that leave the
+remat, and the others enter the queue when that one leaves it. The first plans that leave the
 queue and fit are therefore the best of all. Pipette (DATE 2024) and Galvatron (arXiv 2211.13878)
 prune a larger space by the same two estimates.
 """
@@ -192,9 +192,11 @@ def _by_time(known: Sequence[Arrangement], searching: _Search) -> Iterator[tuple
                 ended.add(place)
                 continue
             possible.add(place)
-        if remat + 1 < len(one.remats):
-            push(place, number, remat + 1)
-        if one.plan.execution.mesh.stage == 1 and not remat and number + 1 < len(one.numbers):
+        if remat:
+            continue
+        for other in range(1, len(one.remats)):
+            push(place, number, other)
+        if one.plan.execution.mesh.stage == 1 and number + 1 < len(one.numbers):
             push(place, number + 1, 0)
 
 

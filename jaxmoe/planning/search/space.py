@@ -10,8 +10,8 @@
     micro-batches every number that divides the batch
 
 One choice of the first four is an arrangement of a mesh. Within an arrangement the search varies
-remat and micro-batches until the step fits; that is Galvatron's inner choice (arXiv 2211.13878)
-with one remat for all layers.
+remat and micro-batches until the step fits. Layers with experts and dense ones have each their
+remat, which is Galvatron's inner choice (arXiv 2211.13878).
 
 To search another choice: a field of `Space` and its loop in `arrangements`, in
 `jaxmoe/planning/search/space.py`.
@@ -37,6 +37,8 @@ from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineConfig
 from sharding.state_layouts import StateLayoutName
 
+RematPair = tuple[Remat, Remat | None]
+"""Remat of the layers with experts, and of dense ones where it is another."""
 _ACROSS_REPLICAS = ("hybrid", "hierarchical")
 
 
@@ -51,7 +53,7 @@ class Space:
     pipelines: tuple[PipelineConfig, ...] = ()
     """Schedules of meshes with stages."""
     remats: tuple[Remat, ...] = ()
-    """Remat choices, the fastest first."""
+    """Remat choices of each kind of layer, the fastest first."""
     has_folds: bool = False
     """Whether experts may be spread over other axes than mesh.expert."""
     has_micro_batches: bool = False
@@ -75,18 +77,18 @@ class Arrangement:
 
     plan: StepPlan
     """Plan with the first remat and the fewest micro-batches."""
-    remats: tuple[Remat, ...]
-    """Remat choices, the fastest first, which also need most memory."""
+    remats: tuple[RematPair, ...]
+    """Remat choices: the fastest, which needs most memory, first, the slowest last."""
     numbers: tuple[int, ...]
     """Numbers of micro-batches, the fewest first."""
 
     def at(self, number: int, remat: int) -> StepPlan:
         """Return the plan with a number of micro-batches and a remat, both by their index."""
-        execution = self.plan.execution
-        if execution.remat == self.remats[remat]:
+        execution, (routed, dense) = self.plan.execution, self.remats[remat]
+        if (execution.remat, execution.remat_dense) == (routed, dense):
             own = self.plan
         else:
-            changed = dataclasses.replace(execution, remat=self.remats[remat])
+            changed = dataclasses.replace(execution, remat=routed, remat_dense=dense)
             own = dataclasses.replace(self.plan, execution=changed)
         if own.accumulation == self.numbers[number]:
             return own
@@ -122,6 +124,7 @@ def arrangements(
             pipeline=pipeline,
             dispatcher=dispatcher,
             remat=(space.remats or (base.remat,))[0],
+            remat_dense=None if space.remats else base.remat_dense,
         )
         try:
             yield _arrangement(plan, mesh, execution, own_fold, space)
@@ -141,7 +144,7 @@ def _arrangement(
     Raises:
         ValueError: See `on_mesh`.
     """
-    remats = space.remats or (execution.remat,)
+    remats = _remats(plan, space) or ((execution.remat, execution.remat_dense),)
     if not space.has_micro_batches:
         own = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold)
         return Arrangement(own, remats, (own.accumulation,))
@@ -152,6 +155,15 @@ def _arrangement(
     numbers = divisors(own.batch_size // mesh.batch_shards)
     fitting = tuple(n for n in numbers if n % unit == 0 and n >= first)
     return Arrangement(own, remats, fitting)
+
+
+def _remats(plan: StepPlan, space: Space) -> tuple[RematPair, ...]:
+    """Return a remat for all layers, and where the model has both kinds one for each."""
+    alike: list[RematPair] = [(remat, None) for remat in space.remats]
+    if len({kind.feed_forward.is_routed for kind in plan.model.kinds}) < 2:
+        return tuple(alike)
+    mixed = [(a, b) for a in space.remats for b in space.remats if a != b]
+    return (*alike[:1], *mixed, *alike[1:])
 
 
 def _rules(mesh: MeshConfig, space: Space) -> tuple[StateLayoutName, ...]:

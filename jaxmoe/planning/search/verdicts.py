@@ -32,6 +32,8 @@ def plan_in_words(plan: StepPlan) -> str:
     if execution.mesh.stage > 1:
         words.append(schedule_in_words(execution.pipeline))
     words.append(f"remat {execution.remat}")
+    if execution.remat_dense is not None:
+        words.append(f"{execution.remat_dense} in dense layers")
     return ", ".join(words)
 
 

@@ -51,7 +51,8 @@ def check_compiler(execution: ExecutionConfig) -> None:
     Raises:
         ValueError: Weight gradients are deferred, with remat, on TPUs, before jax 0.11.
     """
-    if not execution.pipeline.is_deferred or execution.remat == "none":
+    remats = {execution.remat_of(is_routed) for is_routed in (True, False)}
+    if not execution.pipeline.is_deferred or remats == {"none"}:
         return
     if platform() == "tpu" and jax.__version_info__ < (0, 11):
         raise ValueError(

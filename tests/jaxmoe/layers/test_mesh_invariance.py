@@ -9,6 +9,7 @@ rematerialisation, padding and splitting of the batch.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,24 @@ def test_loss_and_gradients_equal_under_remat(remat):
     assert_close(result, on_one_device(MODEL), "end_to_end")
     counts = result[0][1]["statistics"].counts
     assert counts.sum(-1).tolist() == [BATCH * LENGTH * MODEL.moe.top_k] * 2
+
+
+@pytest.mark.slow
+def test_layers_without_experts_have_a_remat_of_their_own():
+    """The same loss and gradients, and the recomputed products of one kind of layer alone."""
+    model = dataclasses.replace(MODEL, dense_layers=(0,), dense_dim=32)
+    tokens, targets = tokens_for(model)
+    batch = {"tokens": tokens, "targets": targets}
+    products = {}
+    for routed, dense in itertools.product(("none", "full"), repeat=2):
+        execution = ExecutionConfig(remat=routed, remat_dense=dense)
+        function = loss_and_gradients(model, execution)
+        assert_close(function(values_of(model), batch), on_one_device(model), "end_to_end")
+        products[routed, dense] = function.lower(values_of(model), batch).as_text().count("dot_g")
+    least = products["none", "none"]
+    both = products["full", "full"] - least
+    assert 0 < products["none", "full"] - least < both
+    assert products["none", "full"] + products["full", "none"] - 2 * least == both
 
 
 def test_padding_changes_no_loss_or_gradient():

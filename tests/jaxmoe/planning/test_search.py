@@ -138,3 +138,22 @@ def test_reasons_name_the_part_that_adds_most():
             assert float(seconds.removesuffix(" s")) >= slower / 20
         else:
             assert why.startswith("as fast, ")
+
+
+def test_dense_layers_have_a_remat_of_their_own():
+    """Between recomputing nothing and everything, where only one kind of layer fits."""
+    model = dataclasses.replace(MODEL, dense_layers=(0, 1), dense_dim=2048)
+    plan = plan_of(model, batch_size=32, length=256)
+    whole = dataclasses.replace(CHIPS["cpu"], memory=2**40)
+    space = Space(remats=("none", "full"))
+
+    def first(chip):
+        return search(plan, MESHES[:1], chip, space=space).fitting[0]
+
+    none = first(whole)
+    tight = first(dataclasses.replace(whole, memory=int(none.need) - 1))
+    execution = tight.plan.execution
+    assert {execution.remat, execution.remat_dense} == {"none", "full"}
+    alike = dataclasses.replace(execution, remat="full", remat_dense=None)
+    full = predict_time(dataclasses.replace(plan, execution=alike), whole).step
+    assert none.time.step < tight.time.step < full
