@@ -69,6 +69,36 @@ def device_array(
     return _along_links(array, [names.index(name) for name in ring_axes])
 
 
+def in_host_order(devices: Sequence[Any], host_order: Sequence[int]) -> list[Any]:
+    """Return the devices host by host in another order; a host is a process.
+
+    Args:
+        devices: All devices of the mesh.
+        host_order: Processes in the order in which their devices fill the mesh; empty keeps the
+            order of the devices.
+
+    Raises:
+        ValueError: The order does not name every process of the devices once, or the devices are
+            placed by coordinates.
+    """
+    if not host_order:
+        return list(devices)
+    by_host: dict[int, list[Any]] = {}
+    for device in devices:
+        by_host.setdefault(device.process_index, []).append(device)
+    if sorted(host_order) != sorted(by_host):
+        raise ValueError(
+            f"host_order={tuple(host_order)} must name every process of the mesh once:"
+            f" {', '.join(map(str, sorted(by_host)))}"
+        )
+    if any(device.platform == "tpu" for device in devices):
+        raise ValueError(
+            f"host_order={tuple(host_order)} is for hosts on a network, and devices of a TPU are"
+            " placed by their coordinates: leave it out"
+        )
+    return [device for host in host_order for device in by_host[host]]
+
+
 def ring_order(devices: Sequence[Any]) -> list[Any]:
     """Return the devices, each one hop from the next, in a closed ring where that is possible.
 

@@ -206,7 +206,7 @@ def test_processes_that_cannot_join_are_a_problem(monkeypatch, tmp_path, capsys)
 def test_devices_that_hang_end_the_process(tmp_path):
     script = (
         "import time; from experiments.doctor import __main__ as doctor\n"
-        "with doctor._answer_within(0.2): time.sleep(60)"
+        "with doctor.answer_within(0.2): time.sleep(60)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
