@@ -111,9 +111,12 @@ def make_mesh(
         ValueError: The sizes do not fit the number of devices or one another, the replicas do not
             fit the slices, or the order does not fit the processes.
     """
-    devices = in_host_order(jax.devices() if devices is None else devices, host_order)
+    devices = list(jax.devices() if devices is None else devices)
     config = config.resolve(len(devices))
-    placed = device_array(config.by_axis, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
+    if host_order:
+        placed = in_host_order(devices, host_order)
+    else:
+        placed = device_array(config.by_axis, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
     names, sizes = named_sizes(config, fold)
     return Mesh(placed.reshape(sizes), names, axis_types=_explicit(names))
 

@@ -69,20 +69,19 @@ def device_array(
     return _along_links(array, [names.index(name) for name in ring_axes])
 
 
-def in_host_order(devices: Sequence[Any], host_order: Sequence[int]) -> list[Any]:
-    """Return the devices host by host in another order; a host is a process.
+def in_host_order(devices: Sequence[Any], host_order: Sequence[int]) -> np.ndarray:
+    """Return the devices host by host in a given order, those of a host by number.
+
+    A host is a process. `device_array` would sort the devices of GPUs again.
 
     Args:
         devices: All devices of the mesh.
-        host_order: Processes in the order in which their devices fill the mesh; empty keeps the
-            order of the devices.
+        host_order: Processes in the order in which their devices fill the mesh.
 
     Raises:
         ValueError: The order does not name every process of the devices once, or the devices are
             placed by coordinates.
     """
-    if not host_order:
-        return list(devices)
     by_host: dict[int, list[Any]] = {}
     for device in devices:
         by_host.setdefault(device.process_index, []).append(device)
@@ -96,7 +95,9 @@ def in_host_order(devices: Sequence[Any], host_order: Sequence[int]) -> list[Any
             f"host_order={tuple(host_order)} is for hosts on a network, and devices of a TPU are"
             " placed by their coordinates: leave it out"
         )
-    return [device for host in host_order for device in by_host[host]]
+    return np.asarray(
+        [one for host in host_order for one in sorted(by_host[host], key=lambda one: one.id)]
+    )
 
 
 def ring_order(devices: Sequence[Any]) -> list[Any]:
