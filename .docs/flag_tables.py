@@ -33,6 +33,7 @@ COMMANDS = {
     "checkpoint reshard": "experiments.checkpoint.resharding:ReshardConfig",
     "evaluate_tasks": "experiments.evaluate_tasks.__main__:EvaluateTasksConfig",
     "doctor": "experiments.doctor.__main__:DoctorConfig",
+    "doctor --links": "experiments.doctor.links:LinksConfig",
     "launch": "experiments.launch.__main__:LaunchConfig",
     "launch --supervise": "experiments.launch.supervise:SuperviseConfig",
     "launch --islands": "experiments.launch.islands:IslandsConfig",

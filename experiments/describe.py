@@ -9,9 +9,9 @@
 `--run.directory` describes a run (unless other flags describe a new one), or the model of a Hugging
 Face directory, or of its name on the hub, with the other flags.
 
-With a mesh of known sizes (for example --execution.mesh.data 8) a second table follows: for every
-parameter and mesh axis its layout when stored, used, differentiated and updated, and the
-collectives between them.
+A second table compares the widths with the tiles of matrix units. With a mesh of known sizes (for
+example --execution.mesh.data 8) a third table follows: for every parameter and mesh axis its layout
+when stored, used, differentiated and updated, and the collectives between them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Literal
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
 from experiments.cli.output import write
+from experiments.cli.tables import text_table
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint.huggingface import open_huggingface
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
@@ -36,9 +37,10 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import Plan, describe_rates, make_plan
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_in_words
+from jaxmoe.run.reporting.tile_sizes import broken_rules, sizes_rows
 from jaxmoe.tracking.console import format_flops
 from jaxmoe.training.pipeline import check_pipeline
-from sharding.mesh import named_sizes
+from sharding.mesh import MeshConfig, named_sizes
 from sharding.rules import LogicalAxisRules
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -145,9 +147,23 @@ def describe(subject: Subject, plan: Plan) -> str:
         "",
         table.text(),
     )
+    lines = (*lines, *_tiles(plan))
     if -1 not in config.execution.mesh.sizes and max(_mesh_shape(plan).values()) > 1:
         lines = (*lines, "", layouts_text(table, config.execution, _mesh_shape(plan), width))
     return "\n".join(lines)
+
+
+def _tiles(plan: Plan) -> list[str]:
+    """Return the table of products and tiles; on one device where the mesh is left open."""
+    execution = plan.config.execution
+    if -1 in execution.mesh.sizes:
+        one = {axis: max(size, 1) for axis, size in execution.mesh.by_axis.items()}
+        execution = dataclasses.replace(execution, mesh=MeshConfig(**one), fold=None)
+    # Widths do not depend on the dtype, and "auto" would ask for a device.
+    precision = dataclasses.replace(execution.precision, compute="bfloat16")
+    step = plan.step_plan(dataclasses.replace(execution, precision=precision))
+    head = "sizes: products of a device in tiles of 256 x 256 (experts: 128 rows)"
+    return ["", head, text_table(sizes_rows(step)), *broken_rules(step)]
 
 
 def _stages(plan: Plan) -> list[str]:

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sharding.axes import MESH_AXES, REPLICA, SEQ
 from sharding.fold import MoEMesh, refine
-from sharding.topology import device_array
+from sharding.topology import device_array, in_host_order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +96,7 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     fold: MoEMesh | None = None,
+    host_order: Sequence[int] = (),
 ) -> Mesh:
     """Return a mesh with Explicit axes, rings along links and slices on the axis of replicas.
 
@@ -103,14 +104,19 @@ def make_mesh(
         config: Sizes of the axes; -1 is resolved here.
         devices: Devices of the mesh; None: all devices of all processes.
         fold: Another layout of the same devices for the experts.
+        host_order: Processes in the order in which their devices fill the mesh; empty keeps the
+            order of the devices.
 
     Raises:
-        ValueError: The sizes do not fit the number of devices or one another, or the replicas do
-            not fit the slices.
+        ValueError: The sizes do not fit the number of devices or one another, the replicas do not
+            fit the slices, or the order does not fit the processes.
     """
     devices = list(jax.devices() if devices is None else devices)
     config = config.resolve(len(devices))
-    placed = device_array(config.by_axis, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
+    if host_order:
+        placed = in_host_order(devices, host_order)
+    else:
+        placed = device_array(config.by_axis, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
     names, sizes = named_sizes(config, fold)
     return Mesh(placed.reshape(sizes), names, axis_types=_explicit(names))
 

@@ -69,6 +69,37 @@ def device_array(
     return _along_links(array, [names.index(name) for name in ring_axes])
 
 
+def in_host_order(devices: Sequence[Any], host_order: Sequence[int]) -> np.ndarray:
+    """Return the devices host by host in a given order, those of a host by number.
+
+    A host is a process. `device_array` would sort the devices of GPUs again.
+
+    Args:
+        devices: All devices of the mesh.
+        host_order: Processes in the order in which their devices fill the mesh.
+
+    Raises:
+        ValueError: The order does not name every process of the devices once, or the devices are
+            placed by coordinates.
+    """
+    by_host: dict[int, list[Any]] = {}
+    for device in devices:
+        by_host.setdefault(device.process_index, []).append(device)
+    if sorted(host_order) != sorted(by_host):
+        raise ValueError(
+            f"host_order={tuple(host_order)} must name every process of the mesh once:"
+            f" {', '.join(map(str, sorted(by_host)))}"
+        )
+    if any(device.platform == "tpu" for device in devices):
+        raise ValueError(
+            f"host_order={tuple(host_order)} is for hosts on a network, and devices of a TPU are"
+            " placed by their coordinates: leave it out"
+        )
+    return np.asarray(
+        [one for host in host_order for one in sorted(by_host[host], key=lambda one: one.id)]
+    )
+
+
 def ring_order(devices: Sequence[Any]) -> list[Any]:
     """Return the devices, each one hop from the next, in a closed ring where that is possible.
 

@@ -3,18 +3,18 @@
 """Examines this environment: versions, devices, collectives, kernels, disks, a tiny train step.
 
     python -m experiments.doctor [--run.directory DIR]
+    python -m experiments.doctor --links [--mesh.tensor 8 ...]
 
 A line per finding: ok, warning or problem, and what to do. Exit code 0 if there is no problem, 2
-otherwise. On a pod or cluster run it as the job would be run, on every host.
+otherwise. On a pod or cluster run it as the job would be run, on every host. With `--links` it
+measures the connections of a mesh instead: see `--links --help`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -23,8 +23,10 @@ from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.cli.process import start_process
+from experiments.doctor import links
 from experiments.doctor.devices import examine_devices
-from experiments.doctor.software import Finding, examine_software
+from experiments.doctor.software import Finding, examine_software, in_words
+from experiments.doctor.timeout import answer_within
 from jaxmoe.run.directory import RunDirectory
 
 
@@ -52,6 +54,8 @@ class DoctorConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
+    if "--links" in argv:
+        return links.main([word for word in argv if word != "--links"])
     prog = "python -m experiments.doctor"
     config = flags.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory)
@@ -65,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         found = [Finding("warning", "devices", text, "mend that first")]
         is_first = True
     else:
-        with _answer_within(config.timeout):
+        with answer_within(config.timeout):
             found = _join_and_examine()
         has_devices = not any(f.level == "problem" and f.what == "devices" for f in found)
         is_first = not has_devices or jax.process_index() == 0
@@ -112,35 +116,6 @@ def _join_and_examine() -> list[Finding]:
 
 _BEFORE_DEVICES = ("coordinator", "packages", "XLA_FLAGS")
 """With a problem in one of these, devices are not touched."""
-
-
-def in_words(finding: Finding) -> str:
-    """Return a finding as a line, with its remedy."""
-    remedy = f" -> {finding.remedy}" if finding.remedy else ""
-    return f"{finding.level:<8} {finding.what:<18} {finding.text}{remedy}"
-
-
-@contextlib.contextmanager
-def _answer_within(seconds: float) -> Iterator[None]:
-    """Ends the process when the block takes too long: a hanging collective cannot be stopped."""
-
-    def give_up() -> None:
-        finding = Finding(
-            "problem",
-            "devices",
-            f"no answer within {seconds:g} s: a process or a device is missing, or hangs",
-            "check that the same command runs on every host; --timeout sets a longer limit",
-        )
-        write(in_words(finding))
-        os._exit(int(ExitCode.BAD_CONFIGURATION))
-
-    timer = threading.Timer(seconds, give_up)
-    timer.name, timer.daemon = "timeout of the doctor", True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _exit_code(problems: int) -> int:

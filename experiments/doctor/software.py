@@ -57,6 +57,12 @@ class Finding:
     """What to do about it."""
 
 
+def in_words(finding: Finding) -> str:
+    """Return a finding as a line, with its remedy."""
+    remedy = f" -> {finding.remedy}" if finding.remedy else ""
+    return f"{finding.level:<8} {finding.what:<18} {finding.text}{remedy}"
+
+
 def examine_software(directory: pathlib.Path, environment: Mapping[str, str]) -> list[Finding]:
     """Run all checks of this module.
 
@@ -125,26 +131,33 @@ def plugin_versions(
     for name, version in sorted(plugins.items()):
         if _numbers(version) != _numbers(jaxlib):
             extra = name.removeprefix("jax-").rpartition("-")[0]
+            remedy = f"pip install 'jax[{extra}]=={jax}'"
+            if extra.startswith("rocm"):  # installed by the names of its packages
+                remedy = f"pip install jax-{extra}-plugin=={jaxlib} jax-{extra}-pjrt=={jaxlib}"
             yield Finding(
                 "problem",
                 "plugin",
                 f"{name} {version} does not fit jaxlib {jaxlib}: its devices are not"
                 " found, or crash",
-                f"pip install 'jax[{extra}]=={jax}'",
+                remedy,
             )
         else:
             yield Finding("ok", "plugin", f"{name} {version}")
     if "libtpu" in installed:
         text = f"libtpu {installed['libtpu']}"
         yield Finding("ok", "plugin", text)
-    has_gpu = pathlib.Path("/proc/driver/nvidia/version").exists()
-    if has_gpu and not any("cuda" in name for name in plugins):
-        yield Finding(
-            "warning",
-            "plugin",
-            "this machine has an NVIDIA driver and JAX has no CUDA plugin: it will run on the CPU",
-            "pip install 'jaxmoe[cuda]'",
-        )
+    has_gpu = False
+    for vendor, driver, kind, remedy in _DRIVERS:
+        has_driver = pathlib.Path(driver).exists()
+        has_gpu |= has_driver
+        if has_driver and not any(kind in name for name in plugins):
+            yield Finding(
+                "warning",
+                "plugin",
+                f"this machine has the driver of {vendor} and JAX has no {kind.upper()} plugin: it"
+                " will run on the CPU",
+                remedy,
+            )
     if has_gpu and environment.get("JAX_PLATFORMS") == "cpu":
         yield Finding(
             "warning",
@@ -152,6 +165,13 @@ def plugin_versions(
             "JAX_PLATFORMS=cpu hides the GPU of this machine",
             "unset JAX_PLATFORMS",
         )
+
+
+_DRIVERS = (
+    ("NVIDIA", "/proc/driver/nvidia/version", "cuda", "pip install 'jaxmoe[cuda]'"),
+    ("AMD", "/dev/kfd", "rocm", "pip install jax-rocm7-plugin jax-rocm7-pjrt, of jaxlib's version"),
+)
+"""Vendor, file of its driver, name of the plugin, and how it is installed."""
 
 
 def extras() -> Iterator[Finding]:
@@ -175,6 +195,14 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
     shown = [f"{name}={environment[name]}" for name in names if environment.get(name)]
     text = ", ".join(shown) or "none is set"
     yield Finding("ok", "variables", text)
+    if environment.get("ROCR_VISIBLE_DEVICES") and environment.get("HIP_VISIBLE_DEVICES"):
+        yield Finding(
+            "warning",
+            "variables",
+            "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are set: the second counts among the GPUs"
+            " that the first leaves, and may leave none",
+            "unset HIP_VISIBLE_DEVICES",
+        )
     flags = environment.get("XLA_FLAGS", "").split()
     if not flags:
         return

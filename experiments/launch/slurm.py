@@ -24,7 +24,8 @@ class SlurmConfig:
     nodes: int = 1
     """Nodes of the job."""
     gpus_per_node: int = 8
-    """GPUs of each node, with a process each; 0 for a job on CPUs, one process per node."""
+    """GPUs of each node (dies of an MI250X), with a process each; 0 for a job on CPUs, one process
+    per node."""
     time: str = "24:00:00"
     """Time limit as [days-]hours:minutes:seconds."""
     partition: str | None = None

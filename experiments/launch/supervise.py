@@ -24,6 +24,10 @@ the supervisor keeps a directory for each process until the end.
 On several hosts, use the restarts of the cluster (`experiments.launch cluster:jobset`), or start a
 supervisor on each with the same `--coordinator node0:8476` and `--num_processes`, and its own
 `--first_process`: a lost process ends the others, and each host restarts its own.
+
+`--exclude 3` leaves a process out whose device or link is slow (`--watch.links_every`, or
+`python -m experiments.doctor --links`). Give the numbers of the whole job; when process 0 is left
+out on another host, `--coordinator` must name the host of the first one that is started.
 """
 
 from __future__ import annotations
@@ -39,13 +43,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any, TextIO
 
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.launch.config import LaunchRunConfig
+from experiments.launch.signals import Signals
 from jaxmoe.resilience.shared_memory import PARENT, SNAPSHOTS, memory_directories
 from jaxmoe.run.directory import RunDirectory
 from sharding.distributed import host_and_port
@@ -85,6 +89,9 @@ class SuperviseConfig:
     """Number of processes on all hosts; those of this one when None."""
     first_process: int = 0
     """Number of the first process of this host."""
+    exclude: tuple[int, ...] = ()
+    """Numbers of processes that are not started, such as those of a slow device; the others are
+    numbered anew and continue from the checkpoint. On several hosts, the same for all."""
 
     def __post_init__(self):
         for field, lowest in (("processes", 1), ("max_restarts", 0), ("steady", 1)):
@@ -105,18 +112,32 @@ class SuperviseConfig:
             )
         if self.coordinator is not None:
             host_and_port(self.coordinator)
+        for number in self.exclude:
+            if not 0 <= number < self.total:
+                raise ValueError(
+                    f"exclude={number} is no process: they count from 0 to {self.total - 1}"
+                )
+        if len(set(self.exclude)) == self.total:
+            raise ValueError(f"exclude leaves none of the {self.total} processes: leave one out")
         if not shlex.split(self.command):
             raise ValueError("command is empty: give what each process runs")
 
     @property
     def total(self) -> int:
-        """Number of processes on all hosts."""
+        """Number of processes on all hosts, excluded ones too."""
         return self.processes if self.num_processes is None else self.num_processes
 
     @property
-    def here(self) -> range:
-        """Numbers of the processes of this host."""
-        return range(self.first_process, self.first_process + self.processes)
+    def here(self) -> tuple[int, ...]:
+        """Numbers of the started processes of this host, excluded ones not counted."""
+        kept = [number for number in range(self.total) if number not in self.exclude]
+        own = range(self.first_process, self.first_process + self.processes)
+        return tuple(index for index, number in enumerate(kept) if number in own)
+
+    @property
+    def started(self) -> int:
+        """Number of started processes on all hosts."""
+        return self.total - len(set(self.exclude))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +159,10 @@ def main(argv: Sequence[str]) -> int:
         directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
         directory.check_free_of_runs()
         directory.acquire()
+    if not config.here:
+        write(f"supervisor: exclude={config.exclude} leaves no process of this host: nothing to do")
+        directory.release()
+        return int(ExitCode.DONE)
     with Signals() as signals:
         ended = supervise(config, directory, signals)
     directory.release()
@@ -181,7 +206,8 @@ def supervise(
                 {
                     "status": "running" if may_restart else "ended",
                     "command": config.command,
-                    "processes": config.processes,
+                    "processes": len(config.here),
+                    "excluded": list(config.exclude),
                     "code": ended.code,
                     "starts": starts,
                 }
@@ -193,50 +219,6 @@ def supervise(
     if ended.code != ExitCode.DONE:
         write(f"{name}: {ended.cause}; ended after {len(starts)} start{'s' * (len(starts) != 1)}")
     return ended
-
-
-class Signals:
-    """Notes SIGTERM and Ctrl-C, and forwards them to the running processes."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._running: list[subprocess.Popen[str]] = []
-        self._reached: list[subprocess.Popen[str]] = []
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._pass_on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def add(self, process: subprocess.Popen[str]) -> None:
-        """Forward signals to a started process, including one that came before.
-
-        Args:
-            process: Started process.
-        """
-        self._running.append(process)
-        if self.number is not None and process not in self._reached:
-            process.send_signal(self.number)
-
-    def forget(self, processes: Sequence[subprocess.Popen[str]]) -> None:
-        """Stop forwarding to processes of a start that has ended.
-
-        Args:
-            processes: Ended processes.
-        """
-        self._running = [process for process in self._running if process not in processes]
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.number = number
-        for process in self._running:
-            self._reached.append(process)
-            process.send_signal(number)
 
 
 class _Start:
@@ -256,15 +238,15 @@ class _Start:
         self._began = self._heard = time.monotonic()
         self._readers: list[threading.Thread] = []
         environment = {**os.environ, **environment}
-        if config.total > 1:
+        if config.started > 1:
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": config.coordinator or f"127.0.0.1:{_free_port()}",
-                "JAX_NUM_PROCESSES": str(config.total),
+                "JAX_NUM_PROCESSES": str(config.started),
             }
         self._running: list[subprocess.Popen[str]] = []
         for index in config.here:
             own = environment | {SNAPSHOTS: str(memory[index])}
-            if config.total > 1:
+            if config.started > 1:
                 own["JAX_PROCESS_ID"] = str(index)
             process = subprocess.Popen(
                 shlex.split(config.command),
@@ -346,7 +328,7 @@ class _Start:
             for line in process.stdout:
                 self._heard = time.monotonic()
                 _append(file, line)
-                if self._is_shown and index == self._config.first_process:
+                if self._is_shown and index == self._config.here[0]:
                     write(line.rstrip("\n"))
 
 

@@ -17,7 +17,10 @@ from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
 from jaxmoe.planning.measured import measured_chip
+from jaxmoe.planning.network.measured import linked_chip
+from jaxmoe.planning.network.page import NetworkConfig
 from jaxmoe.planning.search import EVERYTHING, Space
+from jaxmoe.resilience.links.table import LinkTable
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
@@ -48,6 +51,8 @@ class PlanConfig(PretrainConfig):
     those that a flag sets; or mesh and micro-batches only."""
     measured_run: str = ""
     """Run directory whose measured step replaces the assumed efficiency of the devices."""
+    network: NetworkConfig = NetworkConfig()
+    """Network between the hosts: measured links, network cards, switches."""
     compiles: int = 3
     """Largest number of plans to compile ahead of time, fastest first, until one fits; 0 plans in
     closed form only."""
@@ -151,7 +156,7 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
 
 
 def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
-    """Return the topology with the efficiency of the run of `measured_run`, if one is given.
+    """Return the topology with what was measured: links, and the efficiency of a run.
 
     Args:
         config: Run to plan.
@@ -160,6 +165,9 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     Raises:
         ValueError: The run has not ended, or its step is not possible on these devices.
     """
+    if config.network.links is not None:
+        chip = linked_chip(topology.chip, LinkTable.load(config.network.links))
+        topology = dataclasses.replace(topology, measured=chip)
     if not config.measured_run:
         return topology
     directory = RunDirectory(config.measured_run)

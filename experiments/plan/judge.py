@@ -77,7 +77,7 @@ def judge(
         if remat in lines:
             predicted = candidate.factor * candidate.memory.temporaries
             summary["calibrated"] = dataclasses.asdict(lines[remat]) | {"predicted": predicted}
-        return summary, page_of_plan(topology, found, compiled, summary)
+        return summary, page_of_plan(topology, found, compiled, summary, config.network)
     closest = found.closest or found.fitting[0]
     ways = remedies(closest, topology.chip)
     summary = about() | {

@@ -20,6 +20,7 @@ from jaxmoe.planning.attention_links import (
     links_of,
 )
 from jaxmoe.planning.hardware import CHIPS, Chip, Topology
+from jaxmoe.planning.network.page import NetworkConfig, network_lines
 from jaxmoe.planning.search import Candidate, Found, mesh_in_words
 from jaxmoe.planning.search.verdicts import plan_in_words, why_not
 from jaxmoe.planning.sizes import Sizes
@@ -35,6 +36,7 @@ def page_of_plan(
     found: Found,
     compiled: Mapping[str, Any] | None,
     summary: Mapping[str, Any],
+    network: NetworkConfig,
 ) -> str:
     """Return the page of a plan that fits.
 
@@ -43,6 +45,7 @@ def page_of_plan(
         found: Result of the search; its first plan was chosen.
         compiled: Figures of the compiler; None in closed form.
         summary: Summary of the plan.
+        network: Network between the hosts.
     """
     chip, candidate = topology.chip, found.fitting[0]
     plan, seconds = candidate.plan, candidate.time
@@ -71,6 +74,8 @@ def page_of_plan(
         parts.append(attention_links(candidate, chip))
     if candidate.mesh.stage > 1:
         parts.append(pipeline_part(candidate, chip))
+    if lines := network_lines(network, plan, chip):
+        parts.append("\n".join(lines))
     if compiled is not None:
         parts.append(_collectives(compiled))
         if "measured" in compiled:

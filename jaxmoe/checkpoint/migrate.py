@@ -50,6 +50,8 @@ ADDED: tuple[Added, ...] = (
         for source in ("corpus", "files", "mixture", "huggingface", "language_mixture")
     ),
     Added("training.skipping", None),
+    Added("watch.links_every", 0),
+    Added("execution.host_order", []),
 )
 """Fields in the order in which they were added."""
 

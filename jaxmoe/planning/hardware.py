@@ -7,13 +7,14 @@
     cpu:8             fake devices of this machine
 
 Sources: TPU memory, bandwidth, FLOP/s and bandwidth between chips from cloud.google.com/tpu/docs
-(system architecture, a page for each generation); GPUs from NVIDIA's data sheets (dense, SXM form).
-FLOP/s of the kinds that JAX can name are those of `jaxmoe.training.measures.throughput`.
-Approximate: `link_latency` (a few microseconds per hop, without a source), `reserved` (memory of
-the runtime: the compiler of v5e reports 15.75 GiB of 16), the bandwidth of a network card per GPU
-(one 400 Gbit/s adapter), and all of "cpu". Link bandwidth is that of one device in one direction
-along one mesh axis. On a torus an axis that spans a ring has two links, one each way round, and
-both count. DCN between slices is not modelled.
+(system architecture, a page for each generation); GPUs from the data sheets of NVIDIA (dense, SXM
+form) and AMD. FLOP/s of the kinds that JAX can name are those of
+`jaxmoe.training.measures.throughput`. Approximate: `link_latency` (a few microseconds per hop,
+without a source), `reserved` (memory of the runtime: the compiler of v5e reports 15.75 GiB of 16),
+the bandwidth of a network card per GPU (one 400 Gbit/s adapter), the links of the MI250X (not
+verified), and all of "cpu". Link bandwidth is that of one device in one direction along one mesh
+axis. On a torus an axis that spans a ring has two links, one each way round, and both count. DCN
+between slices is not modelled.
 
 To add a device: a row of CHIPS in `jaxmoe/planning/hardware.py`.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxmoe.configs import closest
@@ -30,6 +32,18 @@ from jaxmoe.configs import closest
 Platform = Literal["tpu", "gpu", "cpu"]
 
 GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AxisRate:
+    """Measured cost of a message along a mesh axis: latency + bytes / bandwidth."""
+
+    axis: str
+    """Mesh axis."""
+    latency: float
+    """Seconds."""
+    bandwidth: float
+    """Bytes per second that one device sends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +67,16 @@ class Chip:
     """Seconds for one message to the next device; approximate."""
     domain: int = 0
     """Devices on the fast network; 0 means all."""
+    package: int = 1
+    """Devices that share a package, and a faster link than the fast network."""
+    package_bandwidth: float = 0.0
+    """Bytes per second between two devices of a package."""
     torus: int = 0
     """Dimensions of the torus of a TPU; 0 for others."""
     efficiency: float = 0.6
     """Share of the peak that matrix products reach: an assumption, or measured by a run."""
+    rates: tuple[AxisRate, ...] = ()
+    """Measured rates of mesh axes, which replace the nominal ones."""
 
     @property
     def available(self) -> int:
@@ -74,6 +94,31 @@ class Chip:
             return self.torus * (num_devices ** (1 / self.torus) - 1)
         return num_devices - 1
 
+    def measured_rate(self, axes: Sequence[str]) -> AxisRate | None:
+        """Return the slowest measured rate of some axes; None if one was not measured.
+
+        Args:
+            axes: Mesh axes.
+        """
+        known = [rate for rate in self.rates if rate.axis in axes]
+        if len(known) < len(axes) or not known:
+            return None
+        return AxisRate(
+            axis=" x ".join(axes),
+            latency=max(rate.latency for rate in known),
+            bandwidth=min(rate.bandwidth for rate in known),
+        )
+
+    def bandwidth(self, reach: int) -> float:
+        """Return the bytes per second that a device sends within a group.
+
+        Args:
+            reach: Devices from the first to the last of the group, in the order of the machine.
+        """
+        if reach <= self.package and self.package_bandwidth:
+            return self.package_bandwidth
+        return self.far_bandwidth if self.domain and reach > self.domain else self.link_bandwidth
+
 
 def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int) -> Chip:
     """Return a TPU from GiB, FLOP/s, bytes/s of memory and of one link in one direction."""
@@ -90,7 +135,7 @@ def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int)
 
 
 def _gpu(memory: float, flops: float, bandwidth: float, link: float, far: float = 50e9) -> Chip:
-    """Return an NVIDIA GPU from bytes, FLOP/s, bytes/s of memory, of NVLink and of its card."""
+    """Return a GPU, eight to a host, from bytes, FLOP/s, bytes/s of memory, links and card."""
     return Chip(
         platform="gpu",
         memory=int(memory),
@@ -116,6 +161,12 @@ CHIPS: dict[str, Chip] = {
     "h100": _gpu(80e9, 989.5e12, 3.35e12, 450e9),
     "h200": _gpu(141e9, 989.5e12, 4.8e12, 450e9),
     "b200": _gpu(180e9, 2250e12, 8.0e12, 900e9),
+    # One die of two: 64 GiB and half of 383 TFLOP/s each; a host has four pairs.
+    "mi250x": dataclasses.replace(
+        _gpu(64 * GIB, 191.5e12, 1.6e12, 50e9, 25e9), package=2, package_bandwidth=200e9
+    ),
+    # Seven links of 64 GB/s, one to each other GPU of a host: all in use over a whole host only.
+    "mi300x": _gpu(192e9, 1307.4e12, 5.3e12, 448e9),
     # One of several fake devices of a small machine: only ratios are meaningful.
     "cpu": Chip(
         platform="cpu",
@@ -132,7 +183,7 @@ CHIPS: dict[str, Chip] = {
 
 KNOWN = (
     "tpu:v4:4x4x4, tpu:v5e:16x16, tpu:v5p:4x4x4, tpu:v6e:16x16, tpu:tpu7x:2x2x2,"
-    " gpu:h100:8 (a100, h200, b200), cpu:8"
+    " gpu:h100:8 (a100, h200, b200, mi250x, mi300x), cpu:8"
 )
 """Examples of topologies, for messages."""
 

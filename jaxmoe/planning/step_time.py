@@ -131,9 +131,10 @@ def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:
         mesh: Size by axis.
         chip: Properties of each device.
     """
-    bandwidth = chip.link_bandwidth
-    if chip.domain and _reach(one.axes, mesh) > chip.domain:
-        bandwidth = chip.far_bandwidth
+    measured = chip.measured_rate(one.axes)
+    if measured is not None:
+        return one.messages * measured.latency + one.bytes / measured.bandwidth
+    bandwidth = chip.bandwidth(_reach(one.axes, mesh))
     hops = one.messages * chip.hops(one.num_devices) / (one.num_devices - 1)
     return hops * chip.link_latency + one.bytes / bandwidth
 

@@ -212,7 +212,8 @@ def assemble(
     plan = make_plan(config)
     for kind in plan.model.kinds:
         kind.mixer.check_precision(execution.precision)
-    mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
+    mesh = make_mesh(mesh_config, fold=execution.fold, host_order=execution.host_order)
+    training = config.training
     sizes = dict(mesh.shape)
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)

@@ -306,9 +306,12 @@ class WatchConfig:
     backward pass each; 0 never compares."""
     gradient_groups: int = 8
     """Largest number of parts for these comparisons; neighbouring workers are merged."""
+    links_every: int = 0
+    """Steps between measurements of the links between devices, with messages of 1 MiB; slow devices
+    and links are named; 0 never measures."""
 
     def __post_init__(self):
-        _check_least(self, "watch", 0, "gradients_every")
+        _check_least(self, "watch", 0, "gradients_every", "links_every")
         _check_least(self, "watch", 2, "gradient_groups")
 
 

@@ -106,6 +106,8 @@ class RunDirectory:
     """Batches of refused steps."""
     summary_file = _Path("summary.json")
     """Numbers of the finished or stopped run."""
+    links_file = _Path("links.json")
+    """Measured times of the links between devices."""
     goodput_file = _Path("goodput.jsonl")
     """Seconds that each start of the run spent, by kind."""
     profile_directory = _Path("profile")

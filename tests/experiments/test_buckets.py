@@ -27,7 +27,7 @@ LINES = {
     ],
     "data": [("inspect", *IN_RUN)],
     "describe": [IN_RUN],
-    "doctor": [IN_RUN],
+    "doctor": [IN_RUN, ("--links", *IN_RUN)],
     "ensemble": [("--runs", "a", "b", *IN_RUN)],
     "evaluate": [IN_RUN],
     "evaluate_tasks": [IN_RUN],

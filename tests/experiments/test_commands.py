@@ -37,6 +37,7 @@ COMMANDS = {
 }
 PARTS = {
     **{"data": [["inspect"]], "launch": [[], ["--supervise"]]},
+    "doctor": [[], ["--links"]],
     "checkpoint": [[], ["convert"], ["inspect"], ["reshard"], ["verify"]],
 }
 

@@ -120,3 +120,34 @@ def test_stages_and_their_idle_share(capsys):
     assert found["moe_blocks_0/attention/q", "stage=2"] == ["S(0)", "S(0)", "S(0)", "S(0)"]
     assert found["head/weight", "stage=2"] == ["S(1)", "S(1)", "S(1)", "S(1)"]
     assert found["final_norm/gain", "stage=2"][:3] == ["B", "B", "P"]
+
+
+def tiles(capsys, *argv):
+    """Rows of the table of tiles: {product: the other words}."""
+    assert describe.main(argv) == 0
+    part = capsys.readouterr().out.partition("sizes: products of a device")[2]
+    return {row.split()[0]: row.split()[1:] for row in part.partition("\n\n")[0].splitlines()[2:]}
+
+
+def test_widths_are_compared_with_tiles(capsys):
+    """Products of `d8` by hand, whole and on tensor=2."""
+    found = tiles(capsys, "d8")
+    assert found["moe_blocks_0/attention/q"][:5] == ["8", "32768", "1024", "2048", "0.0%"]
+    assert found["moe_blocks_0/moe/router/weight"][:5] == ["8", "32768", "1024", "64", "75.0%"]
+    mesh = ("--execution.mesh.data", "4", "--execution.mesh.tensor", "2")
+    found = tiles(capsys, "d8", *mesh)
+    assert found["moe_blocks_0/attention/q"][:5] == ["8", "8192", "1024", "1024", "0.0%"]
+    # 4096 tokens of a device whose layers share positions, 7 of 64 experts for each.
+    assert found["moe_blocks_0/moe/experts/down"][:5] == ["512", "448", "512", "1024", "12.5%"]
+    assert found["head/weight"][:5] == ["1", "8192", "1024", "16000", "0.8%"]
+    assert found["head/weight:"] == "16000 not a multiple of 256".split()
+    assert "moe_blocks_0/attention/q:" not in found
+
+
+def test_experts_with_few_rows_are_named(capsys):
+    few = ("--training.batch_size", "2", "--training.sequence_length", "256")
+    found = tiles(capsys, "d8", *few, "--training.accumulation", "1")
+    row = found["moe_blocks_0/moe/experts/down"]
+    assert row[1] == "56" and row[4] == "56.2%", "512 tokens, 7 of 64 experts, 56 of 128 rows"
+    said = found["moe_blocks_0/moe/experts/down:"]
+    assert said == "below 128 rows for an expert".split()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -18,8 +19,11 @@ from experiments.cli.flags import ExitCode
 from experiments.cli.output import write
 from experiments.doctor import __main__ as doctor
 from experiments.doctor import devices as doctor_devices
+from experiments.doctor import links as doctor_links
 from experiments.doctor import software as doctor_software
 from experiments.doctor.software import Finding, coordinator, plugin_versions, variables, writable
+from jaxmoe.resilience.links.probe import LinkProbe
+from jaxmoe.resilience.links.table import LinkTable
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -129,6 +133,29 @@ def test_versions_that_do_not_fit():
     assert plugin.remedy == "pip install 'jax[cuda13]==0.10.2'"
 
 
+def test_an_amd_driver_without_its_plugin_is_a_warning(monkeypatch, tmp_path):
+    rows = [
+        (vendor, str(tmp_path / vendor), *rest) for vendor, _, *rest in doctor_software._DRIVERS
+    ]
+    monkeypatch.setattr(doctor_software, "_DRIVERS", rows)
+    installed = {"jax": "0.10.2", "jaxlib": "0.10.2"}
+    assert levels(plugin_versions(installed, {})) == []
+    (tmp_path / "AMD").touch()
+    (warning,) = plugin_versions(installed, {})
+    assert "the driver of AMD and JAX has no ROCM plugin" in warning.text
+    rocm = {**installed, "jax-rocm7-plugin": "0.10.2"}
+    assert levels(plugin_versions(rocm, {})) == ["ok"]
+    assert levels(plugin_versions(rocm, {"JAX_PLATFORMS": "cpu"})) == ["ok", "warning"]
+    wrong = only_problem(plugin_versions({**rocm, "jax-rocm7-pjrt": "0.9.0"}, {}))
+    assert wrong.remedy == "pip install jax-rocm7-plugin==0.10.2 jax-rocm7-pjrt==0.10.2"
+
+
+def test_two_variables_that_choose_amd_gpus_are_a_warning():
+    both = {"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}
+    assert levels(variables(both)) == ["ok", "warning"]
+    assert levels(variables({"HIP_VISIBLE_DEVICES": "1"})) == ["ok"]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -206,7 +233,7 @@ def test_processes_that_cannot_join_are_a_problem(monkeypatch, tmp_path, capsys)
 def test_devices_that_hang_end_the_process(tmp_path):
     script = (
         "import time; from experiments.doctor import __main__ as doctor\n"
-        "with doctor._answer_within(0.2): time.sleep(60)"
+        "with doctor.answer_within(0.2): time.sleep(60)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
@@ -229,3 +256,38 @@ def test_a_closed_pipe_does_not_change_the_exit_code():
 def test_write_prints(capsys):
     write("a\nb")
     assert capsys.readouterr().out == "a\nb\n"
+
+
+def test_links_are_measured_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(doctor_links, "start_process", lambda **_: None)
+    flags = ["--links", "--mesh.data", "4", "--mesh.tensor", "2", "--message_bytes", "65536"]
+    flags += ["--repeats", "2", "--measurements", "1", "--run.directory", str(tmp_path / "d")]
+    assert doctor.main(flags) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert "data=4: 8 links, latency " in lines[0] and "tensor=2: 8 links" in lines[1]
+    assert "no device and no link is slow" in lines[-2]
+    table = LinkTable.load(tmp_path / "d" / "links.json")
+    assert len(table.links) == 16 and table.large_bytes == 65536
+    data = table.axis_rate("data")
+    assert data is not None and data.bandwidth > 0
+    assert json.loads((tmp_path / "d" / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_slow_link_is_a_problem(tmp_path, capsys, monkeypatch):
+    measure = LinkProbe.measure
+
+    def with_slow_link(self):
+        matrix = measure(self)
+        seconds = np.full(matrix.seconds.shape, 1e-3)
+        seconds[1, 3] = 1.0
+        return dataclasses.replace(matrix, seconds=seconds)
+
+    monkeypatch.setattr(doctor_links, "start_process", lambda **_: None)
+    monkeypatch.setattr(LinkProbe, "measure", with_slow_link)
+    flags = ["--links", "--message_bytes", "1024", "--repeats", "1"]
+    code = doctor.main([*flags, "--run.directory", str(tmp_path / "d")])
+    assert code == ExitCode.BAD_CONFIGURATION
+    out = capsys.readouterr().out
+    assert "link 3 -> 4 on the axis data is slow" in out and "1000.0 times as long" in out
+    summary = json.loads((tmp_path / "d" / "summary.json").read_text())
+    assert summary["status"] == "problems" and len(summary["findings"]) == 2

@@ -211,3 +211,29 @@ def test_bad_input(tmp_path, capsys, more, message):
         launch.main(["--supervise", "--run.directory", str(tmp_path / "run"), *more])
     assert stopped.value.code == ExitCode.BAD_CONFIGURATION
     assert message in capsys.readouterr().err
+
+
+def test_excluded_processes_are_not_started_and_the_others_are_numbered_anew(tmp_path, capsys):
+    """Of 0 to 3 the numbers 1 and 2 are left out: 0 and 3 become 0 and 1 of 2."""
+    script = "import os; print(*(os.environ[f'JAX_{x}'] for x in ('PROCESS_ID', 'NUM_PROCESSES')))"
+    command = shlex.join([sys.executable, "-c", script])
+    given = ["--supervise", "--processes", "4", "--exclude", "1", "2", "--command", command]
+    assert launch.main([*given, "--run.directory", str(tmp_path / "run")]) == ExitCode.DONE
+    logs = sorted(path.name for path in (tmp_path / "run").glob("*.log"))
+    assert logs == ["start1-process0.log", "start1-process1.log"]
+    printed = [(tmp_path / "run" / name).read_text().split() for name in logs]
+    assert printed == [["0", "2"], ["1", "2"]]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["excluded"] == [1, 2]
+    here = [*given, "--num_processes", "8", "--coordinator", "node0:8476"]
+    numbers = ["--exclude", *map(str, range(4)), "--run.directory", str(tmp_path / "none")]
+    capsys.readouterr()
+    assert launch.main([*here, *numbers]) == ExitCode.DONE
+    assert "leaves no process of this host" in capsys.readouterr().out
+    for words, message in (
+        (["--exclude", "4"], "exclude=4 is no process: they count from 0 to 3"),
+        (["--exclude", "0", "1", "2", "3"], "exclude leaves none of the 4 processes"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            launch.main([*given, *words])
+        assert stop.value.code == ExitCode.BAD_CONFIGURATION
+        assert message in capsys.readouterr().err

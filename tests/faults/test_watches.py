@@ -11,6 +11,8 @@ import pytest
 from experiments import pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.resilience.goodput import Ledger, account, read_ledger
+from jaxmoe.resilience.links.faults import LinkRule
+from jaxmoe.resilience.links.watch import SLOWEST
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.measures.dispersion import LOSS_RANGE, LOSS_STD
 from tests.support.ports import free_port
@@ -87,6 +89,62 @@ def test_straggler_and_corrupt_device_are_named(tmp_path, monkeypatch):
     for name, times in ((LOSS_STD, STEPS), (LOSS_RANGE, STEPS)):
         values = [record[name] for record in records if name in record]
         assert len(values) == times and all(math.isfinite(value) for value in values)
+
+
+# From the second probe on, process 1 sleeps before each of its messages; its neighbours do not.
+SLEEPING = """
+import sys, time
+import jax
+from experiments import pretrain
+from jaxmoe.resilience.links.probe import LinkProbe
+
+measure, send, probes = LinkProbe.measure, LinkProbe.send, [0]
+
+def counted(self):
+    probes[0] += 1
+    if probes[0] == 1 and jax.process_index() == 0:
+        print("devices", [device.process_index for device in self.mesh.devices.flat])
+    return measure(self)
+
+def late(self, run):
+    if probes[0] > 1 and jax.process_index() == 1:
+        time.sleep(0.1)
+    return send(self, run)
+
+LinkProbe.measure, LinkProbe.send = counted, late
+sys.exit(pretrain.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_sleeping_process_is_named_by_its_links(tmp_path, monkeypatch):
+    """In log, metrics, summary and report; nothing before it sleeps, and nothing else."""
+    directory = tmp_path / "run"
+    more = ("--execution.mesh.data", "4", "--watch.links_every", "2", "--tracking.sample_length")
+    more = (*more, "0", "--tracking.print_every", "100", "--checkpoint.every", "0")
+    more = (*more, "--execution.host_order", "1", "0")
+    address, running = f"127.0.0.1:{free_port()}", []
+    try:
+        for index in range(2):
+            monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+            monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+            monkeypatch.setenv("JAX_PROCESS_ID", str(index))
+            running.append(start_run(flags(directory, 8, *more), SLEEPING, devices=2))
+        printed = [process.communicate(timeout=840)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [ExitCode.DONE] * 2, "\n".join(printed)
+    assert "devices [1, 1, 0, 0]" in printed[0], "the order of hosts"
+    (text,) = json.loads((directory / "summary.json").read_text())["warnings"]
+    step, _, words = text.removeprefix("step ").partition(": ")
+    assert int(step) == 6, text
+    assert words.startswith("process 1 is slow: it takes ") and words.endswith("--exclude 1")
+    assert words in printed[0] and "process 1 is slow" in (directory / "report.html").read_text()
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    slowest = {record["step"]: record[SLOWEST] for record in records if SLOWEST in record}
+    assert list(slowest) == [2, 4, 6, 8]
+    assert min(slowest[step] for step in (4, 6, 8)) > LinkRule().large
 
 
 class Killed(BaseException):

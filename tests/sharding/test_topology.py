@@ -214,3 +214,27 @@ def test_replicas_over_two_described_slices(monkeypatch):
         assert set(hops(ring)) == {1}
     with pytest.raises(ValueError, match="mesh.replica=1 must be a multiple of the 2 slices"):
         make_mesh(MeshConfig(data=16), devices)
+
+
+def hosts(*processes: int, platform: str = "gpu") -> list[Chip]:
+    return [
+        Chip(number, (), platform=platform, process_index=process)
+        for number, process in enumerate(processes)
+    ]
+
+
+def test_devices_fill_the_mesh_in_the_order_of_their_hosts():
+    devices = hosts(0, 0, 1, 1, 2, 2)
+    mesh = make_mesh(MeshConfig(data=3, tensor=2), devices, host_order=(2, 0, 1))
+    found = mesh.devices.reshape(3, 2)
+    assert [[device.id for device in row] for row in found] == [[4, 5], [0, 1], [2, 3]]
+    plain = make_mesh(MeshConfig(data=3, tensor=2), devices).devices.ravel()
+    assert [device.id for device in plain] == list(range(6))
+
+
+def test_orders_that_do_not_fit_the_hosts_are_refused():
+    message = re.escape("host_order=(0, 2) must name every process of the mesh once: 0, 1")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make_mesh(MeshConfig(data=2), hosts(0, 1), host_order=(0, 2))
+    with pytest.raises(ValueError, match="are placed by their coordinates: leave it out"):
+        make_mesh(MeshConfig(data=2), hosts(0, 1, platform="tpu"), host_order=(1, 0))

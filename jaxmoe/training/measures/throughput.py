@@ -19,6 +19,9 @@ Peaks are dense (no structured sparsity), at boost clock, of one device as JAX c
     (TensorFloat-32, what XLA uses at the default precision): NVIDIA's data sheets, whose figures
     "with sparsity" are twice these.
 
+    AMD MI250X (one of its two dies) 191.5e12 and MI300X 1307.4e12 in bfloat16, 47.9e12 and 163.4e12
+    in float32, as matrices: AMD's data sheets. That JAX spells these names so is not verified.
+
 A device that is not in the table, every CPU among them, has no peak and no MFU: None, never a
 guess. To add a device: a row in `PEAKS`, before any row whose key its name also contains.
 """
@@ -46,6 +49,8 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
     ("nvidia h200 nvl", 835.5e12, 417.5e12),
     ("nvidia h200", 989.5e12, 494.5e12),
     ("nvidia b200", 2250e12, 1125e12),
+    ("amd instinct mi250x", 191.5e12, 47.9e12),
+    ("amd instinct mi300x", 1307.4e12, 163.4e12),
 )
 """Prefix of the device kind in lower case, peak FLOP/s in bfloat16, and in float32."""
 

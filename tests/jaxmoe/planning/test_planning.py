@@ -310,7 +310,13 @@ def test_a_step_for_4096_devices_lowers():
 
 @pytest.mark.parametrize(
     "text, devices, kind",
-    [("tpu:v5e:16x16", 256, "v5e"), ("gpu:h100:16", 16, "h100"), ("cpu:8", 8, "cpu")],
+    [
+        ("tpu:v5e:16x16", 256, "v5e"),
+        ("gpu:h100:16", 16, "h100"),
+        ("gpu:mi250x:16", 16, "mi250x"),
+        ("gpu:mi300x:8", 8, "mi300x"),
+        ("cpu:8", 8, "cpu"),
+    ],
 )
 def test_topologies_parse(text, devices, kind):
     topology = parse_topology(text)
@@ -331,6 +337,14 @@ def test_topologies_parse(text, devices, kind):
 def test_compiler_is_told_which_rings_are_closed(text, wrap):
     """Without, a gather over a whole v5p is compiled as an all-reduce of twice the bytes."""
     assert parse_topology(text).compiler_options["wrap"] == wrap
+
+
+def test_bandwidth_falls_with_the_reach_of_a_group():
+    chip = CHIPS["mi250x"]
+    assert [chip.bandwidth(reach) for reach in (2, 3, 8, 9)] == [200e9, 50e9, 50e9, 25e9]
+    assert chip.memory == 64 * 2**30 and chip.flops == 191.5e12
+    assert [CHIPS["h100"].bandwidth(reach) for reach in (2, 8, 16)] == [450e9, 450e9, 50e9]
+    assert CHIPS["v5e"].bandwidth(256) == CHIPS["v5e"].link_bandwidth
 
 
 def test_v4_has_one_device_for_a_chip():

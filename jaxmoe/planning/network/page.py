@@ -1,0 +1,129 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`NetworkConfig` and the lines of a plan about the network between hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.network.fabric import (
+    Fabric,
+    exact_parts,
+    flows_of,
+    single_path_bound,
+    sprayed,
+    spreads,
+)
+from jaxmoe.planning.network.host_order import (
+    best_order,
+    class_bandwidth,
+    exchanges,
+    order_seconds,
+    parse_classes,
+)
+from jaxmoe.planning.network.measured import linked_chip
+from jaxmoe.planning.step_time import seconds_of
+from jaxmoe.planning.traffic import step_traffic
+from jaxmoe.resilience.links.table import LinkTable
+
+_ALL_TO_ALL = ("rows", "shuffle")
+"""Reasons of traffic in which each device sends to all others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkConfig:
+    """Network between the hosts of a plan."""
+
+    links: str | None = None
+    """Path of a links.json of `python -m experiments.doctor --links` on these devices; None uses
+    nominal rates alone."""
+    hosts: str = ""
+    """Classes of the hosts' network cards in order, such as "ib*4 roce*4"; prints the best
+    --execution.host_order. Classes are ib, roce, ethernet."""
+    spines: int = 0
+    """Spine switches of a leaf-spine network, whose congestion is printed; 0 prints none."""
+    devices_per_leaf: int = 32
+    """Devices under one leaf switch."""
+
+    def __post_init__(self):
+        parse_classes(self.hosts)
+        if self.spines < 0:
+            raise ValueError(f"network.spines={self.spines} must be 0 (no fabric) or more")
+        if self.devices_per_leaf < 1:
+            raise ValueError(f"network.devices_per_leaf={self.devices_per_leaf} must be at least 1")
+
+
+def network_lines(config: NetworkConfig, plan: StepPlan, chip: Chip) -> list[str]:
+    """Return the lines of the plan: measured links, order of hosts, congestion; none by default.
+
+    Args:
+        config: What is asked for.
+        plan: Step on its mesh.
+        chip: Properties of each device.
+
+    Raises:
+        ValueError: The hosts do not divide the devices, or links.json cannot be read.
+    """
+    lines: list[str] = []
+    if config.links is not None:
+        lines += _measured(LinkTable.load(config.links), plan, chip)
+    if config.hosts:
+        lines += _hosts(parse_classes(config.hosts), plan, chip)
+    if config.spines:
+        lines += _fabric(config, plan, chip)
+    return lines
+
+
+def _measured(table: LinkTable, plan: StepPlan, chip: Chip) -> Iterator[str]:
+    mesh, linked = dict(plan.mesh.shape), linked_chip(chip, table)
+    yield f"measured links       of {len(table.devices)} x {table.device_kind}"
+    for one in step_traffic(plan):
+        found = seconds_of(one, mesh, linked)
+        nominal = seconds_of(one, mesh, dataclasses.replace(chip, rates=()))
+        is_known = linked.measured_rate(one.axes) is not None
+        text = f"{found:.3g} s measured" if is_known else "not measured"
+        yield f"  {one.reason} over {' x '.join(one.axes)}: {text}, {nominal:.3g} s nominal"
+
+
+def _hosts(classes: tuple[str, ...], plan: StepPlan, chip: Chip) -> Iterator[str]:
+    mesh, bandwidth = dict(plan.mesh.shape), class_bandwidth(classes)
+    found = exchanges(step_traffic(plan), mesh, len(classes), chip.link_latency)
+    order, seconds = best_order(found, bandwidth)
+    given = order_seconds(np.arange(len(order)), found, bandwidth)
+    yield (
+        f"order of hosts       {seconds:.3g} s of messages between hosts, {given:.3g} s as given:"
+        f" --execution.host_order {' '.join(map(str, order))}"
+    )
+    yield f"  classes in order: {' '.join(classes[host] for host in order)}"
+
+
+def _fabric(config: NetworkConfig, plan: StepPlan, chip: Chip) -> Iterator[str]:
+    mesh = dict(plan.mesh.shape)
+    fabric = Fabric(
+        devices_per_leaf=config.devices_per_leaf,
+        spines=config.spines,
+        # Not oversubscribed: a leaf sends up what its devices can send.
+        link_bandwidth=chip.far_bandwidth * config.devices_per_leaf / config.spines,
+    )
+    yield (
+        f"leaf-spine network   {config.spines} spines, {config.devices_per_leaf} devices under a"
+        " leaf; load of the fullest link over that of spraying"
+    )
+    for one in step_traffic(plan):
+        kind = "all-to-all" if one.reason in _ALL_TO_ALL else "collective-permute"
+        flows = flows_of(kind, one.axes, one.bytes, mesh, fabric)
+        ideal = sprayed(flows, fabric)
+        if not ideal:
+            continue
+        shown = ", ".join(f"{way.name} {way.congestion:.2f}" for way in spreads(flows, fabric))
+        parts = max(exact_parts(int(n), fabric.spines) for n in flows.count[flows.count > 0].flat)
+        yield (
+            f"  {one.reason} over {' x '.join(one.axes)}: {shown} ({parts} parts); one path at most"
+            f" {single_path_bound(flows, fabric):.2f};"
+            f" {ideal / fabric.link_bandwidth:.3g} s sprayed"
+        )

@@ -1,0 +1,158 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the widths of a model with the tiles in which matrix units multiply.
+
+A product of m rows, k inputs and n outputs is computed in tiles of its output of 256 x 256, those
+of experts of 128 x 256, over steps of 64 inputs; what does not fill a tile is computed as well:
+
+    wasted = 1 - m k n / (up(m, 256 or 128) up(k, 64) up(n, 256))
+
+So widths (D, F, V / tensor) should be multiples of 256, and an expert should get at least 128 rows.
+The rules are those for the MI300X, after arXiv 2511.17127; they suit other GPUs and TPUs, whose
+tiles are as large or smaller. The tile sizes are an assumption, not a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxmoe.parameters import ParameterSpec
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.sizes import Sizes
+from sharding import axes as ax
+
+TILE, EXPERT_ROWS, INPUT_STEP = 256, 128, 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """A matrix product of one device."""
+
+    path: str
+    """Path of the weight."""
+    count: int
+    """Number of such products in a forward pass."""
+    rows: float
+    """m: rows of a micro-batch; those of an even load for experts."""
+    inputs: int
+    """k"""
+    outputs: int
+    """n"""
+    is_expert: bool
+    """Whether the rows are those of one expert."""
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of all such products."""
+        return 2.0 * self.count * self.rows * self.inputs * self.outputs
+
+    @property
+    def executed(self) -> float:
+        """FLOPs with tiles filled up."""
+        rows = _up(math.ceil(self.rows), EXPERT_ROWS if self.is_expert else TILE)
+        inputs, outputs = _up(self.inputs, INPUT_STEP), _up(self.outputs, TILE)
+        return 2.0 * self.count * rows * inputs * outputs
+
+    @property
+    def wasted(self) -> float:
+        """Share of the executed FLOPs that are not needed."""
+        return 1.0 - self.flops / self.executed
+
+    @property
+    def advice(self) -> str:
+        """What breaks a rule; empty if nothing does."""
+        odd = dict.fromkeys(str(width) for width in (self.inputs, self.outputs) if width % TILE)
+        found = [f"{' and '.join(odd)} not a multiple of {TILE}"] if odd else []
+        if self.is_expert and self.rows < EXPERT_ROWS:
+            found.append(f"below {EXPERT_ROWS} rows for an expert")
+        return ", ".join(found)
+
+
+def products(plan: StepPlan) -> list[Product]:
+    """Return the products of weights in the forward pass of a device.
+
+    Args:
+        plan: Step on a mesh of known sizes.
+    """
+    sizes = Sizes.of(plan)
+    is_tied = plan.model.has_tied_embeddings
+    return [
+        _product(sizes, row)
+        for row in plan.table
+        if row.declaration.matrix is not None and (row.declaration.role != "embedding" or is_tied)
+    ]
+
+
+def _product(sizes: Sizes, row: ParameterSpec) -> Product:
+    first, second = row.declaration.matrix or ((), ())
+    if row.declaration.role == "embedding":  # tied: the head multiplies by its transpose
+        first, second = second, first
+    is_expert = ax.EXPERTS in row.declaration.axes
+    inputs, outputs = _width(sizes, row, first), _width(sizes, row, second)
+    count, rows = sizes.layers(row), sizes.inner_tokens
+    if is_expert:
+        dim = row.declaration.axes.index(ax.EXPERTS) - len(row.declaration.axes)
+        held = _width(sizes, row, (dim,))
+        fed = max(
+            (stack.kind.feed_forward.sizes for stack in sizes.plan.model.stacks),
+            key=lambda one: (one.num_experts == row.shape[dim], one.top_k),
+        )
+        rows, count = sizes.rows(fed) / held, count * held
+    return Product(
+        path=row.path,
+        count=count,
+        rows=rows,
+        inputs=inputs,
+        outputs=outputs,
+        is_expert=is_expert,
+    )
+
+
+def _width(sizes: Sizes, row: ParameterSpec, dims: tuple[int, ...]) -> int:
+    """Return the product of some dimensions of a weight on one device in use."""
+    kept, width = set(sizes.kept_axes(row)), 1
+    for dim in dims:
+        at = dim % len(row.shape)
+        entry = row.spec[at] if at < len(row.spec) else None
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        width *= row.shape[at] // sizes.devices(axis for axis in names if axis in kept)
+    return width
+
+
+def _up(number: int, multiple: int) -> int:
+    return max(1, -(-number // multiple)) * multiple
+
+
+def sizes_rows(plan: StepPlan) -> list[tuple[str, ...]]:
+    """Return the rows of a table: headings, every kind of product, the sum.
+
+    Args:
+        plan: Step on a mesh of known sizes.
+    """
+    found = products(plan)
+    rows: list[tuple[str, ...]] = [("product", "number", "rows", "in", "out", "wasted")]
+    rows += [
+        (
+            one.path,
+            str(one.count),
+            f"{one.rows:g}",
+            str(one.inputs),
+            str(one.outputs),
+            f"{one.wasted:.1%}",
+        )
+        for one in found
+    ]
+    executed = sum(one.executed for one in found)
+    wasted = 1.0 - sum(one.flops for one in found) / executed
+    count = sum(one.count for one in found)
+    return [*rows, ("all", str(count), "", "", "", f"{wasted:.1%}")]
+
+
+def broken_rules(plan: StepPlan) -> list[str]:
+    """Return a line for every product that breaks a rule.
+
+    Args:
+        plan: Step on a mesh of known sizes.
+    """
+    return [f"{one.path}: {one.advice}" for one in products(plan) if one.advice]
