@@ -162,7 +162,7 @@ def _remats(plan: StepPlan, space: Space) -> tuple[RematPair, ...]:
     alike: list[RematPair] = [(remat, None) for remat in space.remats]
     if len({kind.feed_forward.is_routed for kind in plan.model.kinds}) < 2:
         return tuple(alike)
-    mixed = [(a, b) for a in space.remats for b in space.remats if a != b]
+    mixed: list[RematPair] = [(a, b) for a in space.remats for b in space.remats if a != b]
     return (*alike[:1], *mixed, *alike[1:])
 
 
