@@ -71,6 +71,9 @@ class ExecutionConfig:
     each whole block, from an input kept in host memory."""
     optimizer_memory: Literal["device", "host"] = "device"
     """Memory of the optimiser state between two updates."""
+    optimizer_parts: int = 1
+    """Parts in which state in host memory is updated, for each stack of layers: two of them are on
+    the device at once. 1 fetches the whole state."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster on
     a CPU, where the loop copies its carry. Stages of a pipeline do not unroll."""
@@ -87,6 +90,7 @@ class ExecutionConfig:
         if self.fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.fold)
         self._check_kernels()
+        self._check_parts()
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
@@ -103,6 +107,24 @@ class ExecutionConfig:
                     f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
                     f" execution.precision.matmul to {other}"
                 )
+
+    def _check_parts(self) -> None:
+        """Refuse parts of a state that is not fetched, or whose layers are split over stages."""
+        parts = self.optimizer_parts
+        if parts < 1:
+            raise ValueError(f"execution.optimizer_parts={parts} must be at least 1")
+        if parts == 1:
+            return
+        if self.optimizer_memory == "device":
+            raise ValueError(
+                f"execution.optimizer_parts={parts} fetches state from host memory, and"
+                " execution.optimizer_memory is device: set it to host, or optimizer_parts to 1"
+            )
+        if self.mesh.stage != 1:
+            raise ValueError(
+                f"execution.optimizer_parts={parts} cuts between layers, which"
+                f" execution.mesh.stage={self.mesh.stage} splits over devices: set one of them to 1"
+            )
 
     @property
     def halo(self) -> HaloProduct | None:

@@ -49,6 +49,8 @@ ADDED: tuple[Added, ...] = (
         for source in ("corpus", "files", "mixture", "huggingface", "language_mixture")
     ),
     Added("training.skipping", None),
+    Added("execution.optimizer_parts", 1),
+    Added("model.residual", {"kind": "standard"}),
 )
 """Fields in the order in which they were added."""
 
