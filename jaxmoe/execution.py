@@ -20,6 +20,7 @@ from sharding.expert_parallel import DispatcherConfig, LocalConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineConfig
+from sharding.products.collective import TensorProductsConfig, WholeProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
@@ -60,6 +61,8 @@ class ExecutionConfig:
     """Dispatcher that brings rows to their experts."""
     sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
     """Form of attention over sequences whose positions are sharded."""
+    tensor_products: TensorProductsConfig = WholeProductsConfig()
+    """Form of the products beside which mesh.tensor gathers and scatters activations."""
     pipeline: PipelineConfig = InterleavedConfig()
     """Order of the micro-batches on the stages of mesh.stage."""
     kernels: KernelsConfig = KernelsConfig()
@@ -91,6 +94,7 @@ class ExecutionConfig:
             refine(self.mesh.by_axis, self.fold)
         self._check_kernels()
         self._check_parts()
+        self._check_products()
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
@@ -107,6 +111,18 @@ class ExecutionConfig:
                     f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
                     f" execution.precision.matmul to {other}"
                 )
+
+    def _check_products(self) -> None:
+        """Refuse to cut the rows of products in few bits, whose scales would change."""
+        form, precision = self.tensor_products, self.precision
+        is_plain = precision.matmul.build() is None and precision.weights == "floating"
+        if form.cuts_rows and not is_plain:
+            raise ValueError(
+                f"execution.tensor_products {form.name!r} takes products in parts of their rows,"
+                f" and execution.precision has matmul {precision.matmul.name!r} and weights"
+                f" {precision.weights}: set tensor_products to whole, or matmul to full and weights"
+                " to floating"
+            )
 
     def _check_parts(self) -> None:
         """Refuse parts of a state that is not fetched, or whose layers are split over stages."""

@@ -51,6 +51,7 @@ ADDED: tuple[Added, ...] = (
     Added("training.skipping", None),
     Added("execution.optimizer_parts", 1),
     Added("model.residual", {"kind": "standard"}),
+    Added("execution.tensor_products", {"kind": "whole"}),
 )
 """Fields in the order in which they were added."""
 
