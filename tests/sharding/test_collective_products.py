@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.hlo import collectives
 from jaxmoe.precision import HaloConfig, PrecisionPolicy
 from sharding import MeshConfig
 from sharding import axes as ax
+from sharding.mesh import make_mesh
 from sharding.products.collective import RingProductsConfig, WholeProductsConfig
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 from tests.support.meshes import mesh_of
@@ -85,9 +87,7 @@ def test_rings_send_as_many_bytes_as_the_whole_form():
 
 
 def test_rings_of_products_in_few_bits_are_refused():
-    with pytest.raises(
-        ValueError, match="execution.tensor_products 'ring' takes products in parts"
-    ):
+    with pytest.raises(ValueError, match="'ring' takes products in parts of their rows"):
         ExecutionConfig(
             tensor_products=RingProductsConfig(), precision=PrecisionPolicy(matmul=HaloConfig())
         )
@@ -95,20 +95,21 @@ def test_rings_of_products_in_few_bits_are_refused():
 
 def overlapped(text):
     """Products between the start and the end of each permute of a scheduled program."""
-    lines, open_, found = text.splitlines(), {}, []
-    products = {line.split()[0].lstrip("%") for line in _bodies(text, ("convolution(", "dot("))}
-    for line in lines:
+    open_: dict[str, int] = {}
+    found = []
+    products = [head.split()[0] for head in _heads(text, ("convolution(", "dot("))]
+    for line in text.splitlines():
         name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
         if "collective-permute-start(" in rest:
             open_[name] = 0
         elif "collective-permute-done(" in rest:
             found.append(open_.pop(next(key for key in open_ if f"{key})" in rest)))
-        elif "convolution(" in rest or any(f"calls=%{one}," in rest for one in products):
+        elif "convolution(" in rest or any(f"calls={one}," in rest for one in products):
             open_ = {key: count + 1 for key, count in open_.items()}
     return found
 
 
-def _bodies(text, words):
+def _heads(text, words):
     """Heads of the computations that have one of some words."""
     head = ""
     for line in text.splitlines():
@@ -119,12 +120,8 @@ def _bodies(text, words):
             head = ""
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_each_permute_has_a_product_beside_it_on_a_tpu(monkeypatch):
-    from jax.sharding import NamedSharding
-
-    from sharding.mesh import make_mesh
-
     mesh = make_mesh(EXECUTION.mesh, described_tpus(monkeypatch, "v5e:2x4"))
     sizes = {"x": (8, 2048, 1024), "heads": (1024, 16, 64), "up": (1024, 4096)}
     sizes |= {"down": (4096, 1024), "out": (16, 64, 1024)}
@@ -142,4 +139,5 @@ def test_each_permute_has_a_product_beside_it_on_a_tpu(monkeypatch):
         run = jax.value_and_grad(functools.partial(number, form=FORMS["ring"]), has_aux=True)
         text = jax.jit(run).trace(given).lower().compile().as_text()
     found = overlapped(text)
-    assert len(found) == 6 * 3 and min(found) >= 1, found
+    # Both gradients of y travel in one ring, and the first permute of all finds no weight loaded.
+    assert len(found) == 5 * 3 and min(found[1:]) >= 1, found
