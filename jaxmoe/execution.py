@@ -20,7 +20,7 @@ from sharding.expert_parallel import DispatcherConfig, LocalConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineConfig
-from sharding.products.collective import TensorProductsConfig, WholeProductsConfig
+from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
@@ -61,7 +61,7 @@ class ExecutionConfig:
     """Dispatcher that brings rows to their experts."""
     sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
     """Form of attention over sequences whose positions are sharded."""
-    tensor_products: TensorProductsConfig = WholeProductsConfig()
+    tensor_products: TensorProductsConfig = WHOLE_PRODUCTS
     """Form of the products beside which mesh.tensor gathers and scatters activations."""
     pipeline: PipelineConfig = InterleavedConfig()
     """Order of the micro-batches on the stages of mesh.stage."""

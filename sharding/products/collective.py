@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,9 @@ class RingProductsConfig:
 
 TensorProductsConfig = WholeProductsConfig | RingProductsConfig
 """Union of the forms, the registry that the command line reads."""
+
+WHOLE_PRODUCTS: Final = WholeProductsConfig()
+"""The default form."""
 
 
 def _to_next(x: Array, names: Names) -> Array:

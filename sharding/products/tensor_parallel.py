@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
-from sharding.products.collective import TensorProductsConfig, WholeProductsConfig
+from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.products.quantized import Packed, logical_axes, quantized_einsum
 
@@ -85,7 +85,7 @@ def out_of_stream(
     placement: Placement,
     *,
     is_stream: bool = True,
-    form: TensorProductsConfig = WholeProductsConfig(),
+    form: TensorProductsConfig = WHOLE_PRODUCTS,
 ) -> dict[str, Array]:
     """Return products of the residual stream, which is gathered once for all of them.
 
@@ -149,7 +149,7 @@ def into_stream(
     product: Product,
     placement: Placement,
     *,
-    form: TensorProductsConfig = WholeProductsConfig(),
+    form: TensorProductsConfig = WHOLE_PRODUCTS,
 ) -> Float[Array, "B S D"]:
     """Return a product in the layout of the stream: partial sums are added by a reduce-scatter.
 
