@@ -21,6 +21,7 @@ from sharding.expert_parallel import DispatcherConfig, LocalConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineConfig
+from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
@@ -64,6 +65,8 @@ class ExecutionConfig:
     """Dispatcher that brings rows to their experts."""
     sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
     """Form of attention over sequences whose positions are sharded."""
+    tensor_products: TensorProductsConfig = WHOLE_PRODUCTS
+    """Form of the products beside which mesh.tensor gathers and scatters activations."""
     pipeline: PipelineConfig = InterleavedConfig()
     """Order of the micro-batches on the stages of mesh.stage."""
     kernels: KernelsConfig = KernelsConfig()
@@ -77,6 +80,9 @@ class ExecutionConfig:
     """The same for layers without routed experts; when None, as `remat`."""
     optimizer_memory: Literal["device", "host"] = "device"
     """Memory of the optimiser state between two updates."""
+    optimizer_parts: int = 1
+    """Parts in which state in host memory is updated, for each stack of layers: two of them are on
+    the device at once. 1 fetches the whole state."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster on
     a CPU, where the loop copies its carry. Stages of a pipeline do not unroll."""
@@ -98,6 +104,8 @@ class ExecutionConfig:
                 f"execution.host_order={self.host_order} must name the processes 0 to"
                 f" {len(self.host_order) - 1} once each"
             )
+        self._check_parts()
+        self._check_products()
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
@@ -124,6 +132,36 @@ class ExecutionConfig:
         if self.remat_dense is None or is_routed:
             return self.remat
         return self.remat_dense
+
+    def _check_products(self) -> None:
+        """Refuse to cut the rows of products in few bits, whose scales would change."""
+        form, precision = self.tensor_products, self.precision
+        is_plain = precision.matmul.build() is None and precision.weights == "floating"
+        if form.cuts_rows and not is_plain:
+            raise ValueError(
+                f"execution.tensor_products {form.name!r} takes products in parts of their rows,"
+                f" and execution.precision has matmul {precision.matmul.name!r} and weights"
+                f" {precision.weights}: set tensor_products to whole, or matmul to full and weights"
+                " to floating"
+            )
+
+    def _check_parts(self) -> None:
+        """Refuse parts of a state that is not fetched, or whose layers are split over stages."""
+        parts = self.optimizer_parts
+        if parts < 1:
+            raise ValueError(f"execution.optimizer_parts={parts} must be at least 1")
+        if parts == 1:
+            return
+        if self.optimizer_memory == "device":
+            raise ValueError(
+                f"execution.optimizer_parts={parts} fetches state from host memory, and"
+                " execution.optimizer_memory is device: set it to host, or optimizer_parts to 1"
+            )
+        if self.mesh.stage != 1:
+            raise ValueError(
+                f"execution.optimizer_parts={parts} cuts between layers, which"
+                f" execution.mesh.stage={self.mesh.stage} splits over devices: set one of them to 1"
+            )
 
     @property
     def halo(self) -> HaloProduct | None:

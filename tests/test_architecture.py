@@ -93,6 +93,7 @@ REGISTRIES = {
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe"},
     "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent"},
+    "jaxmoe.layers.residual:Residuals": {"standard", "ladder"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
@@ -129,6 +130,7 @@ REGISTRIES = {
     "sharding.expert_parallel:DispatcherConfig": {
         *("local", "all_gather", "all_to_all", "all_to_all_dropping", "least_loaded"),
     },
+    "sharding.products.collective:TensorProductsConfig": {"whole", "ring"},
     "sharding.pipeline:PIPELINES": {"interleaved", "gpipe"},
     "sharding.sequence_parallel:SequenceParallelConfig": {
         *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring"),

@@ -52,6 +52,9 @@ ADDED: tuple[Added, ...] = (
     Added("training.skipping", None),
     Added("watch.links_every", 0),
     Added("execution.host_order", []),
+    Added("execution.optimizer_parts", 1),
+    Added("model.residual", {"kind": "standard"}),
+    Added("execution.tensor_products", {"kind": "whole"}),
 )
 """Fields in the order in which they were added."""
 

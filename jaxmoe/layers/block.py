@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pre-norm layer: a mixer half and a feed-forward half around a residual stream.
 
-    x = write(x, mixer(norm(read(x))))
-    x = write(x, feed_forward(norm(read(x))))
+    x = read(x);  x = write(x, mixer(norm(x)))
+    x = read(x);  x = write(x, feed_forward(norm(x)))
 
 The halves can be called apart. A layer returns what it reports and never logs it from inside:
 under rematerialisation the inside runs twice.
@@ -35,7 +35,6 @@ from jaxmoe.layers.records import (
     Stream,
     TokenInputs,
 )
-from jaxmoe.layers.residual import PlainResidual
 
 STREAM: Final = "stream"
 """Checkpoint name of a block's input, for remat policies."""
@@ -50,7 +49,6 @@ class Block(nn.Module):
         context: Model-wide numbers.
         execution: How the layer is computed.
         train: Whether routers behave as in training.
-        residual: How the halves read and write the stream.
     """
 
     mixer: Mixers
@@ -58,7 +56,6 @@ class Block(nn.Module):
     context: LayerContext
     execution: ExecutionConfig
     train: bool
-    residual: PlainResidual = PlainResidual()
 
     def setup(self):
         """Build the submodules under the names that parameter paths and checkpoints have."""
@@ -105,10 +102,10 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
-        x = checkpoint_name(stream.x, STREAM)
-        y, outputs = self._mixer(self._mixer_norm(self.residual.read(x)), tokens, layer.cache)
-        after = self.residual.write(x, y, self.context.multipliers.residual)
-        stream = dataclasses.replace(stream, x=after)
+        residual = self.context.residual
+        stream = residual.read(_named(stream), "mixer")
+        y, outputs = self._mixer(self._mixer_norm(stream.x), tokens, layer.cache)
+        stream = residual.write(stream, "mixer", y, self.context.multipliers.residual)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
     def feed(
@@ -121,12 +118,11 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
-        x = stream.x
-        normed = self._feed_forward_norm(self.residual.read(x))
+        residual = self.context.residual
+        stream = residual.read(stream, "feed_forward")
+        normed = self._feed_forward_norm(stream.x)
         y, outputs = self._feed_forward(normed, _routing_inputs(stream, layer, tokens))
-        stream = dataclasses.replace(
-            stream, x=self.residual.write(x, y, self.context.multipliers.residual)
-        )
+        stream = residual.write(stream, "feed_forward", y, self.context.multipliers.residual)
         if self.feed_forward.is_routed:
             carried = {"router_logits": outputs.logits, "expert_device": outputs.expert_device}
             stream = dataclasses.replace(stream, **carried)
@@ -138,6 +134,13 @@ class Block(nn.Module):
             return outputs
         branch, known = observe_branch(name, y, tokens.token_mask), outputs.indicators
         return dataclasses.replace(outputs, indicators=branch if known is None else known | branch)
+
+
+def _named(stream: Stream) -> Stream:
+    """Return the stream with its activations named for remat policies."""
+    arrays = {"x": stream.x, "mixed": stream.mixed, "fed": stream.fed}
+    named = {key: checkpoint_name(x, STREAM) for key, x in arrays.items() if x is not None}
+    return dataclasses.replace(stream, **named)
 
 
 def _where_kept(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe.layers.residual import Residuals, StandardResidualConfig
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardMultipliers:
@@ -116,6 +118,8 @@ class LayerContext:
     """Distinct head counts of the mixers, in the order of the layers."""
     keeps_order: bool = False
     """Whether a feed-forward needs rows in the order of their tokens."""
+    residual: Residuals = StandardResidualConfig()
+    """How halves of layers read the residual stream and write to it."""
 
 
 def require_positive(section: str, config: object, *fields: str) -> None:

@@ -58,6 +58,10 @@ class Stream:
 
     x: Float[Array, "B S D"]
     """The residual stream."""
+    mixed: Float[Array, "B S D"] | None = None
+    """Output of the last mixer, where the residual adds it later."""
+    fed: Float[Array, "B S D"] | None = None
+    """Output of the last feed-forward, where the residual adds it later."""
     router_logits: Float[Array, "B S E"] | None = None
     """Logits of the last MoE layer, for routers that carry them; zeros before the first."""
     expert_device: Int[Array, "B S"] | None = None

@@ -23,6 +23,7 @@ from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.residual import Residuals, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan, group_layers
 from jaxmoe.routing.composition import RoutingWarning, causal_advice
@@ -64,6 +65,8 @@ class ModelConfig:
     layer has the mixer `attention` and the feed-forward `moe`."""
     norm_epsilon: float = 1e-6
     """Term added to the mean square in RMSNorm."""
+    residual: Residuals = StandardResidualConfig()
+    """How layers read the residual stream and write to it."""
     has_tied_embeddings: bool = False
     """Whether the output head is the transposed embedding."""
     multipliers: ForwardMultipliers = ForwardMultipliers()
@@ -166,6 +169,7 @@ def _context(model: ModelConfig) -> LayerContext:
         multipliers=model.multipliers,
         heads=tuple(dict.fromkeys(kind.mixer.heads for kind in kinds)),
         keeps_order=any(kind.feed_forward.keeps_order for kind in kinds),
+        residual=model.residual,
     )
 
 

@@ -127,7 +127,8 @@ class Transformer(nn.Module):
             flow, output = layers(flow, inputs, about)
             outputs.append(output)
         statistics, losses, caches, indicators = join_outputs(model.scans, outputs)
-        x = flow.x if places is not None else lay_back(flow.x, order, execution)
+        x = model.residual.end(flow).x
+        x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = _read_at(x, logits_at, placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
@@ -311,4 +312,5 @@ def first_stream(
     if model.num_moe_layers and moves_tokens(execution):
         none = jnp.full(x.shape[:2], -1, jnp.int32)
         device = placement.place(none, (ax.ACT_BATCH, ax.ACT_SEQ))
-    return Stream(x=x, router_logits=logits, expert_device=device)
+    stream = Stream(x=x, router_logits=logits, expert_device=device)
+    return model.residual.begin(stream)

@@ -117,7 +117,7 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def transformation(self, members: Members) -> optax.GradientTransformation:
-        """Return the steps of one group.
+        """Return the steps of one group, which treat each parameter and each layer by itself.
 
         Args:
             members: Parameters of the group and their rate.
@@ -279,4 +279,4 @@ def train_only(
         steps, state = inner.update(table.trained(updates), state, held)
         return table.merged(steps, jax.tree.map(jnp.zeros_like, updates)), state
 
-    return optax.GradientTransformation(init, update)
+    return type(inner)(init, update)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parts shared by the optax transformations: checks, dtype promotion, decoupled steps.
+"""Parts shared by the optax transformations: contract, checks, promotion, decoupled steps.
 
 w = w - rate * (multiplier * direction + decay * w)
 """
@@ -13,6 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+
+
+class LayerwiseTransformation(optax.GradientTransformation):
+    """A transformation that treats each parameter, and each layer of a stack, by itself.
+
+    Its state has counters, and arrays under the paths of the parameters to which they belong, with
+    the same first dimension. Part of a state may then be updated without the rest.
+    """
+
+    __slots__ = ()
 
 
 def check_numbers(prefix: str = "", **values: Any) -> None:
@@ -39,14 +49,14 @@ def check_numbers(prefix: str = "", **values: Any) -> None:
                     raise ValueError(f"{where} must be 0 or more, and finite")
 
 
-def standard_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def standard_promotion(inner: optax.GradientTransformation) -> LayerwiseTransformation:
     """Return the transformation under JAX's standard dtype promotion, with its state in f32.
 
     optax multiplies Python scalars, strongly typed counters and arrays of other dtypes, which
     strict promotion refuses, and keeps the second moment of a bfloat16 parameter in bfloat16.
 
     Args:
-        inner: Transformation to wrap.
+        inner: Transformation to wrap; it treats each layer by itself.
     """
 
     def init(params: Any) -> Any:
@@ -57,7 +67,7 @@ def standard_promotion(inner: optax.GradientTransformation) -> optax.GradientTra
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(_widen(updates), state, params)
 
-    return optax.GradientTransformation(init, update)
+    return LayerwiseTransformation(init, update)
 
 
 def straight_steps(

@@ -149,7 +149,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
         copies += sum(map(values, staged)) * size
     found = counts(execution.pipeline, stages, plan.accumulation, plan.paths)
     slots = found.inputs + found.gradients + (found.heads + 1 if found.heads else 0) + 2
-    stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
+    stream = plan.model.residual.arrays * sizes.tokens * plan.model.embed_dim * sizes.itemsize
     deferred = (found.deferred + 1) * _deferred(sizes, group, platform) if found.deferred else 0.0
     return {
         "gradients": gradients + _gradients(sizes, trained, platform) / chunks,

@@ -15,7 +15,8 @@ With n devices along the axes, W the bytes of the whole array and f = (n - 1) / 
     tokens       gathered to experts, sums scattered     2 f n T D b  forward and backward
     whole        s matrices that the optimiser brings    2 f s m n 4  once per step, the others per
     matrices     together on one device, and back                     micro-batch
-    activations  from stage to stage                     T D b        every tick of a pipeline
+    activations  from stage to stage                     T D b        every tick of a pipeline; a
+                                                                     ladder residual has three
     vocabulary   sums over the stages of what enters,    8 f T D b    micro-batch
                  leaves, and of both gradients
     chunks       layers to the stages of their chunks    2 f W        once per step
@@ -228,7 +229,7 @@ def _stages(sizes: Sizes) -> Iterator[Traffic]:
         reason="activations",
         axes=axes,
         num_devices=stages,
-        bytes=sent * stream,
+        bytes=sent * plan.model.residual.arrays * stream,
         messages=float(sent),
     )
     yield from _traffic(sizes, "vocabulary", axes, stream, 4 * 2 * plan.accumulation)

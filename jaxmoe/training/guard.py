@@ -79,6 +79,8 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
         for leaf in jax.tree.leaves(tree)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
+    if not sums:
+        return jnp.ones((), bool)
     return jnp.all(jnp.isfinite(jnp.stack([total.astype(jnp.float32) for total in sums])))
 
 

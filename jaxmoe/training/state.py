@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import typing
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -20,7 +22,7 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import init_params, lay_out
 from jaxmoe.scaling.parameterization import Parameterization
-from jaxmoe.training.guard import no_norms
+from jaxmoe.training.guard import all_finite, no_norms, select
 from sharding import axes as ax
 
 
@@ -160,3 +162,32 @@ def _moved(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) 
         return opt_state
     # Counters stay on the device: a program cannot branch or index by values in host memory.
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if leaf.ndim else leaf, opt_state)
+
+
+class UpdatedState(abc.ABC):
+    """State of an optimiser after an update that may still be refused."""
+
+    is_finite: Bool[Array, ""]
+    """Whether every number of the new state is finite."""
+
+    @abc.abstractmethod
+    def kept(self, is_good: Bool[Array, ""]) -> Any:
+        """Return the new state or, bitwise, the old one, in its memory between steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WholeState(UpdatedState):
+    """State that has been on the device as a whole."""
+
+    new: Any
+    old: Any
+    execution: ExecutionConfig
+
+    @property
+    def is_finite(self) -> Bool[Array, ""]:
+        """Whether every number of the new state is finite."""
+        return all_finite(self.new)
+
+    def kept(self, is_good: Bool[Array, ""]) -> Any:
+        """Return the new or the old state."""
+        return put_away(select(is_good, self.new, self.old), self.execution)

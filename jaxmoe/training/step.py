@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,16 @@ from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
+from jaxmoe.training.optimizer_parts import check_parts, parts_of, update_in_parts
 from jaxmoe.training.pipeline import remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
-from jaxmoe.training.state import TrainState, fetch, put_away, update_routers
+from jaxmoe.training.state import (
+    TrainState,
+    UpdatedState,
+    WholeState,
+    fetch,
+    update_routers,
+)
 from sharding.constrain import place_like
 
 
@@ -70,6 +77,7 @@ class TrainStep:
         check_ratio(self.max_norm_ratio)
         self.execution.precision.check_trains()
         self.objective.check(self.model)
+        check_parts(self.execution.optimizer_parts, self.optimizer)
 
     def __call__(
         self, state: TrainState, batch: Batch, first_row: Any = 0
@@ -126,19 +134,20 @@ class TrainStep:
             summed: Sums over the batch.
             worker_loss: Losses of the workers that are reported apart.
         """
-        state = dataclasses.replace(state, opt_state=fetch(state.opt_state, self.execution))
         grads, statistics = summed.grads, summed.statistics
         grad_norm = optax.tree.norm(grads)
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, params, opt_state = update_params(
-            self.model, self.optimizer, self.execution, grads, state, self.table
+        after = (summed.loss, grad_norm)
+        update = update_params(
+            self.model, self.optimizer, self.execution, grads, state, self.table, after=after
         )
-        new = (params, opt_state, update_routers(self.model, state, statistics))
-        old = (state.params, state.opt_state, state.router_state)
+        new = (update.params, update_routers(self.model, state, statistics))
+        old = (state.params, state.router_state)
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
-        is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm) & all_finite(new)
+        is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm)
+        is_good &= all_finite(new) & update.opt_state.is_finite
         is_good &= grad_norm.astype(limit.dtype) <= limit
         kept = select(is_good, new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
@@ -146,8 +155,8 @@ class TrainStep:
             state,
             step=state.step + 1,
             params=kept[0],
-            opt_state=put_away(kept[1], self.execution),
-            router_state=kept[2],
+            opt_state=update.opt_state.kept(is_good),
+            router_state=kept[1],
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
             recent_norms=remember(state.recent_norms, grad_norm, is_good),
@@ -165,7 +174,7 @@ class TrainStep:
             indicators=watch_layers(
                 self.model,
                 summed.indicators,
-                updates,
+                update.updates,
                 old[0],
                 is_good,
                 self.execution.placement,
@@ -245,6 +254,17 @@ class CheckedStep:
         return self._jitted(state, batch)
 
 
+class UpdatedParams(NamedTuple):
+    """Results of an optimiser."""
+
+    updates: Any
+    """What is added to the parameters."""
+    params: Any
+    """Sums, laid out as the parameters."""
+    opt_state: UpdatedState
+    """New state of the optimiser, and the old one."""
+
+
 def update_params(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
@@ -252,7 +272,9 @@ def update_params(
     grads: Any,
     state: TrainState,
     table: ParameterTable | None = None,
-) -> tuple[Any, Any, Any]:
+    *,
+    after: tuple[Array, Array],
+) -> UpdatedParams:
     """Apply the optimiser to gradients and parameters sharded like its state.
 
     Args:
@@ -262,17 +284,23 @@ def update_params(
         grads: laid out as the parameters.
         state: before the step.
         table: Groups of the parameters; None trains all.
-
-    Returns:
-        What is added to the parameters; the sums, laid out as before; the optimiser's new state.
+        after: Scalars before which state in host memory is not fetched; see `update_in_parts`.
     """
     cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
     old = state.params if table is None else table.trained(state.params)
-    held = cut(old)
-    updates, opt_state = optimizer.update(cut(grads), state.opt_state, held)
-    params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
+    held, grads = cut(old), cut(grads)
+    if execution.optimizer_parts == 1:
+        fetched = fetch(state.opt_state, execution)
+        updates, opt_state = optimizer.update(grads, fetched, held)
+        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
+        new = WholeState(new=opt_state, old=fetched, execution=execution)
+    else:
+        parts = parts_of(model, held, execution.optimizer_parts)
+        updates, params, new = update_in_parts(
+            optimizer.update, parts, grads, state.opt_state, held, after=after
+        )
     params = jax.tree.map(place_like, params, old)
     if table is not None and table.has_frozen:
         params = table.merged(params, state.params)
         updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
-    return updates, params, opt_state
+    return UpdatedParams(updates, params, new)

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
+from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.products.quantized import Packed, logical_axes, quantized_einsum
 
@@ -84,6 +85,7 @@ def out_of_stream(
     placement: Placement,
     *,
     is_stream: bool = True,
+    form: TensorProductsConfig = WHOLE_PRODUCTS,
 ) -> dict[str, Array]:
     """Return products of the residual stream, which is gathered once for all of them.
 
@@ -92,14 +94,17 @@ def out_of_stream(
         products: Products by name; their results are split by `spread_axes`.
         placement: Layout rules.
         is_stream: Whether x is the stream; False: x has been gathered already.
+        form: How the gather and the products are taken together.
     """
     names = stream_positions(placement) if is_stream else ()
 
     def run(x: Array, weights: dict[str, Any], *, batch_axes: tuple[str, ...]) -> Any:
         del batch_axes
-        if names:
-            x = jax.lax.all_gather(x, names, axis=1, tiled=True)
-        return {name: p.of(x, weights[name], placement) for name, p in products.items()}
+
+        def multiply(x: Array) -> dict[str, Array]:
+            return {name: p.of(x, weights[name], placement) for name, p in products.items()}
+
+        return form.gathered(x, names, multiply) if names else multiply(x)
 
     island = placement.island(
         run,
@@ -139,22 +144,31 @@ def along_stream(
     return island(x, {name: p.weight for name, p in products.items()})
 
 
-def into_stream(hidden: Array, product: Product, placement: Placement) -> Float[Array, "B S D"]:
+def into_stream(
+    hidden: Array,
+    product: Product,
+    placement: Placement,
+    *,
+    form: TensorProductsConfig = WHOLE_PRODUCTS,
+) -> Float[Array, "B S D"]:
     """Return a product in the layout of the stream: partial sums are added by a reduce-scatter.
 
     Args:
         hidden: Activations split by `product.spread_axes`.
         product: Product that sums over the split dimension.
         placement: Layout rules.
+        form: How the product and the scatter are taken together.
     """
     names = stream_positions(placement)
     others = tuple(axis for axis in _spread(product, placement) if axis not in names)
 
     def run(hidden: Array, weight: Any, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
-        y = product.of(hidden, weight, placement)
-        if names:
-            y = jax.lax.psum_scatter(y, names, scatter_dimension=1, tiled=True)
+
+        def multiply(hidden: Array) -> Array:
+            return product.of(hidden, weight, placement)
+
+        y = form.scattered(hidden, names, multiply) if names else multiply(hidden)
         return jax.lax.psum(y, others) if others else y
 
     island = placement.island(run, in_axes=(product.spread_axes, product.entry), out_axes=_STREAM)

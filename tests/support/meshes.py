@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, MoEMesh, make_mesh
 from sharding.expert_parallel import AllGatherConfig, AllToAllConfig, LeastLoadedConfig
+from sharding.products.collective import RingProductsConfig
 from sharding.sequence_parallel import (
     AllGatherKVConfig,
     RingConfig,
@@ -56,6 +57,14 @@ def mesh_named(name: str) -> Mesh:
 
 EXECUTIONS = {
     "tensor4": ExecutionConfig(mesh=MeshConfig(data=2, tensor=4)),
+    "tensor4_ring_of_products": ExecutionConfig(
+        mesh=MeshConfig(data=2, tensor=4), tensor_products=RingProductsConfig()
+    ),
+    "seq2_tensor2_ring_of_products": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=2, tensor=2),
+        sequence_parallel=AllGatherKVConfig(),
+        tensor_products=RingProductsConfig(),
+    ),
     "expert8": ExecutionConfig(mesh=MeshConfig(expert=8)),
     "data2_expert4": ExecutionConfig(mesh=MeshConfig(data=2, expert=4)),
     "data2_expert2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)),

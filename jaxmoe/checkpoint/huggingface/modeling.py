@@ -60,6 +60,7 @@ _COMPUTED: Final = {
     "moe.router": ("softmax_topk", "sigmoid_topk"),
     "moe.router.bias": ("loss_free",),
     "moe.gate": ("softmax", "renormalized", "sqrt"),
+    "residual": ("standard",),
 }
 """Members of unions that the modelling file computes."""
 
@@ -70,7 +71,7 @@ def check_computed(model: ModelConfig) -> None:
     Raises:
         CheckpointError: One line for each choice that it does not compute.
     """
-    moe, chosen = model.moe, dict[str, Any](attention=model.attention)
+    moe, chosen = model.moe, dict[str, Any](attention=model.attention, residual=model.residual)
     if moe is not None:
         bias = getattr(moe.router, "bias", None)
         chosen |= {"moe.router": moe.router, "moe.router.bias": bias, "moe.gate": moe.gate}

@@ -117,9 +117,10 @@ class FeedForward(nn.Module):
         given = {"activations": execution.precision.activations, "halo": execution.halo}
         weight = as_factor(declare_matrix(self, "gate_up", gate_up), dtype)
         product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **given)
-        hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement)["hidden"]
+        form = execution.tensor_products
+        hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement, form=form)["hidden"]
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
         weight = as_factor(declare_matrix(self, "down", down), dtype)
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
         product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **given)
-        return into_stream(hidden, product, placement), FeedForwardOutputs()
+        return into_stream(hidden, product, placement, form=form), FeedForwardOutputs()

@@ -190,7 +190,8 @@ class Attention(nn.Module):
         positions = tokens.positions
         config, placement = self.config, self.execution.placement
         dtype = self.execution.precision.compute_dtype
-        heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement)
+        form = self.execution.tensor_products
+        heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement, form=form)
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
         where = tokens.places if positions is None else positions
@@ -220,7 +221,7 @@ class Attention(nn.Module):
             activations=self.execution.precision.activations,
             halo=self.execution.halo,
         )
-        y = into_stream(out, product, placement)
+        y = into_stream(out, product, placement, form=form)
         indicators = observe_attention(logits, tokens.token_mask) if logits else None
         return y, MixerOutputs(cache=cache, indicators=indicators)
 

@@ -219,7 +219,7 @@ class LatentAttention(nn.Module):
         self.config.check_precision(self.execution.precision)
         positions = tokens.positions
         config, placement = self.config, self.execution.placement
-        dtype = self.execution.precision.compute_dtype
+        dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
         q, latent, rope_key = self._into_latents(x.astype(dtype))
 
         where = tokens.places if positions is None else positions
@@ -246,7 +246,7 @@ class LatentAttention(nn.Module):
         )
         if cache is None:
             product = Product("bsr,rnh->bsnh", kv_b, (None, ax.HEADS, None), _HEADS)
-            kv = out_of_stream(latent, {"kv": product}, placement)["kv"]
+            kv = out_of_stream(latent, {"kv": product}, placement, form=form)["kv"]
             k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim :]
             shared = jnp.broadcast_to(rope_key, (*k_nope.shape[:3], config.rope_dim))
             shared = placement.place(shared, _HEADS)
@@ -263,7 +263,7 @@ class LatentAttention(nn.Module):
         axes = (ax.HEADS, ax.HEAD_DIM, ax.EMBED)
         weight = self._declare("o", shape, axes, ((-3, -2), (-1,)), role="attention_out")
         product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _HEADS)
-        y = into_stream(out, product, placement)
+        y = into_stream(out, product, placement, form=form)
         indicators = observe_attention(logits, tokens.token_mask) if logits else None
         return y, MixerOutputs(cache=cache, indicators=indicators)
 
@@ -291,7 +291,8 @@ class LatentAttention(nn.Module):
         axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
         weight = self._declare("q" if source is None else "q_b", shape, axes, ((-3,), (-2, -1)))
         product = Product("bsd,dnh->bsnh", weight.astype(x.dtype), (None, ax.HEADS, None), _HEADS)
-        q = out_of_stream(q_source, {"q": product}, placement)["q"]
+        form = self.execution.tensor_products
+        q = out_of_stream(q_source, {"q": product}, placement, form=form)["q"]
         return q, latent, rope_key
 
     def _attend(

@@ -148,7 +148,8 @@ class PipelinedModel:
         scans, about = self.parts.after, self._about(micro)
 
         def run(params: dict[str, Any], stream: Stream) -> Any:
-            return _with_loss(self._run(scans, params, stream, about, past))
+            stream, sums = self._run(scans, params, stream, about, past)
+            return _with_loss((self.model.residual.end(stream), sums))
 
         params = self._of(scan.name for scan in scans)
         (last, total), pull_back, sums = jax.vjp(run, params, stream, has_aux=True)

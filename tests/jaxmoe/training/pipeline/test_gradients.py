@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
@@ -117,6 +118,10 @@ SLOW = {
         },
     ),
     "gpipe": Row(mesh=MeshConfig(stage=4, data=2), execution={"pipeline": GPipeConfig()}),
+    "ladder": Row(
+        model=dataclasses.replace(DENSE_FIRST, residual=LadderResidualConfig()),
+        mesh=MeshConfig(stage=2, data=2),
+    ),
     "dense last": Row(model=DENSE_LAST, mesh=MeshConfig(stage=4, data=2)),
     "tensor, remat": Row(mesh=MeshConfig(stage=2, data=2, tensor=2), execution={"remat": "full"}),
     "tensor, chunks of the loss": Row(
