@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "experiments.generate:GenerateConfig",
     "report": "experiments.report:ReportConfig",
     "replay": "experiments.replay:ReplayConfig",
+    "resize": "experiments.resize:ResizeConfig",
     "plan": "experiments.plan.config:PlanConfig",
     "place": "experiments.place:PlaceConfig",
     "checkpoint verify": "experiments.checkpoint.verify:VerifyConfig",
