@@ -35,7 +35,7 @@ COMMANDS = {
     "evaluate_tasks": "experiments.evaluate_tasks.__main__:EvaluateTasksConfig",
     "doctor": "experiments.doctor.__main__:DoctorConfig",
     "launch": "experiments.launch.__main__:LaunchConfig",
-    "launch --supervise": "experiments.launch.supervise:SuperviseConfig",
+    "launch --supervise": "experiments.launch.config:SuperviseConfig",
     "launch --islands": "experiments.launch.islands:IslandsConfig",
     "transfer": "experiments.studies.transfer.config:TransferConfig",
     "gates": "experiments.studies.gates.config:GatesConfig",

@@ -34,6 +34,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.request import Resized
 from jaxmoe.run.elastic.resizing import Resizing, record_devices
+from jaxmoe.run.elastic.shrink import fitted
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import Steps, has_state, save_last
 from jaxmoe.run.monitoring import Watches
@@ -154,7 +155,8 @@ def prepare(
     check_packages(config.tracking)
     check_agreement(config, config.processes.barrier)
     check_trains(directory, config)
-    assembly = assemble(config, trains=True)
+    config, devices = fitted(config)
+    assembly = assemble(config, trains=True, devices=devices)
     is_first = jax.process_index() == 0
     if is_first:
         step_plan = assembly.plan.step_plan(assembly.execution)

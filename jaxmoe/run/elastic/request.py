@@ -206,29 +206,46 @@ def resolve(
             f"without={','.join(map(str, strange))} names no device of this run: it has"
             f" {','.join(map(str, known))}"
         )
-    kept: dict[int, list[int]] = {place.process: [] for place in places}
-    for place in places:
-        if place.id not in request.without:
-            kept[place.process].append(place.id)
-    number = sum(map(len, kept.values()))
+    kept = [place for place in places if place.id not in request.without]
+    if missing := {place.process for place in places} - {place.process for place in kept}:
+        raise ValueError(
+            f"process {min(missing)} keeps no device, and every process needs one: leave fewer out"
+        )
     given = request.mesh.given
     wanted = dataclasses.replace(running, **given)
-
-    def fitting() -> list[int]:
-        others = math.prod(wanted.sizes) // wanted.data
-        sizes = (dataclasses.replace(wanted, data=size) for size in range(1, number // others + 1))
-        return [mesh.data for mesh in sizes if _fits(mesh, kept, check)]
-
     if not given:
-        if not (sizes := fitting()):
-            raise ValueError(f"no size of mesh.data fits the {number} devices that stay")
-        wanted = dataclasses.replace(wanted, data=sizes[-1])
+        return fit_data(wanted, kept, check)
+    by_process = _by_process(kept)
     try:
-        chosen = _choose(wanted, kept)
+        chosen = _choose(wanted, by_process)
         check(wanted)
     except ValueError as error:
-        raise ValueError(f"{error}; {_words(fitting(), number)}") from error
+        sizes = _fitting(wanted, by_process, check)
+        raise ValueError(f"{error}; {_words(sizes, len(kept))}") from error
     return wanted, chosen
+
+
+def fit_data(
+    mesh: MeshConfig, places: Sequence[Place], check: Callable[[MeshConfig], None]
+) -> tuple[MeshConfig, tuple[int, ...]]:
+    """Return a mesh with the largest size of `data` that fits, and the ids of its devices.
+
+    Args:
+        mesh: Mesh, of which all sizes but that of data stay.
+        places: Devices that may be used.
+        check: Raises ValueError for a mesh that the run cannot use.
+
+    Raises:
+        ValueError: No size fits.
+    """
+    by_process = _by_process(places)
+    if not (sizes := _fitting(mesh, by_process, check)):
+        raise ValueError(
+            f"no size of mesh.data fits {len(places)} devices of {len(by_process)} processes with"
+            " the other axes and the batch of this run"
+        )
+    mesh = dataclasses.replace(mesh, data=sizes[-1])
+    return mesh, _choose(mesh, by_process)
 
 
 def check_resized(config: PretrainConfig, mesh: MeshConfig) -> None:
@@ -254,6 +271,24 @@ def check_resized(config: PretrainConfig, mesh: MeshConfig) -> None:
     execution = dataclasses.replace(config.execution, mesh=mesh)
     plan = make_plan(dataclasses.replace(config, execution=execution))
     check_mesh(plan, execution, trains=True)
+
+
+def _by_process(places: Sequence[Place]) -> dict[int, list[int]]:
+    """Return the ids of the devices of each process."""
+    found: dict[int, list[int]] = {}
+    for place in places:
+        found.setdefault(place.process, []).append(place.id)
+    return found
+
+
+def _fitting(
+    mesh: MeshConfig, kept: Mapping[int, Sequence[int]], check: Callable[[MeshConfig], None]
+) -> list[int]:
+    """Return the sizes of `data` that fit, from 1."""
+    number = sum(map(len, kept.values()))
+    others = math.prod(mesh.sizes) // mesh.data
+    sizes = (dataclasses.replace(mesh, data=size) for size in range(1, number // others + 1))
+    return [size.data for size in sizes if _fits(size, kept, check)]
 
 
 def _fits(
