@@ -301,7 +301,7 @@ def _write(
             config=config,
             data=manifest.data,
         )
-        unfinished.write_environment(describe_devices(assembly.mesh))
+        unfinished.write_environment(describe_devices(assembly.mesh.devices.flat))
         unfinished.write_summary(summary)
 
 

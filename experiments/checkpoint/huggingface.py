@@ -188,7 +188,7 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
     with new_run(target, config) as unfinished:
         _write_texts(unfinished.path / _FOLDER, texts)
         _save(unfinished, config, assembly, tensors)
-        unfinished.write_environment(describe_devices(assembly.mesh))
+        unfinished.write_environment(describe_devices(assembly.mesh.devices.flat))
         unfinished.write_summary(
             {
                 "status": "imported",

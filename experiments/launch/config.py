@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`LaunchConfig`: the command to start and the cluster to start it on.
+"""`LaunchConfig`: the command to start and the cluster; `SuperviseConfig`: on this host.
 
 To add a cluster: `experiments/launch/slurm.py` as the example, and the union ClusterConfig in
 `experiments/launch/config.py`.
@@ -12,11 +12,14 @@ import dataclasses
 import re
 import shlex
 
+from experiments.launch.elastic import ElasticConfig, FixedConfig
 from experiments.launch.job import Job, check_text
 from experiments.launch.jobset import JobSetConfig
 from experiments.launch.slurm import SlurmConfig
 from experiments.launch.tpu_vm import TpuVmConfig
 from jaxmoe.configs import registry_of
+from jaxmoe.resilience.shared_memory import PARENT
+from sharding.distributed import host_and_port
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
@@ -70,3 +73,88 @@ class LaunchConfig:
     def job(self) -> Job:
         """Job that the cluster runs."""
         return Job(name=self.run.name, command=self.command)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SuperviseConfig:
+    """Processes to start, and limits of restarts."""
+
+    run: LaunchRunConfig = LaunchRunConfig()
+    """Directory of the supervisor's files, which is not the directory of the run."""
+    command: str = "python -m experiments.pretrain"
+    """Command of each process."""
+    processes: int = 1
+    """Processes on this host."""
+    max_restarts: int = 10
+    """Largest number of restarts; a start that lasted `steady` seconds resets the count."""
+    steady: int = 3600
+    """Seconds after which a start counts as good."""
+    silence: int = 900
+    """Seconds without output from any process after which they count as hung."""
+    grace: int = 5
+    """Seconds for the others to end when one is lost, before they are killed."""
+    elastic: ElasticConfig = FixedConfig()
+    """Action when the same process is lost again and again: fixed restarts all; shrink goes on with
+    fewer."""
+    snapshots: str = PARENT
+    """Directory in memory for the snapshots of the processes; deleted at the end."""
+    coordinator: str | None = None
+    """host:port of process 0, with supervisors on several hosts."""
+    num_processes: int | None = None
+    """Number of processes on all hosts; those of this one when None."""
+    first_process: int = 0
+    """Number of the first process of this host."""
+    exclude: tuple[int, ...] = ()
+    """Numbers of processes that are not started, such as those of a slow device; the others are
+    numbered anew and continue from the checkpoint. On several hosts, the same for all."""
+
+    def __post_init__(self):
+        for field, lowest in (("processes", 1), ("max_restarts", 0), ("steady", 1)):
+            if getattr(self, field) < lowest:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least {lowest}")
+        for field in ("silence", "grace"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1 second")
+        if self.total > self.processes and self.coordinator is None:
+            raise ValueError(
+                f"num_processes={self.num_processes} are more than the processes={self.processes}"
+                " of this host: give the --coordinator at which they meet, such as node0:8476"
+            )
+        if not 0 <= self.first_process <= self.total - self.processes:
+            raise ValueError(
+                f"first_process={self.first_process} and processes={self.processes} must lie within"
+                f" num_processes={self.total}: processes count from 0, over all hosts"
+            )
+        if self.total > self.processes and self.elastic != FixedConfig():
+            raise ValueError(
+                f"elastic={self.elastic.name} leaves out processes of this host, and"
+                f" num_processes={self.num_processes} are on several: set elastic to fixed"
+            )
+        if self.coordinator is not None:
+            host_and_port(self.coordinator)
+        for number in self.exclude:
+            if not 0 <= number < self.total:
+                raise ValueError(
+                    f"exclude={number} is no process: they count from 0 to {self.total - 1}"
+                )
+        if len(set(self.exclude)) == self.total:
+            raise ValueError(f"exclude leaves none of the {self.total} processes: leave one out")
+        if not shlex.split(self.command):
+            raise ValueError("command is empty: give what each process runs")
+
+    @property
+    def total(self) -> int:
+        """Number of processes on all hosts, excluded ones too."""
+        return self.processes if self.num_processes is None else self.num_processes
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Numbers of the started processes of this host, excluded ones not counted."""
+        kept = [number for number in range(self.total) if number not in self.exclude]
+        own = range(self.first_process, self.first_process + self.processes)
+        return tuple(index for index, number in enumerate(kept) if number in own)
+
+    @property
+    def started(self) -> int:
+        """Number of started processes on all hosts."""
+        return self.total - len(set(self.exclude))

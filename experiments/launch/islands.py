@@ -39,9 +39,9 @@ from typing import Literal
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from experiments.launch.config import LaunchRunConfig
+from experiments.launch.config import LaunchRunConfig, SuperviseConfig
 from experiments.launch.signals import Signals
-from experiments.launch.supervise import Ended, SuperviseConfig, consequence, supervise
+from experiments.launch.supervise import Ended, consequence, supervise
 from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig, key_of
 from jaxmoe.islands.coordinator import Coordinator
 from jaxmoe.islands.directory import DirectoryClosings

@@ -21,6 +21,10 @@ summary.json of every start.
 With `--command "... --checkpoint.snapshot_every 10"` a restart continues from host memory, where
 the supervisor keeps a directory for each process until the end.
 
+With `--elastic shrink` a process that is lost twice in a row is left out: the rest go on with the
+largest mesh.data that fits them and the batch, from the memory of the hosts, and after
+`--elastic.retry` seconds the run is saved and all are tried again.
+
 On several hosts, use the restarts of the cluster (`experiments.launch cluster:jobset`), or start a
 supervisor on each with the same `--coordinator node0:8476` and `--num_processes`, and its own
 `--first_process`: a lost process ends the others, and each host restarts its own.
@@ -48,11 +52,10 @@ from typing import Any, TextIO
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from experiments.launch.config import LaunchRunConfig
+from experiments.launch.config import SuperviseConfig
 from experiments.launch.signals import Signals
-from jaxmoe.resilience.shared_memory import PARENT, SNAPSHOTS, memory_directories
+from jaxmoe.resilience.shared_memory import SNAPSHOTS, memory_directories
 from jaxmoe.run.directory import RunDirectory
-from sharding.distributed import host_and_port
 
 FINAL = frozenset(
     {
@@ -61,83 +64,6 @@ FINAL = frozenset(
     }
 )
 """Exit codes after which a restart would end the same way, or is not wanted."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SuperviseConfig:
-    """Processes to start, and limits of restarts."""
-
-    run: LaunchRunConfig = LaunchRunConfig()
-    """Directory of the supervisor's files, which is not the directory of the run."""
-    command: str = "python -m experiments.pretrain"
-    """Command of each process."""
-    processes: int = 1
-    """Processes on this host."""
-    max_restarts: int = 10
-    """Largest number of restarts; a start that lasted `steady` seconds resets the count."""
-    steady: int = 3600
-    """Seconds after which a start counts as good."""
-    silence: int = 900
-    """Seconds without output from any process after which they count as hung."""
-    grace: int = 5
-    """Seconds for the others to end when one is lost, before they are killed."""
-    snapshots: str = PARENT
-    """Directory in memory for the snapshots of the processes; deleted at the end."""
-    coordinator: str | None = None
-    """host:port of process 0, with supervisors on several hosts."""
-    num_processes: int | None = None
-    """Number of processes on all hosts; those of this one when None."""
-    first_process: int = 0
-    """Number of the first process of this host."""
-    exclude: tuple[int, ...] = ()
-    """Numbers of processes that are not started, such as those of a slow device; the others are
-    numbered anew and continue from the checkpoint. On several hosts, the same for all."""
-
-    def __post_init__(self):
-        for field, lowest in (("processes", 1), ("max_restarts", 0), ("steady", 1)):
-            if getattr(self, field) < lowest:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least {lowest}")
-        for field in ("silence", "grace"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1 second")
-        if self.total > self.processes and self.coordinator is None:
-            raise ValueError(
-                f"num_processes={self.num_processes} are more than the processes={self.processes}"
-                " of this host: give the --coordinator at which they meet, such as node0:8476"
-            )
-        if not 0 <= self.first_process <= self.total - self.processes:
-            raise ValueError(
-                f"first_process={self.first_process} and processes={self.processes} must lie within"
-                f" num_processes={self.total}: processes count from 0, over all hosts"
-            )
-        if self.coordinator is not None:
-            host_and_port(self.coordinator)
-        for number in self.exclude:
-            if not 0 <= number < self.total:
-                raise ValueError(
-                    f"exclude={number} is no process: they count from 0 to {self.total - 1}"
-                )
-        if len(set(self.exclude)) == self.total:
-            raise ValueError(f"exclude leaves none of the {self.total} processes: leave one out")
-        if not shlex.split(self.command):
-            raise ValueError("command is empty: give what each process runs")
-
-    @property
-    def total(self) -> int:
-        """Number of processes on all hosts, excluded ones too."""
-        return self.processes if self.num_processes is None else self.num_processes
-
-    @property
-    def here(self) -> tuple[int, ...]:
-        """Numbers of the started processes of this host, excluded ones not counted."""
-        kept = [number for number in range(self.total) if number not in self.exclude]
-        own = range(self.first_process, self.first_process + self.processes)
-        return tuple(index for index, number in enumerate(kept) if number in own)
-
-    @property
-    def started(self) -> int:
-        """Number of started processes on all hosts."""
-        return self.total - len(set(self.exclude))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,6 +75,8 @@ class Ended:
     cause: str
     """Cause and process, as text."""
     seconds: float
+    process: int | None = None
+    """Number in this start of the process that was lost; None if none was."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,15 +119,24 @@ def supervise(
         is_wanted: Returns whether a restart is of use.
     """
     starts: list[dict[str, Any]] = []
-    restarts = 0
+    restarts, places = 0, config.elastic.build(len(config.here))
     with memory_directories(config.snapshots, config.here) as memory:
         while True:
             start = _Start(
-                config, directory.path, memory, len(starts), signals, environment or {}, is_shown
+                config,
+                directory.path,
+                [memory[config.here[place]] for place in places.used],
+                len(starts),
+                signals,
+                {**(environment or {}), **places.environment},
+                is_shown,
             )
-            ended = start.wait()
-            starts.append(dataclasses.asdict(ended))
+            ended = start.wait(places.lasts)
+            starts.append({**dataclasses.asdict(ended), "processes": len(places.used)})
             is_final = ended.code in FINAL or signals.number is not None
+            change = "" if is_final else places.lost(ended.process)
+            if is_final and signals.number is None and places.refused(ended.code):
+                is_final, change = False, f"{len(places.used)} processes are tried"
             restarts = 0 if ended.seconds >= config.steady else restarts
             may_restart = not is_final and restarts < config.max_restarts and is_wanted()
             directory.write_summary(
@@ -216,6 +153,8 @@ def supervise(
                 break
             restarts += 1
             write(f"{name}: {ended.cause}; start {len(starts) + 1} follows")
+            if change:
+                write(f"{name}: {change}")
     if ended.code != ExitCode.DONE:
         write(f"{name}: {ended.cause}; ended after {len(starts)} start{'s' * (len(starts) != 1)}")
     return ended
@@ -228,7 +167,7 @@ class _Start:
         self,
         config: SuperviseConfig,
         directory: pathlib.Path,
-        memory: Mapping[int, pathlib.Path],
+        memory: Sequence[pathlib.Path],
         start: int,
         signals: Signals,
         environment: Mapping[str, str],
@@ -238,15 +177,16 @@ class _Start:
         self._began = self._heard = time.monotonic()
         self._readers: list[threading.Thread] = []
         environment = {**os.environ, **environment}
-        if config.started > 1:
+        total = config.started - len(config.here) + len(memory)
+        if total > 1:
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": config.coordinator or f"127.0.0.1:{_free_port()}",
-                "JAX_NUM_PROCESSES": str(config.started),
+                "JAX_NUM_PROCESSES": str(total),
             }
         self._running: list[subprocess.Popen[str]] = []
-        for index in config.here:
-            own = environment | {SNAPSHOTS: str(memory[index])}
-            if config.started > 1:
+        for index, own_memory in zip(config.here, memory, strict=False):
+            own = environment | {SNAPSHOTS: str(own_memory)}
+            if total > 1:
                 own["JAX_PROCESS_ID"] = str(index)
             process = subprocess.Popen(
                 shlex.split(config.command),
@@ -270,9 +210,18 @@ class _Start:
             reader.start()
             self._readers.append(reader)
 
-    def wait(self) -> Ended:
-        """Wait until all processes have ended, by themselves or because one was lost."""
+    def wait(self, seconds: float) -> Ended:
+        """Wait until all processes have ended, by themselves or because one was lost.
+
+        Args:
+            seconds: Time after which they are asked to save and end.
+        """
+        asked = self._began + seconds
         while True:
+            if time.monotonic() > asked:
+                asked = float("inf")
+                for process in self._running:
+                    process.send_signal(signal.SIGTERM)
             codes = [process.poll() for process in self._running]
             bad = {index: code for index, code in enumerate(codes) if code}
             if bad:
@@ -298,11 +247,13 @@ class _Start:
             bad = [index for index, code in codes.items() if code and index not in killed]
             first = min(bad, key=lambda index: (consequence(codes[index]), index != first))
         code, process = codes[first], self._config.here[first]
+        lost = None if code == ExitCode.PREEMPTED else first
         if code < 0:
-            return self._ended(128 - code, f"process {process} was killed by {_name(-code)}")
+            cause = f"process {process} was killed by {_name(-code)}"
+            return self._ended(128 - code, cause, lost)
         known = {int(member): member.name.lower().replace("_", " ") for member in ExitCode}
         words = known.get(code, "a traceback, see its log" if code == 1 else "unknown")
-        return self._ended(code, f"process {process} ended with {code} ({words})")
+        return self._ended(code, f"process {process} ended with {code} ({words})", lost)
 
     def _stop(self, grace: int) -> set[int]:
         """Wait until all have ended, kill those that have not, and return the killed ones."""
@@ -315,12 +266,12 @@ class _Start:
                 killed.add(index)
         return killed
 
-    def _ended(self, code: int, cause: str) -> Ended:
+    def _ended(self, code: int, cause: str, lost: int | None = None) -> Ended:
         for process, reader in zip(self._running, self._readers, strict=True):
             process.wait()
             reader.join(timeout=5)
         self._signals.forget(self._running)
-        return Ended(int(code), cause, time.monotonic() - self._began)
+        return Ended(int(code), cause, time.monotonic() - self._began, lost)
 
     def _read(self, process: subprocess.Popen[str], log: pathlib.Path, index: int) -> None:
         assert process.stdout is not None

@@ -80,12 +80,13 @@ class StepPlan:
         return dataclasses.replace(self, execution=execution, table=ParameterTable(tuple(rows)))
 
 
-def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
+def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = False) -> TrainState:
     """Return the state before the first step, as shapes with shardings on the mesh.
 
     Args:
         plan: Step to trace.
         mesh: Mesh with the plan's sizes.
+        keeps_layer_norms: Whether steps keep the gradient norms of the layers.
     """
     shapes, execution = plan.mesh, plan.execution
     dtype = execution.precision.parameter_dtype
@@ -95,7 +96,9 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
     with jax.sharding.use_abstract_mesh(shapes):
         key = jax.eval_shape(lambda: jax.random.key(0))
         state = jax.eval_shape(
-            lambda params, key: state_around(plan.model, plan.optimizer, execution, params, key),
+            lambda params, key: state_around(
+                plan.model, plan.optimizer, execution, params, key, keeps_layer_norms
+            ),
             params,
             key,
         )

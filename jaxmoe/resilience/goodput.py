@@ -13,6 +13,7 @@ overwritten at every report, so that a killed start loses at most the time since
     lost        training and data time of steps that a later start or a rollback repeated
     data        waiting for batches
     report evaluate checkpoint hooks    between steps; saving in the background is not counted
+    resize      moving the state to another mesh
     start restore compile finish        before and after the steps; `restore` reads a checkpoint,
                                         initial values of a new run belong to `start`
     down        from the last record of a killed start to the next start
@@ -47,7 +48,7 @@ ROWS: Mapping[str, str] = {
     kinds.LOOP: "train",
     **{kind: kind for kind in (kinds.DATA, kinds.REPORT, kinds.EVALUATE)},
     **{kind: kind for kind in (kinds.CHECKPOINT, kinds.HOOKS, kinds.START)},
-    **{kind: kind for kind in (kinds.RESTORE, kinds.COMPILE, kinds.FINISH)},
+    **{kind: kind for kind in (kinds.RESTORE, kinds.COMPILE, kinds.RESIZE, kinds.FINISH)},
 }
 """Row of each kind of time."""
 _BETWEEN = {"preempted": "preempted", "done": "ended", "interrupted": "ended"}

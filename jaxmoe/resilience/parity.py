@@ -134,37 +134,67 @@ class Peers:
         return parity
 
     def rebuild(
-        self, lost: int, words: Mapping[int, Words], parity: Mapping[int, Block]
+        self,
+        lost: int,
+        words: Mapping[int, Words],
+        parity: Mapping[int, Block],
+        saved: Sequence[int | None] | None = None,
+        processes: int | None = None,
     ) -> tuple[Words, Block]:
         """Return the words and the parity of the lost process, on every process.
 
         Args:
-            lost: Number of the lost process.
-            words: Words of the local processes; those of the lost one are ignored.
+            lost: Number of the lost process among those that saved.
+            words: Words of the local processes; those of one that holds none are ignored.
             parity: Parity of the local processes, likewise.
+            saved: Number that each process had when it saved, None for one that holds nothing; its
+                own number when None.
+            processes: Number of processes that saved; as many as there are when None.
         """
-        block = len(next(iter(words.values()))) // (self.count - 1)
-        found = np.empty((self.count, block), np.uint32)
+        processes = self.count if processes is None else processes
+        saved = list(range(self.count)) if saved is None else saved
+        block = len(next(iter(words.values()))) // (processes - 1)
+        found = np.empty((processes, block), np.uint32)
 
         def given(own: int, part: slice) -> UInt32[np.ndarray, "processes piece"]:
-            blocks = words[own].reshape(self.count - 1, block)[:, part]
-            if own == lost:
-                return np.zeros((self.count, blocks.shape[1]), np.uint32)
-            return np.insert(np.negative(blocks), own, parity[own][part], axis=0)
+            number = saved[own]
+            blocks = words[own].reshape(processes - 1, block)[:, part]
+            if number is None or number == lost:
+                return np.zeros((processes, blocks.shape[1]), np.uint32)
+            return np.insert(np.negative(blocks), number, parity[own][part], axis=0)
 
-        for part, sums in self._run(_summed, block, words, given):
+        for part, sums in self._run(_summed, block, words, given, rows=processes):
             found[:, part] = next(iter(sums.values()))
         return np.delete(found, lost, axis=0).reshape(-1), np.negative(found[lost])
+
+    def shared(self, holder: int, words: Mapping[int, Words]) -> Words:
+        """Return the words of one process, on every process.
+
+        Args:
+            holder: Number of that process.
+            words: Words of the local processes, of one length on all; those of others are ignored.
+        """
+        found = np.empty(len(next(iter(words.values()))), np.uint32)
+
+        def given(own: int, part: slice) -> UInt32[np.ndarray, "1 piece"]:
+            piece = words[own][None, part]
+            return piece if own == holder else np.zeros_like(piece)
+
+        for part, sums in self._run(_summed, len(found), words, given, rows=1):
+            found[part] = next(iter(sums.values()))[0]
+        return found
 
     def _run(
         self,
         make: Callable[[Mesh], Callable[[Array], Array]],
         block: int,
         here: Mapping[int, Any],
-        given: Callable[[int, slice], UInt32[np.ndarray, "processes piece"]],
+        given: Callable[[int, slice], UInt32[np.ndarray, "rows piece"]],
+        rows: int | None = None,
     ) -> Iterator[tuple[slice, dict[int, np.ndarray]]]:
         """Yield the pieces of a block, all of one size, and the result of each."""
-        size = max(min(self._piece // self.count, block), 1)
+        rows = self.count if rows is None else rows
+        size = max(min(self._piece // rows, block), 1)
         placed = NamedSharding(self._mesh, PartitionSpec(_AXIS))
         for start in range(0, block, size):
             part = slice(start, min(start + size, block))
@@ -173,7 +203,7 @@ class Peers:
             for own in sorted(here):
                 piece = np.pad(given(own, part), ((0, 0), (0, size - width)))
                 arrays.append(jax.device_put(piece[None], self._devices[own]))
-            shape = (self.count, self.count, size)
+            shape = (self.count, rows, size)
             whole = jax.make_array_from_single_device_arrays(shape, placed, arrays)
             # The program uses its own mesh, not the current one.
             with jax.set_mesh(self._mesh):

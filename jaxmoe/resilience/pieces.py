@@ -59,10 +59,10 @@ def pieces_of(
     """
     group_of = {device: number for number, group in enumerate(groups) for device in group}
     found: list[list[Piece]] = [[] for _ in groups]
-    for path, leaf in sorted(_leaves(state).items()):
+    for path, leaf in sorted(leaves_of(state).items()):
         indices: list[set[Index]] = [set() for _ in groups]
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            indices[group_of[device]].add(_index(index, leaf.shape))
+            indices[group_of[device]].add(index_of(index, leaf.shape))
         for pieces, own in zip(found, indices, strict=True):
             for index in sorted(own):
                 start = num_words(pieces)
@@ -84,11 +84,11 @@ def pack_words(state: Any, pieces: Sequence[Piece], size: int) -> UInt32[np.ndar
         pieces: Pieces from `pieces_of` on addressable devices.
         size: Number of words to return.
     """
-    leaves = _leaves(state)
+    leaves = leaves_of(state)
     shards = {}
     for path in {piece.path for piece in pieces}:
         for shard in leaves[path].addressable_shards:
-            key = path, _index(shard.index, leaves[path].shape)
+            key = path, index_of(shard.index, leaves[path].shape)
             if key not in shards:
                 shard.data.copy_to_host_async()
                 shards[key] = shard.data
@@ -116,19 +116,21 @@ def place_words(
             data = words[piece.start : piece.stop].view(np.uint8)[:size]
             found[piece.path, piece.index] = data.view(dtype).reshape(piece.shape)
     arrays = {}
-    for path, leaf in _leaves(target).items():
+    for path, leaf in leaves_of(target).items():
 
         def part(index: Any, path: str = path, shape: tuple[int, ...] = leaf.shape) -> np.ndarray:
-            return found[path, _index(index, shape)]
+            return found[path, index_of(index, shape)]
 
         arrays[path] = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
     return unpack(traverse_util.unflatten_dict(arrays, sep=SEPARATOR), target)
 
 
-def _leaves(state: Any) -> dict[str, jax.Array]:
+def leaves_of(state: Any) -> dict[str, jax.Array]:
+    """Return the arrays of a state by path; random keys as their words."""
     return cast(dict[str, jax.Array], traverse_util.flatten_dict(pack(state), sep=SEPARATOR))
 
 
-def _index(index: Sequence[slice], shape: Sequence[int]) -> Index:
+def index_of(index: Sequence[slice], shape: Sequence[int]) -> Index:
+    """Return the bounds of a part of an array of this shape."""
     parts = (part.indices(size) for part, size in zip(index, shape, strict=True))
     return tuple((first, last) for first, last, _ in parts)

@@ -25,6 +25,8 @@ PARENT = "/dev/shm"
 """Directory in memory, on Linux."""
 SNAPSHOTS = "JAXMOE_SNAPSHOTS"
 """Environment variable with the directory of a process."""
+ELASTIC = "JAXMOE_ELASTIC"
+"""Environment variable of runs that take the mesh that fits the processes which are left."""
 _PREFIX, _LOCK = "jaxmoe-", "held"
 
 

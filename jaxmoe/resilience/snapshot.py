@@ -2,33 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps snapshots of the state in the memory of the hosts, where they outlive the processes.
 
-    <directory>/<step>/words.npy       what the devices of this process hold, each part once
-    <directory>/<step>/parity.npy      1 / (N - 1) of that, for the other processes (`parity.py`)
-    <directory>/<step>/manifest.json   as in a checkpoint: arrays, fingerprints, config, data
-    <directory>/<step>/pieces.json     run, process, and the place of each part in the words
-    <directory>/<step>/files.json      size and checksum of each file
-
 Every process writes to its own directory in shared memory, which a supervisor makes and deletes. A
 step is renamed into place when it is complete, and the two newest are kept; memory for three is
-needed while one is written. Copying to the host and the parity block the run, writing does not.
+needed while one is written (`snapshot_files.py`). Copying to the host and the parity block the run,
+writing does not.
 
-A restore takes the newest step that all processes but at most one hold completely, on the same
-mesh. The part of a lost process is rebuilt from the others, and the result is compared with the
-fingerprints that the devices computed before the copy.
+A restore takes the newest step of which all parts but at most one are held. The part of a lost
+process is rebuilt from the others, and the result is compared with the fingerprints that the
+devices computed before the copy. On the mesh that saved it each process reads its own part. On
+another mesh, or with another number of processes, the parts go one after the other to all
+processes, and each takes what it needs: it holds its part of the state and one part that was saved.
 
-Replicated arrays are kept by each process. Two hosts lost at once, another mesh or another number
-of processes need a checkpoint.
+Replicated arrays are kept by each process. Two hosts lost at once need a checkpoint.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import pathlib
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -36,16 +30,26 @@ import jax
 import numpy as np
 from jaxtyping import UInt32
 
-from jaxmoe.checkpoint import checksums
 from jaxmoe.checkpoint.manifest import (
     CheckpointAbandonedError,
-    CheckpointDamagedError,
+    CheckpointError,
     CheckpointManifest,
     check_fingerprints,
+    check_target,
     make_manifest,
 )
-from jaxmoe.resilience.parity import Block, Peers, TooManyLostError, Words, only_lost, padded
+from jaxmoe.resilience.parity import Block, Peers, TooManyLostError, only_lost, padded
 from jaxmoe.resilience.pieces import Piece, num_words, pack_words, pieces_of, place_words
+from jaxmoe.resilience.relayout import Parts
+from jaxmoe.resilience.snapshot_files import (
+    COMPARED,
+    Found,
+    Held,
+    SnapshotFiles,
+    describe_pieces,
+    find_steps,
+    read_pieces,
+)
 from jaxmoe.state_tree import flatten
 from sharding.distributed import agree, gather, share
 
@@ -53,10 +57,6 @@ logger = logging.getLogger(__name__)
 
 Pieces = tuple[tuple[Piece, ...], ...]
 """Pieces of each process."""
-
-_PENDING = ".pending"
-_COMPARED = 3
-"""Steps that a process may hold: those kept, and one about to be replaced."""
 
 
 class Restored(NamedTuple):
@@ -66,12 +66,15 @@ class Restored(NamedTuple):
     state: Any
     rebuilt: int | None
     """Process whose part was rebuilt from parity."""
+    saved_by: int | None = None
+    """Number of processes that saved it in another layout; None for the same layout."""
 
     @property
     def words(self) -> str:
         """Description for a log."""
         how = "" if self.rebuilt is None else f" (process {self.rebuilt} rebuilt from parity)"
-        return f"step {self.step} from snapshots in memory{how}"
+        where = "" if self.saved_by is None else f" of {self.saved_by} processes on another mesh"
+        return f"step {self.step} from snapshots in memory{where}{how}"
 
 
 class SnapshotStore:
@@ -94,8 +97,10 @@ class SnapshotStore:
         process_of: Callable[[jax.Device], int] | None = None,
     ):
         given = directory if isinstance(directory, Mapping) else {jax.process_index(): directory}
-        self._directories = {own: pathlib.Path(given[own]) for own in sorted(given)}
-        self._run, self._keep = run, keep
+        self._files = {
+            own: SnapshotFiles(pathlib.Path(given[own]), run, keep) for own in sorted(given)
+        }
+        self._run = run
         process_of = process_of or (lambda device: device.process_index)
         devices: dict[int, list[jax.Device]] = {}
         for device in sorted(jax.devices(), key=lambda device: device.id):
@@ -105,9 +110,6 @@ class SnapshotStore:
         self._found: tuple[Any, Pieces, int] | None = None
         self._writing: threading.Thread | None = None
         self._failed: list[str] = []
-        for own in self._directories.values():
-            for leftover in own.glob(f"*{_PENDING}"):
-                shutil.rmtree(leftover, ignore_errors=True)
 
     def save(
         self, step: int, state: Any, *, config: Mapping[str, Any], data: Mapping[str, Any]
@@ -125,7 +127,7 @@ class SnapshotStore:
         self.finish()
         manifest = make_manifest(state, step=step, config=config, data=data)
         pieces, size = self._pieces(state)
-        words = {own: pack_words(state, pieces[own], size) for own in self._directories}
+        words = {own: pack_words(state, pieces[own], size) for own in self._files}
         parity = self._peers.encode(words)
         self._writing = threading.Thread(
             target=self._write_all,
@@ -158,17 +160,22 @@ class SnapshotStore:
             check: Raises ValueError for a manifest that must not be used.
         """
         pieces, size = self._pieces(target)
-        held, why = self._holders(pieces), ""
-        for step in sorted((step for step in held if step >= at_least), reverse=True):
+        found, why = self._found_steps(pieces), ""
+        for step in sorted((step for step in found if step >= at_least), reverse=True):
+            held = found[step]
             try:
-                lost = only_lost(held[step])
-                state = self._read(step, target, pieces, size, lost, check, held[step].index(True))
-            except (TooManyLostError, CheckpointDamagedError, CheckpointAbandonedError) as error:
+                lost = only_lost(held.has)
+                if held.is_same:
+                    holder = held.has.index(True)
+                    state = self._read(step, target, pieces, size, lost, check, holder)
+                else:
+                    state = self._read_elsewhere(step, target, held, lost, check)
+            except (TooManyLostError, CheckpointError) as error:
                 why = why or f"step {step}: {error}"
                 continue
-            return Restored(step, state, lost)
+            return Restored(step, state, lost, held.of if not held.is_same else None)
         # The table is the same on every process; the first one logs.
-        if why and 0 in self._directories:
+        if why and 0 in self._files:
             logger.warning("no snapshot in memory of %d processes is used: %s", len(pieces), why)
         return None
 
@@ -187,11 +194,11 @@ class SnapshotStore:
             without a step, or if a process cannot write its file or see those of others.
         """
         pieces, _ = self._pieces(target)
-        held = self._holders(pieces)
+        found = self._found_steps(pieces)
+        held = {step: one.has for step, one in found.items() if one.is_same}
         for step in sorted(held, key=lambda step: (sum(held[step]), step), reverse=True):
             holders = [process for process, has in enumerate(held[step]) if has]
-            text = self._share_manifest(step, holders[0])
-            manifest = CheckpointManifest.from_json(json.loads(text)["manifest"], "the snapshot")
+            manifest = _manifest(self._share(step, "manifest", holders[0]))
             try:
                 check(manifest)
             except CheckpointAbandonedError:
@@ -204,8 +211,8 @@ class SnapshotStore:
         """Copy the words of a step to files; return whether every process sees all of them."""
         problem = None
         try:
-            for own in self._directories.keys() & set(holders):
-                words = self._directories[own] / str(step) / "words.npy"
+            for own in self._files.keys() & set(holders):
+                words = self._files[own].at(step) / "words.npy"
                 shutil.copyfile(words, directory / f"{own}.npy")
         except OSError as error:
             problem = str(error)
@@ -223,10 +230,10 @@ class SnapshotStore:
             step: Step to keep; None deletes all.
         """
         self.finish()
-        for own in self._directories:
-            for other in self._steps(own):
+        for own in self._files:
+            for other in self._files[own].steps():
                 if other != step:
-                    _delete(self._directories[own] / str(other))
+                    self._files[own].delete(other)
 
     def _read(
         self,
@@ -241,9 +248,11 @@ class SnapshotStore:
         """Return the state of a step of which at most one process lacks its part."""
         block_size = size // max(len(pieces) - 1, 1)
         nothing = np.zeros(size, np.uint32), np.zeros(block_size, np.uint32)
-        read = {own: nothing if own == lost else self._load(own, step) for own in self._directories}
-        text = self._share_manifest(step, holder)
-        manifest = CheckpointManifest.from_json(json.loads(text)["manifest"], "the snapshot")
+        read = {
+            own: nothing if own == lost else files.load(step) for own, files in self._files.items()
+        }
+        text = self._share(step, "manifest", holder)
+        manifest = _manifest(text)
         if check is not None:
             check(manifest)
         words = {own: word for own, (word, _) in read.items()}
@@ -258,6 +267,47 @@ class SnapshotStore:
             self._write_all(step, text, pieces, {lost: words[lost]}, {lost: block})
         return state
 
+    def _read_elsewhere(
+        self,
+        step: int,
+        target: Any,
+        found: Found,
+        lost: int | None,
+        check: Callable[[CheckpointManifest], None] | None,
+    ) -> Any:
+        """Return the state of a step of another layout, of which at most one part is lost."""
+        holders = {number: at for number, at in enumerate(found.where) if at is not None}
+        texts = {number: self._share(step, "pieces", at) for number, at in holders.items()}
+        pieces = [
+            read_pieces(texts[(number - 1) % found.of], of_next=True)
+            if number == lost
+            else read_pieces(texts[number], of_next=False)
+            for number in range(found.of)
+        ]
+        manifest = _manifest(self._share(step, "manifest", next(iter(holders.values()))))
+        if check is not None:
+            check(manifest)
+        check_target(manifest, target, f"the snapshot of step {step} in memory")
+        size = padded(max(map(num_words, pieces)), found.of)
+        nothing = np.zeros(size, np.uint32), np.zeros(size // max(found.of - 1, 1), np.uint32)
+        read = {
+            own: files.load(step) if own in holders.values() else nothing
+            for own, files in self._files.items()
+        }
+        words = {own: word for own, (word, _) in read.items()}
+        parts = Parts(target)
+        for number in range(found.of):
+            if number == lost:
+                saved = [found.number_of(process) for process in range(len(self._devices))]
+                parity = {own: block for own, (_, block) in read.items()}
+                part, _ = self._peers.rebuild(number, words, parity, saved, found.of)
+            else:
+                part = self._peers.shared(holders[number], words)
+            parts.fill(pieces[number], part)
+        state = parts.state()
+        check_fingerprints(manifest, state, f"the snapshot of step {step} in memory")
+        return state
+
     def _pieces(self, state: Any) -> tuple[Pieces, int]:
         """Return the pieces of each process, and the words that the largest needs."""
         leaves = flatten(state)
@@ -268,70 +318,27 @@ class SnapshotStore:
             self._found = shapes, pieces, size
         return self._found[1:]
 
-    def _steps(self, own: int) -> list[int]:
-        directory = self._directories[own]
-        if not directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+    def _found_steps(self, pieces: Pieces) -> dict[int, Found]:
+        """Return where the parts of each step are."""
+        whole = {
+            own: files.whole_steps(describe_pieces(own, pieces))
+            for own, files in self._files.items()
+        }
+        return find_steps(self._gather_steps(whole), len(pieces))
 
-    def _whole_steps(self, own: int, pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:
-        """Return the usable steps of a process, with the checksum of their manifests."""
-        whole = []
-        for step in self._steps(own)[-_COMPARED:]:
-            path = self._directories[own] / str(step)
-            try:
-                lines = checksums.damage(path)
-                if not lines and json.loads((path / "manifest.json").read_text())["run"] != (
-                    self._run
-                ):
-                    lines = ["it is of another run, or of another config"]
-                if not lines and (path / "pieces.json").read_text() != self._own(own, pieces):
-                    lines = ["it is of another mesh, another state or other processes"]
-                digest = zlib.crc32((path / "manifest.json").read_bytes())
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                lines = [str(error)]
-            if lines:
-                logger.warning("the snapshot %s is not used: %s", path, "; ".join(lines[:3]))
-            else:
-                whole.append((step, digest))
-        return whole
-
-    def _holders(self, pieces: Pieces) -> dict[int, list[bool]]:
-        """Return for each step which processes have their part, of the manifest that most have."""
-        whole = {own: self._whole_steps(own, pieces[own]) for own in self._directories}
-        held, found = self._gather_steps(whole), {}
-        for step in {step for steps in held for step, _ in steps}:
-            digests = [dict(steps).get(step) for steps in held]
-            digest = max((one for one in digests if one is not None), key=digests.count)
-            found[step] = [digest == other for other in digests]
-        return found
-
-    def _gather_steps(
-        self, whole: Mapping[int, list[tuple[int, int]]]
-    ) -> list[list[tuple[int, int]]]:
+    def _gather_steps(self, whole: Mapping[int, list[Held]]) -> list[list[Held]]:
         """Return the steps that each process holds."""
-        mine = np.zeros((len(whole), _COMPARED, 3), np.uint32)
-        for row, own in enumerate(self._directories):
-            for place, (step, digest) in enumerate(whole[own]):
-                mine[row, place] = 1, step, digest
-        table = gather(mine).reshape(-1, _COMPARED, 3).tolist()
-        return [[(step, digest) for there, step, digest in row if there] for row in table]
+        mine = np.zeros((len(whole), COMPARED, 1 + len(Held._fields)), np.uint32)
+        for row, own in enumerate(self._files):
+            for place, held in enumerate(whole[own]):
+                mine[row, place] = 1, *held
+        table = gather(mine).reshape(-1, *mine.shape[1:]).tolist()
+        return [[Held(*given) for there, *given in row if there] for row in table]
 
-    def _share_manifest(self, step: int, holder: int) -> str:
-        """Return the manifest, which is the same on all processes that have it."""
-        mine = b""
-        if holder in self._directories:
-            mine = (self._directories[holder] / str(step) / "manifest.json").read_bytes()
+    def _share(self, step: int, name: str, holder: int) -> str:
+        """Return a text of one process, on all of them."""
+        mine = self._files[holder].read(step, name) if holder in self._files else b""
         return share(np.frombuffer(mine, np.uint8), bool(mine)).tobytes().decode()
-
-    def _load(self, own: int, step: int) -> tuple[Words, Block]:
-        path = self._directories[own] / str(step)
-        return np.load(path / "words.npy"), np.load(path / "parity.npy")
-
-    def _own(self, own: int, pieces: tuple[Piece, ...]) -> str:
-        """Return the part of the manifest that belongs to this process alone."""
-        listed = [dataclasses.astuple(piece) for piece in pieces]
-        return json.dumps({"process": own, "of": len(self._devices), "pieces": listed})
 
     def _write_all(
         self,
@@ -341,60 +348,22 @@ class SnapshotStore:
         words: Mapping[int, UInt32[np.ndarray, " size"]],
         parity: Mapping[int, Block],
     ) -> None:
-        for own in words:
-            path = self._directories[own] / str(step)
-            try:
-                needed = words[own].nbytes + parity[own].nbytes
-                _write(
-                    path,
-                    needed,
-                    {"words": words[own], "parity": parity[own]},
-                    {"manifest": manifest, "pieces": self._own(own, pieces[own])},
-                )
-            except OSError as error:
+        for own, files in self._files.items():
+            if own not in words:
+                continue
+            texts = {"manifest": manifest, "pieces": describe_pieces(own, pieces)}
+            problem = files.write(step, {"words": words[own], "parity": parity[own]}, texts)
+            if problem is not None:
                 self._failed.append(
                     f"the snapshot of step {step} was not kept by process {own}, the run goes on:"
-                    f" {error}"
+                    f" {problem}"
                 )
-                shutil.rmtree(path.with_name(path.name + _PENDING), ignore_errors=True)
-                continue
-            for older in self._steps(own)[: -self._keep]:
-                _delete(self._directories[own] / str(older))
+
+
+def _manifest(text: str) -> CheckpointManifest:
+    return CheckpointManifest.from_json(json.loads(text)["manifest"], "the snapshot")
 
 
 def _spell(manifest: CheckpointManifest, run: str) -> str:
     """Return the manifest as text, the same on every process."""
     return json.dumps({"run": run, "manifest": manifest.to_json()}, sort_keys=True)
-
-
-def _write(
-    path: pathlib.Path,
-    needed: int,
-    arrays: Mapping[str, np.ndarray],
-    texts: Mapping[str, str],
-) -> None:
-    """Write a step, and rename it into place when it is complete."""
-    pending = path.with_name(path.name + _PENDING)
-    shutil.rmtree(pending, ignore_errors=True)
-    pending.mkdir(parents=True)
-    if (free := shutil.disk_usage(pending).free) < 1.02 * needed:
-        raise OSError(
-            f"{free / 1e6:.1f} MB are free in {path.parent}, {needed / 1e6:.1f} MB are needed:"
-            " give the supervisor another directory with --snapshots"
-        )
-    for name, array in arrays.items():
-        np.save(pending / f"{name}.npy", array)
-    for name, text in texts.items():
-        (pending / f"{name}.json").write_text(text, encoding="utf-8")
-    checksums.write_list(pending)
-    _delete(path)
-    pending.rename(path)
-
-
-def _delete(path: pathlib.Path) -> None:
-    """Delete a step after renaming it, so that any step found is complete."""
-    if path.exists():
-        trash = path.with_name(f"{path.name}.deleted{_PENDING}")
-        shutil.rmtree(trash, ignore_errors=True)
-        path.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)

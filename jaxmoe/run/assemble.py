@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
 from jaxmoe.parameters import ParameterTable
+from jaxmoe.planning.abstract_step import abstract_state
 from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import Plan, make_plan
@@ -37,7 +38,7 @@ from jaxmoe.training.workers import (
 from jaxmoe.training.workers.between_jobs import BetweenJobs
 from sharding import axes as ax
 from sharding.distributed import batch_part, global_batch
-from sharding.mesh import MeshConfig, make_mesh
+from sharding.mesh import MeshConfig, make_mesh, named_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,12 @@ class Assembly:
             keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
         )
 
+    def state_shapes(self) -> TrainState:
+        """Return shapes and shardings of the state of a run without workers."""
+        keeps = self.plan.config.checkpoint.keeps_layer_norms
+        plan = self.plan.step_plan(self.execution)
+        return abstract_state(plan, self.mesh, keeps_layer_norms=keeps)
+
     def batch(self, step: int) -> Batch:
         """Return the training batch of one step, on the devices."""
         index, count = self.batch_part
@@ -191,6 +198,8 @@ def assemble(
     data: DataConfig | None = None,
     needs_data: bool = True,
     trains: bool = False,
+    source: Source | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Assembly:
     """Return everything a run needs, after all checks that need no compilation.
 
@@ -200,42 +209,26 @@ def assemble(
             run when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone where it can.
         trains: Whether the run is trained, so that an island takes its part of each batch.
+        source: Data that were read already; None reads them.
+        devices: Devices of the mesh; all of the job when None.
 
     Raises:
         ValueError: Sizes do not divide, the vocabulary is too small for the data, there are too few
             data, or the precision does not fit the attention.
     """
-    mesh_config = config.execution.mesh.resolve(jax.device_count())
+    devices = jax.devices() if devices is None else devices
+    mesh_config = config.execution.mesh.resolve(len(devices))
     execution = dataclasses.replace(config.execution, mesh=mesh_config)
     if execution.fold is not None:  # the rules of a fold need every size
         config = dataclasses.replace(config, execution=execution)
     plan = make_plan(config)
     for kind in plan.model.kinds:
         kind.mixer.check_precision(execution.precision)
-    mesh = make_mesh(mesh_config, fold=execution.fold, host_order=execution.host_order)
+    mesh = make_mesh(mesh_config, devices, fold=execution.fold, host_order=execution.host_order)
     training = config.training
-    sizes = dict(mesh.shape)
-    for _, rows in training.batch_sizes.stages:
-        number = accumulation_of(rows, training.batch_size, training.accumulation)
-        check_pipeline(plan.model, execution, number)
-        if training.skipping is not None:
-            form = training.accumulated_balance
-            training.skipping.check(plan.model, execution, number, form)
-    check_workers(plan.config, mesh_config, trains=trains)
-    if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
-        raise ValueError(
-            f"watch.gradients_every={every} compares gradients of whole layers, and"
-            f" execution.mesh.stage={execution.mesh.stage} separates them: set"
-            " watch.gradients_every to 0"
-        )
-    for rules in (execution.axis_rules, execution.state_layout.optimizer):
-        plan.table.check_divides(rules, sizes)
-    length = (training.sequence_length,)
-    execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
-    check_rows(plan.model.context, execution, training.sequence_length, sizes)
-    _check_batches(config, mesh_config)
-    _check_experts(plan, execution, mesh_config.batch_shards, sizes)
-    source = _source(config, data, needs_data=needs_data)
+    check_mesh(plan, execution, trains=trains)
+    if source is None:
+        source = _source(config, data, needs_data=needs_data)
     loader = Loader(
         source,
         batch_size=training.batch_size,
@@ -260,6 +253,39 @@ def assemble(
         assembly.check_replicas()
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
+
+
+def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
+    """Raise ValueError if a mesh does not divide batches, arrays, layers or experts.
+
+    Args:
+        plan: Plan of the run on this mesh.
+        execution: Execution with every size of the mesh filled in.
+        trains: Whether the run is trained on this mesh.
+    """
+    config, training, mesh_config = plan.config, plan.config.training, execution.mesh
+    names, counts = named_sizes(mesh_config, execution.fold)
+    sizes = dict(zip(names, counts, strict=True))
+    for _, rows in training.batch_sizes.stages:
+        number = accumulation_of(rows, training.batch_size, training.accumulation)
+        check_pipeline(plan.model, execution, number)
+        if training.skipping is not None:
+            form = training.accumulated_balance
+            training.skipping.check(plan.model, execution, number, form)
+    check_workers(config, mesh_config, trains=trains)
+    if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
+        raise ValueError(
+            f"watch.gradients_every={every} compares gradients of whole layers, and"
+            f" execution.mesh.stage={execution.mesh.stage} separates them: set"
+            " watch.gradients_every to 0"
+        )
+    for rules in (execution.axis_rules, execution.state_layout.optimizer):
+        plan.table.check_divides(rules, sizes)
+    length = (training.sequence_length,)
+    execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
+    check_rows(plan.model.context, execution, training.sequence_length, sizes)
+    _check_batches(config, mesh_config)
+    _check_experts(plan, execution, mesh_config.batch_shards, sizes)
 
 
 def _check_batches(config: PretrainConfig, mesh_config: MeshConfig) -> None:
@@ -347,9 +373,9 @@ def entropy_floor(assembly: Assembly) -> float | None:
     return training.objective.entropy_floor(assembly.source, training.sequence_length)
 
 
-def describe_devices(mesh: Mesh) -> list[str]:
-    """Return the devices of a mesh as strings, for environment.json."""
-    return [f"{device.platform}:{device.id} {device.device_kind}" for device in mesh.devices.flat]
+def describe_devices(devices: Iterable[jax.Device]) -> list[str]:
+    """Return devices as strings, for environment.json."""
+    return [f"{device.platform}:{device.id} {device.device_kind}" for device in devices]
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:

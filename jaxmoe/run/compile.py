@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
+
 from jaxmoe.data import Batch
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.training.batch_ramp import accumulation_of
@@ -17,12 +19,12 @@ CompiledStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
 
 def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> CompiledStep:
-    """Compile the train step, once for each batch size that is still to come.
+    """Compile the train step on its mesh, once for each batch size that is still to come.
 
     Args:
         assembly: Plan, devices and data of the run.
         first_step: Number of steps already done.
-        state: State whose shapes and shardings the programs take; not donated.
+        state: State whose shapes and shardings the programs take, or these alone; not donated.
     """
     training = assembly.plan.config.training
     programs = {}
@@ -32,7 +34,8 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
         if end <= first_step:
             continue
         number = accumulation_of(rows, training.batch_size, training.accumulation)
-        step_function = assembly.jitted_step(number)
-        batch = assembly.batch(max(first, first_step))
-        programs[batch.tokens.shape[0]] = step_function.lower(state, batch).compile()
+        with jax.set_mesh(assembly.mesh):
+            step_function = assembly.jitted_step(number)
+            batch = assembly.batch(max(first, first_step))
+            programs[batch.tokens.shape[0]] = step_function.lower(state, batch).compile()
     return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)

@@ -20,6 +20,7 @@
         lineage.json       how the run was extended, or which run it began from
         bad_data/          the batches of refused steps, and results of experiments.replay
         goodput.jsonl      seconds of each start, by kind
+        resize.json        a request for another mesh (experiments.resize); answers: resizes.json
         summary.json       the numbers of the finished (or stopped) run
         profile/           the trace of --profile.steps
         trials.jsonl       of a comparison: one object per finished trial
@@ -110,6 +111,10 @@ class RunDirectory:
     """Measured times of the links between devices."""
     goodput_file = _Path("goodput.jsonl")
     """Seconds that each start of the run spent, by kind."""
+    resize_file = _Path("resize.json")
+    """Request for another mesh, until the run has answered it."""
+    resizes_file = _Path("resizes.json")
+    """What became of each request for another mesh."""
     profile_directory = _Path("profile")
     """Trace of `--profile.steps`."""
     traces_directory = _Path("traces")
@@ -169,11 +174,7 @@ class RunDirectory:
             remove_leftovers(place)
 
     def fence(self) -> None:
-        """Return if this process holds the directory.
-
-        Raises:
-            LeaseLostError: It does not, or no longer; names the holder.
-        """
+        """Raise LeaseLostError, with the holder, unless this process holds the directory."""
         if self._lease is None:
             raise LeaseLostError(f"run.directory={self.path} is not held by this process")
         self._lease.fence()
@@ -289,54 +290,51 @@ class RunDirectory:
         return found if isinstance(found, dict) else None
 
     def skipped(self) -> Any:
-        """Return the content of `skipped.json`; empty without a rollback.
-
-        Raises:
-            ValueError: The file is damaged.
-        """
+        """Return the content of `skipped.json`; empty without a rollback; ValueError if damaged."""
         return self._read(self.skipped_file) if self.skipped_file.exists() else []
 
     def write_skipped(self, windows: list[list[int]]) -> None:
-        """Write `skipped.json`.
+        """Write `skipped.json`; a ValueError if that is not possible.
 
         Args:
             windows: As `jaxmoe.data.SkippedRows.to_json` gives them.
-
-        Raises:
-            ValueError: If the file cannot be written.
         """
         self._write(self.skipped_file, windows)
 
     def lineage(self) -> Any:
-        """Return the content of `lineage.json`; empty for a run that began anew.
-
-        Raises:
-            ValueError: The file is damaged.
-        """
+        """Return the content of `lineage.json`; empty for a new run; ValueError if damaged."""
         return self._read(self.lineage_file) if self.lineage_file.exists() else []
 
     def write_lineage(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Write `lineage.json`.
+        """Write `lineage.json`; a ValueError if that is not possible.
 
         Args:
             events: As `jaxmoe.run.provenance.lineage` makes them.
-
-        Raises:
-            ValueError: The file cannot be written.
         """
         self._write(self.lineage_file, events)
 
-    def write_environment(self, devices: Sequence[str], compute: str | None = None) -> None:
+    def write_resizes(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Write `resizes.json`; a ValueError if that is not possible.
+
+        Args:
+            events: As `jaxmoe.run.elastic.request` makes them.
+        """
+        self._write(self.resizes_file, events)
+
+    def write_environment(
+        self, devices: Sequence[str], compute: str | None = None, **more: Any
+    ) -> None:
         """Record what this start runs on.
 
         Args:
             devices: Names of the devices.
             compute: Dtype of matrix products; None where nothing is multiplied.
+            more: Further JSON values by name.
 
         Raises:
             ValueError: The file cannot be written.
         """
-        self._write(self.environment_file, describe_environment(devices, compute))
+        self._write(self.environment_file, describe_environment(devices, compute, **more))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`.

@@ -20,12 +20,15 @@ VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that change what a run computes; no others are recorded."""
 
 
-def describe_environment(devices: Sequence[str], compute: str | None = None) -> dict[str, Any]:
+def describe_environment(
+    devices: Sequence[str], compute: str | None = None, **more: Any
+) -> dict[str, Any]:
     """Return what this start runs on, as JSON.
 
     Args:
         devices: Names of the devices.
         compute: Dtype of matrix products; None where nothing is multiplied.
+        more: Further JSON values by name.
     """
     return {
         "started": _now(),
@@ -38,6 +41,7 @@ def describe_environment(devices: Sequence[str], compute: str | None = None) -> 
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": list(devices),
         **({} if compute is None else {"compute": compute}),
+        **more,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "commit": _commit(),
     }

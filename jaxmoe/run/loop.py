@@ -6,24 +6,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from typing import TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.resilience.hooks import SnapshotHook
 from jaxmoe.resilience.recompute import RecomputedStep
-from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.hooks import make_hooks
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.results import TrainedStep
 from jaxmoe.training.hooks import Trace
-from jaxmoe.training.loop import LoopResult, run_loop
+from jaxmoe.training.loop import LoopResult, Stop, run_loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.stopwatch import LOOP
 from sharding.distributed import agree
+
+Result = TypeVar("Result")
+Steps = Generator[TrainedStep, bool | None, Result]
+"""Generator of trained steps; a true value sent to it stops the run."""
 
 
 def run_steps(
@@ -33,10 +38,10 @@ def run_steps(
     state: TrainState,
     saving: CheckpointHook,
     trace: Trace | None,
-    stop: StopRequest,
+    stop: Stop,
     watches: Watches,
     snapshots: SnapshotHook | None = None,
-) -> Generator[TrainedStep, bool | None, LoopResult]:
+) -> Steps[LoopResult]:
     """Train from one step to the last, with evaluation, checkpoints and reports between steps.
 
     Args:
@@ -46,7 +51,7 @@ def run_steps(
         state: State after these steps; donated.
         saving: Hook that saves checkpoints.
         trace: Profile of some steps; None without one.
-        stop: Request to save and stop, read after every step.
+        stop: Request to end the loop, read after every step.
         watches: Comparisons of processes and workers, and the clock of the run.
         snapshots: Hook that keeps snapshots in memory; None without one.
 
@@ -128,3 +133,21 @@ def save_last(result: LoopResult, saving: CheckpointHook, checkpoints: Checkpoin
                 return False
     is_there = jax.process_index() != 0 or checkpoints.latest_step() == result.step
     return not agree(not (checkpoints.finish() and is_there))
+
+
+def in_mesh(mesh: Mesh, steps: Steps[Result]) -> Steps[Result]:
+    """Run a generator with `mesh` current, and the caller's mesh whenever it is suspended.
+
+    Args:
+        mesh: Mesh of the steps.
+        steps: Generator to run.
+    """
+    sent: bool | None = None
+    with contextlib.closing(steps):
+        while True:
+            with jax.set_mesh(mesh):
+                try:
+                    step = steps.send(sent)
+                except StopIteration as end:
+                    return end.value
+            sent = yield step

@@ -94,6 +94,16 @@ class Watches:
             )
         return hooks
 
+    def on_mesh(self, assembly: Assembly) -> None:
+        """Go on with the workers of another mesh.
+
+        Args:
+            assembly: Plan, devices and data of the steps that follow.
+        """
+        self._assembly = assembly
+        self._losses, self._norms = OutlierWatch(_LOSSES), OutlierWatch(_PROBES)
+        self.reporter.on_mesh(assembly)
+
     def timed(self, hook: Hook, kind: str) -> Hook:
         """Return a hook whose time counts as `kind`.
 

@@ -125,6 +125,15 @@ class Reporter:
         self.close()
         self._open(step)
 
+    def on_mesh(self, assembly: Assembly) -> None:
+        """Go on with the devices of another mesh, from which the mean speed is counted again.
+
+        Args:
+            assembly: Plan, devices and data of the steps that follow.
+        """
+        self._assembly = assembly
+        self._seconds = self._tokens = 0.0
+
     @property
     def is_live(self) -> bool:
         """Whether the console is a live view, which needs metrics about once a second."""
@@ -225,12 +234,12 @@ class Reporter:
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean over this start, without evaluation and saving."""
+        """Mean over this start, on its last mesh, without evaluation and saving."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     @property
     def mfu(self) -> float | None:
-        """Mean model FLOPs utilisation over this start; None on devices of unknown peak."""
+        """Mean model FLOPs utilisation over the same steps; None on devices of unknown peak."""
         return self._utilization(self.tokens_per_second)
 
     @property

@@ -16,6 +16,8 @@ set aside.
 After `training.rollbacks` windows the run ends as diverged. Every process decides from the same
 metrics and records; the first one writes. Learning rate, clipping and the order of the data after
 the window do not change.
+
+A resize (`jaxmoe/run/elastic`) also ends the loop: the next one has another mesh.
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ from jaxmoe.data import Loader
 from jaxmoe.errors import configuration_errors
 from jaxmoe.messages import say
 from jaxmoe.resilience.snapshot import SnapshotStore
-from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.diagnostics.refused_batches import dump_batches
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.elastic.resizing import Moved, Resizing
 from jaxmoe.run.hooks import make_saving, make_trace
-from jaxmoe.run.loop import run_steps
+from jaxmoe.run.loop import in_mesh, run_steps
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.recovery import record_averaged
 from jaxmoe.run.restore import Begun, Lineage, make_snapshots
 from jaxmoe.run.results import TrainedStep
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import LoopResult
-from jaxmoe.training.stopwatch import COMPILE, RESTORE
+from jaxmoe.training.stopwatch import COMPILE, RESIZE, RESTORE
 from sharding.coordination import barrier
 from sharding.distributed import agree
 
@@ -69,10 +71,10 @@ def train_with_rollback(
     checkpoints: CheckpointManager,
     snapshots: SnapshotStore | None,
     compiled: CompiledStep,
-    stop: StopRequest,
+    resizing: Resizing,
     watches: Watches,
 ) -> Generator[TrainedStep, bool | None, Trained]:
-    """Train, and after too many refused steps in a row once more from an earlier step.
+    """Train; go on on another mesh, or after too many refused steps in a row from an earlier step.
 
     Args:
         directory: Run directory.
@@ -80,7 +82,7 @@ def train_with_rollback(
         checkpoints: Checkpoint manager of the run.
         snapshots: Snapshots of this process; deleted at a rollback. None without any.
         compiled: Train step from `compile_steps`.
-        stop: Request to save and stop.
+        resizing: Request to save and stop, or to go on on another mesh.
         watches: Comparisons of this start, whose reporter is left open.
 
     Yields:
@@ -101,11 +103,21 @@ def train_with_rollback(
         if trace is None or not trace.is_written:
             trace = make_trace(directory, config, first_step)
         kept = make_snapshots(assembly, snapshots, reporter)
-        result = yield from run_steps(
-            assembly, compiled, first_step, state, saving, trace, stop, watches, kept
+        resizing.begin(assembly, first_step, state)
+        steps = run_steps(
+            assembly, compiled, first_step, state, saving, trace, resizing, watches, kept
         )
+        result = yield from in_mesh(assembly.mesh, steps)
         if snapshots is not None:
             snapshots.finish()
+        if result.status == "resized":
+            leaves, first_step = jax.tree.leaves(result.state), result.step
+            del state, result, steps  # so that the devices hold one state only
+            moved = _moved(resizing, leaves, first_step, watches)
+            assembly, compiled, state = moved.assembly, moved.compiled, moved.state
+            compiled_from = first_step
+            del moved
+            continue
         ended = Trained(assembly=assembly, result=result, saving=saving, trace=trace)
         if result.refused is None:
             return ended
@@ -123,11 +135,7 @@ def train_with_rollback(
         checkpoints.finish()
         if snapshots is not None:
             snapshots.keep_only(None)
-        watches.watchdog.beat("restoring")
-        with configuration_errors(), spent.on(RESTORE):
-            again = lineage.restore_or_start(assembly, checkpoints, target=target)
-        if again.averaged is not None and jax.process_index() == 0:
-            record_averaged(directory, again.averaged)
+        again = _restored(lineage, assembly, checkpoints, target, directory, watches)
         assembly, first_step, state = again.assembly, again.step, again.state
         if first_step < compiled_from:
             watches.watchdog.beat("compiling")
@@ -137,6 +145,32 @@ def train_with_rollback(
             barrier("before the steps that follow", assembly.plan.config.processes.first)
         reporter.go_back(first_step)
         say(_rollback_message(directory, assembly, refused, first_step))
+
+
+def _moved(resizing: Resizing, leaves: list[Any], step: int, watches: Watches) -> Moved:
+    """Return the run on its new mesh, which the watches follow."""
+    watches.watchdog.beat("resizing", step)
+    with watches.spent.on(RESIZE):
+        moved = resizing.move(leaves, step)
+    watches.on_mesh(moved.assembly)
+    return moved
+
+
+def _restored(
+    lineage: Lineage,
+    assembly: Assembly,
+    checkpoints: CheckpointManager,
+    target: Any,
+    directory: RunDirectory,
+    watches: Watches,
+) -> Begun:
+    """Return the newest state of a lineage after a rollback."""
+    watches.watchdog.beat("restoring")
+    with configuration_errors(), watches.spent.on(RESTORE):
+        begun = lineage.restore_or_start(assembly, checkpoints, target=target)
+    if begun.averaged is not None and jax.process_index() == 0:
+        record_averaged(directory, begun.averaged)
+    return begun
 
 
 def _jump(directory: RunDirectory, loader: Loader, refused: tuple[int, int]) -> Lineage | None:

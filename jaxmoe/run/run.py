@@ -45,11 +45,12 @@ from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import at_execution, describe_precision, on_data, restore_run, saved_config
+from jaxmoe.run.loop import Steps
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
 from jaxmoe.run.results import EvaluateResult, TrainedStep, TrainResult
 from jaxmoe.run.supervision import Supervision, library_supervision
-from jaxmoe.run.train import Steps, train_steps
+from jaxmoe.run.train import train_steps
 from jaxmoe.tracking.jsonl import Series, read_metrics
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.loop import drain

@@ -17,11 +17,8 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Generator
-from typing import TypeVar
 
 import jax
-from jax.sharding import Mesh
 
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
 from jaxmoe.errors import configuration_errors
@@ -31,12 +28,15 @@ from jaxmoe.messages import say
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.resilience.snapshot import SnapshotStore
-from jaxmoe.run.assemble import assemble, describe_devices
+from jaxmoe.run.assemble import assemble
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.elastic.request import Resized
+from jaxmoe.run.elastic.resizing import Resizing, record_devices
+from jaxmoe.run.elastic.shrink import fitted
 from jaxmoe.run.load import check_trains
-from jaxmoe.run.loop import has_state, save_last
+from jaxmoe.run.loop import Steps, has_state, save_last
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
@@ -48,17 +48,13 @@ from jaxmoe.run.reporting.advice import divergence_advice
 from jaxmoe.run.reporting.finish import finish_run
 from jaxmoe.run.reporting.header import nothing_to_do, print_header
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
-from jaxmoe.run.results import TrainedStep, TrainResult
+from jaxmoe.run.results import TrainResult
 from jaxmoe.run.rollback import Trained, train_with_rollback
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE, START
 from sharding.coordination import barrier
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-Steps = Generator[TrainedStep, bool | None, Result]
-"""Generator of trained steps; a true value sent to it stops the run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +74,8 @@ class _Ended:
 
     trained: Trained
     watches: Watches
+    resizes: tuple[Resized, ...]
+    """Changes of the mesh."""
     compile_seconds: float
     started: float
     """Reading of `time.perf_counter` when the run was prepared."""
@@ -128,8 +126,7 @@ def train_steps(
     print_header(name, directory, begun.assembly, begun.step)
     if begun.origin is not None:
         say(f"restored {begun.origin}")
-    steps = _train_prepared(name, directory, prepared, supervision)
-    ended = yield from _in_mesh(begun.assembly.mesh, steps)
+    ended = yield from _train_prepared(name, directory, prepared, supervision)
     if isinstance(ended, TrainResult):
         return ended
     return _finish(name, directory, begun, ended, supervision)
@@ -158,7 +155,8 @@ def prepare(
     check_packages(config.tracking)
     check_agreement(config, config.processes.barrier)
     check_trains(directory, config)
-    assembly = assemble(config, trains=True)
+    config, devices = fitted(config)
+    assembly = assemble(config, trains=True, devices=devices)
     is_first = jax.process_index() == 0
     if is_first:
         step_plan = assembly.plan.step_plan(assembly.execution)
@@ -201,8 +199,7 @@ def prepare(
             record_source(directory, begun.source, config)
         keep_tokenizer(directory, config, assembly.source)
         keep_partition(directory, assembly.source)
-        compute = assembly.execution.precision.compute_dtype.name
-        directory.write_environment(describe_devices(assembly.mesh), compute)
+        record_devices(directory, assembly)
     return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots, island=island)
 
 
@@ -251,12 +248,14 @@ def _train_prepared(
     watchdog, stopwatch = supervision.watchdog, supervision.stopwatch
     joined = None
     if prepared.island is not None:
-        joined = _join(prepared.island, begun, supervision)
+        with jax.set_mesh(begun.assembly.mesh):
+            joined = _join(prepared.island, begun, supervision)
         begun = joined[0]
     with configuration_errors(), directory.usable():
         reporter = Reporter(name, directory, begun.assembly, begun.step)
         watches = Watches(directory, begun.assembly, reporter, stopwatch, begun.step, watchdog)
-    with contextlib.closing(reporter):
+    resizing = Resizing(supervision.stop, directory, reporter.watched)
+    with contextlib.closing(reporter), contextlib.closing(resizing):
         if joined is None:
             compiled, compile_seconds = _compile(begun, supervision)
         else:
@@ -270,7 +269,7 @@ def _train_prepared(
                 checkpoints,
                 prepared.snapshots,
                 compiled,
-                supervision.stop,
+                resizing,
                 watches,
             )
         except LeaseLostError:  # raised during a rollback
@@ -282,7 +281,7 @@ def _train_prepared(
     if result.status in ("preempted", "interrupted") and has_state(result):
         say(f"{result.status}: saving step {result.step} (a second signal ends at once)")
     try:
-        with stopwatch.on(CHECKPOINT):
+        with stopwatch.on(CHECKPOINT), jax.set_mesh(trained.assembly.mesh):
             is_saved = save_last(result, trained.saving, checkpoints)
     except LeaseLostError:
         return _taken_over(directory, result.step, reporter)
@@ -293,6 +292,7 @@ def _train_prepared(
     return _Ended(
         trained=trained,
         watches=watches,
+        resizes=tuple(resizing.done),
         compile_seconds=compile_seconds,
         started=started,
         checkpoint_step=checkpoints.latest_step(),
@@ -317,6 +317,7 @@ def _finish(
         "goodput": watches.goodput(),
         "warnings": watches.warnings,
         "averaged": averaged_events(directory),
+        "resizes": [dataclasses.asdict(event) for event in ended.resizes],
     }
     supervision.watchdog.beat("writing the report")
     with supervision.stopwatch.on(FINISH):
@@ -355,16 +356,3 @@ def _taken_over(
     except (LeaseLostError, OSError) as error:
         reason = str(error)
     return TrainResult(status="taken_over", step=step, checkpoint_step=None, message=reason)
-
-
-def _in_mesh(mesh: Mesh, steps: Steps[Result]) -> Steps[Result]:
-    """Run a generator with `mesh` current, and the caller's mesh whenever it is suspended."""
-    sent: bool | None = None
-    with contextlib.closing(steps):
-        while True:
-            with jax.set_mesh(mesh):
-                try:
-                    step = steps.send(sent)
-                except StopIteration as end:
-                    return end.value
-            sent = yield step

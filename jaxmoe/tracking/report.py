@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes `report.html`: a run on one self-contained page.
 
-Charts and images are embedded, nothing is fetched, and the only script moves the slider of the load
-map. Sections: cards, command and machine, loss, learning rate and gradient norm, router, time,
-pipeline, samples, lineage, all numbers, config, terms. The contents are arguments;
-`jaxmoe/run/report.py` reads the files.
+Charts and images are embedded, nothing is fetched; one script moves the slider of the load map.
+Sections: cards, command and machine, loss, learning rate and gradient norm, router, time, pipeline,
+samples, lineage, all numbers, config, terms. `jaxmoe/run/reporting/report.py` reads the files.
 
 To add a section: append it in `write_report` in `jaxmoe/tracking/report.py`.
 """
@@ -74,6 +73,7 @@ TIME_ROWS = {
     "start": "imports, reading data, building the model and its initial values",
     "restore": "reading a checkpoint",
     "compile": "compiling the training step",
+    "resize": "moving the state to another mesh",
     "finish": "samples, plots and this report",
     "down": "from the end of a killed start to the next start",
     "preempted": "from SIGTERM to the next start",

@@ -30,10 +30,18 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 Status = Literal[
-    "done", "preempted", "interrupted", "diverged", "corrupted", "taken_over", "not_saved"
+    "done",
+    "preempted",
+    "interrupted",
+    "diverged",
+    "corrupted",
+    "taken_over",
+    "not_saved",
+    "resized",
 ]
+"""How a loop ended. After "resized" the run goes on with another loop, on another mesh."""
 
-StopReason = Literal["preempted", "interrupted", "taken_over"]
+StopReason = Literal["preempted", "interrupted", "taken_over", "resized"]
 
 
 @runtime_checkable
@@ -245,7 +253,7 @@ def run_loop(
         status = reason if reason and step < last_step else status
         with stopwatch.on(HOOKS):
             is_left = yield step, metrics
-        if is_left and status == "done" and step < last_step:
+        if is_left and status in ("done", "resized") and step < last_step:
             waiting.finish()
             status = "interrupted"
     refused = waiting.refused if status == "diverged" else None

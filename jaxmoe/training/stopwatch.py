@@ -29,6 +29,7 @@ from typing import Final
 START: Final = "start"  # imports, data, initial state, files of the run
 RESTORE: Final = "restore"  # state of a checkpoint or snapshot
 COMPILE: Final = "compile"
+RESIZE: Final = "resize"  # moving the state to another mesh
 DATA: Final = "data"  # waiting for the next batch and placing it on the devices
 DISPATCH: Final = "dispatch"  # calling the compiled step; blocks when too many are in flight
 WAIT: Final = "wait"  # blocking on results of the devices or on other processes

@@ -49,6 +49,7 @@ LINES = {
         ("tiny", "--checkpoint.initial", BUCKET),
     ],
     "replay": [IN_RUN],
+    "resize": [("--mesh.data", "2", *IN_RUN)],
     "report": [(BUCKET,), IN_RUN],
     "routers": [IN_RUN],
     "transfer": [IN_RUN],

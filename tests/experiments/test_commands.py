@@ -32,7 +32,7 @@ COMMANDS = {
         "evaluate_tasks",
     ),
     *("gates", "generate", "launch", "outer", "place", "plan", "precision", "pretrain", "replay"),
-    *("report",),
+    *("report", "resize"),
     *("routers", "transfer"),
 }
 PARTS = {

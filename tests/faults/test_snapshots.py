@@ -33,10 +33,11 @@ from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
 CONFIG = {"model": "small"}
 
 
-def _state(seed=0, data=4, tensor=2):
+def _state(seed=0, data=4, tensor=2, shape=(16, 6)):
     """Arrays sharded over all, some and no devices, of every element width, and a key."""
-    key, mesh = jax.random.key(seed), make_mesh(MeshConfig(data=data, tensor=tensor))
-    bits = jax.random.bits(key, (16, 6), jnp.uint32)
+    devices = jax.devices()[: data * tensor]
+    key, mesh = jax.random.key(seed), make_mesh(MeshConfig(data=data, tensor=tensor), devices)
+    bits = jax.random.bits(key, shape, jnp.uint32)
     arrays = {
         "cut": (bits.view(jnp.float32), PartitionSpec("data", "tensor")),
         "pieces": (bits[:, :5].astype(jnp.uint8), PartitionSpec("data")),
@@ -62,7 +63,9 @@ def _store(directory, run="run", processes=4):
     """One process that stands for several with two devices each."""
     own = {process: directory / f"process{process}" for process in range(processes)}
     per_process = jax.device_count() // processes
-    return SnapshotStore(own, run=run, process_of=lambda device: device.id // per_process)
+    last = processes - 1  # has the devices that are left, where their number does not divide
+    process_of = lambda device: min(device.id // per_process, last)  # noqa: E731
+    return SnapshotStore(own, run=run, process_of=process_of)
 
 
 def _save(store, *steps):
@@ -111,6 +114,57 @@ def test_lost_host_is_rebuilt_from_parity(tmp_path, lost):
     _is_same(again.state, _state(9))
 
 
+# Processes and mesh that saved, those that restore, and the saved part that each of these finds.
+MOVES = {
+    "another mesh": ((4, 4, 2), (4, 8, 1), (0, 1, 2, 3)),
+    "another mesh, one lost": ((4, 4, 2), (4, 2, 4), (0, 1, None, 3)),
+    "four to three": ((4, 4, 2), (3, 3, 2), (0, 1, 2)),
+    "four to three, the first lost": ((4, 4, 2), (3, 6, 1), (1, 2, 3)),
+    "four to three, in another order": ((4, 8, 1), (3, 2, 3), (3, 0, 2)),
+    "two to four": ((2, 4, 2), (4, 8, 1), (0, 1, None, None)),
+    "two to four, one lost": ((2, 8, 1), (4, 4, 2), (None, 1, None, None)),
+    "one to two": ((1, 2, 4), (2, 4, 2), (0, None)),
+    "two to one, one lost": ((2, 4, 2), (1, 1, 4), (1,)),
+}
+
+
+def _moved(tmp_path, name):
+    """The state that another layout finds, and the state that was saved."""
+    (saved, *mesh), (processes, *other), parts = MOVES[name]
+    store, wide = _store(tmp_path / "saved", processes=saved), {"shape": (48, 12)}
+    for step in (3, 6):
+        state = _state(step, *mesh, **wide)
+        store.save(step, state, config=CONFIG, data={"step": step})
+    store.finish()
+    for process, part in enumerate(parts):
+        if part is not None:
+            shutil.copytree(
+                tmp_path / "saved" / f"process{part}", tmp_path / "found" / f"process{process}"
+            )
+    found = _store(tmp_path / "found", processes=processes).restore_newest(
+        _state(0, *other, **wide)
+    )
+    return found, _state(6, *other, **wide)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_snapshots_restore_on_another_mesh_or_other_processes(tmp_path, name):
+    """Arrays are bit-equal; a lost part is rebuilt from the parity of those that saved."""
+    (saved, *_), _, parts = MOVES[name]
+    lost = next((part for part in range(saved) if part not in parts), None)
+    found, wanted = _moved(tmp_path, name)
+    assert (found.step, found.rebuilt, found.saved_by) == (6, lost, saved)
+    _is_same(found.state, wanted)
+    assert f"step 6 from snapshots in memory of {saved} processes on another mesh" in found.words
+
+
+def test_two_lost_parts_are_not_restored_on_another_mesh(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(MOVES, "too many lost", ((4, 4, 2), (2, 4, 1), (0, 3)))
+    found, _ = _moved(tmp_path, "too many lost")
+    assert found is None
+    assert "step 6: 2 of 4 processes (1, 2) have lost their snapshots" in caplog.text
+
+
 @pytest.mark.parametrize("file", ["words.npy", "parity.npy", "manifest.json", "files.json"])
 def test_damaged_snapshot_counts_as_lost(tmp_path, caplog, file):
     _save(_store(tmp_path), 3)
@@ -156,17 +210,18 @@ def test_corrupt_snapshot_is_never_restored(tmp_path, caplog):
     assert "step 6: the snapshot of step 6 in memory is damaged: 1 of 6 arrays" in caplog.text
 
 
-def test_snapshots_of_another_run_or_mesh_are_ignored(tmp_path, caplog):
+def test_snapshots_of_another_run_or_state_are_ignored(tmp_path, caplog):
     _save(_store(tmp_path), 3)
     assert _store(tmp_path, run="other").restore_newest(_state()) is None
     assert "it is of another run, or of another config" in caplog.text
     caplog.clear()
-    assert _store(tmp_path).restore_newest(_state(data=8, tensor=1)) is None
-    assert "it is of another mesh, another state or other processes" in caplog.text
-    caplog.clear()
-    assert _store(tmp_path, processes=2).restore_newest(_state()) is None
-    assert "it is of another mesh, another state or other processes" in caplog.text
-    _save(_store(tmp_path, processes=1), 4)  # a single process keeps one without parity
+    other = {name: leaf for name, leaf in _state(data=8, tensor=1).items() if name != "half"}
+    assert _store(tmp_path).restore_newest(other) is None
+    assert "half: in the checkpoint, not in the target" in caplog.text
+
+
+def test_a_single_process_keeps_a_snapshot_without_parity(tmp_path):
+    _save(_store(tmp_path, processes=1), 4)
     found = _restore(_store(tmp_path, processes=1))
     assert (found.step, found.rebuilt) == (4, None)
 

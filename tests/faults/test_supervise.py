@@ -86,6 +86,57 @@ def test_silent_process_counts_as_hung(tmp_path):
     assert "they hang" in summary["starts"][0]["cause"]
 
 
+# The process of place 1 is killed in every start in which it is; of fewer than three, the others
+# wait until they are asked to save.
+SHRINKING = """
+import os, pathlib, signal, sys, time
+place, marks = pathlib.Path(os.environ["JAXMOE_SNAPSHOTS"]).name, pathlib.Path(sys.argv[1])
+number = int(os.environ.get("JAX_NUM_PROCESSES", 1))
+print(place, number, os.environ["JAXMOE_ELASTIC"], flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+if place == "process1" and len(list(marks.iterdir())) < 2:
+    (marks / str(os.getpid())).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if number == int(sys.argv[2]):
+    sys.exit(2)
+if number < 3 and len(sys.argv) > 3 or len(list(marks.iterdir())) < 2:
+    time.sleep(600)
+"""
+
+
+def _shrink(tmp_path, *words, more=()):
+    script, marks = tmp_path / "toy.py", tmp_path / "marks"
+    script.write_text(SHRINKING)
+    marks.mkdir()
+    command = shlex.join([sys.executable, str(script), str(marks), *words])
+    given = ["--supervise", "--processes", "3", "--grace", "1", "--command", command]
+    given += ["--elastic", "shrink", *more]
+    code = launch.main([*given, "--run.directory", str(tmp_path / "run")])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    return code, [(start["code"], start["processes"]) for start in summary["starts"]]
+
+
+def test_a_process_that_is_lost_twice_is_left_out(tmp_path, capsys):
+    """The others keep their memory under other numbers."""
+    code, starts = _shrink(tmp_path, "0")
+    assert code == ExitCode.DONE and starts == [(137, 3), (137, 3), (0, 2)]
+    logs = [(tmp_path / "run" / f"start3-process{i}.log").read_text() for i in (0, 1)]
+    assert logs == ["process0 2 shrink\n", "process2 2 shrink\n"]
+    assert "place 1 is left out: 2 of 3 processes go on" in capsys.readouterr().out
+
+
+def test_fewer_processes_are_tried_where_two_cannot_share_the_batch(tmp_path):
+    code, starts = _shrink(tmp_path, "2")
+    assert code == ExitCode.DONE and starts == [(137, 3), (137, 3), (2, 2), (0, 1)]
+
+
+def test_all_processes_are_tried_again_after_a_while(tmp_path, capsys):
+    more = ("--elastic.retry", "2")
+    code, starts = _shrink(tmp_path, "0", "waits", more=more)
+    assert code == ExitCode.DONE and starts == [(137, 3), (137, 3), (75, 2), (0, 3)]
+    assert "supervisor: all 3 processes are tried again" in capsys.readouterr().out
+
+
 def test_signals_are_forwarded(tmp_path):
     script = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
@@ -204,6 +255,10 @@ def test_snapshots_fall_back_to_the_temporary_directory(tmp_path, capsys, monkey
             "first_process=1 and processes=1 must lie within",
         ),
         (("--coordinator", "node0"), "JAX_COORDINATOR_ADDRESS=node0 is not host:port"),
+        (
+            ("--coordinator", "node0:1", "--num_processes", "4", "--elastic", "shrink"),
+            "elastic=shrink leaves out processes of this host, and num_processes=4 are on several",
+        ),
     ],
 )
 def test_bad_input(tmp_path, capsys, more, message):

@@ -94,6 +94,7 @@ def summarise(
         "profile": facts.get("profile"),
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
+        "resizes": facts.get("resizes", []),
         **averaged,
     }
 

@@ -1,0 +1,144 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Moves a training run to another mesh while it trains.
+
+    python -m experiments.resize --run.directory runs/pretrain/tiny --mesh.data 6
+    python -m experiments.resize --run.directory runs/pretrain/tiny --without 6 7
+
+Writes resize.json into the run directory, after checking it, and waits for the run to answer. The
+run compiles the step for the new mesh while it trains on, moves its state from the devices to the
+devices, and goes on with the next batch; the global batch and its rows stay. Axes that are not
+given keep their sizes; with `--without` alone, `data` becomes the largest size that fits the
+devices that stay. A restart uses the mesh of its own command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.cli import flags
+from experiments.cli.exit import run_command
+from experiments.cli.exit_codes import ExitCode
+from experiments.cli.output import write
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.elastic.request import (
+    AxisSizes,
+    Place,
+    ResizeRequest,
+    check_resized,
+    read_resizes,
+    resolve,
+    write_request,
+)
+from sharding.mesh import MeshConfig
+
+_POLL_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRunConfig:
+    """Run that trains."""
+
+    directory: str = "runs/pretrain/tiny"
+    """Run directory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResizeConfig:
+    """Run, and the mesh on which it is to go on."""
+
+    run: TrainingRunConfig = TrainingRunConfig()
+    """Run that trains."""
+    mesh: AxisSizes = AxisSizes()
+    """Sizes of the mesh axes that change."""
+    without: tuple[int, ...] = ()
+    """Ids of devices to leave out, such as a slow one."""
+    wait: float = 600.0
+    """Seconds to wait for the answer of the run; 0 returns when the request is written."""
+
+    def __post_init__(self):
+        if self.wait < 0:
+            raise ValueError(f"wait={self.wait} must be 0 seconds or more")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    prog = "python -m experiments.resize"
+    config = flags.parse_flags(ResizeConfig(), argv, prog, __doc__ or "")
+    with flags.exit_on_bad_configuration():
+        directory = RunDirectory(config.run.directory)
+        request = ResizeRequest(
+            mesh=config.mesh, without=config.without, name=f"resize-{uuid.uuid4().hex[:8]}"
+        )
+        mesh, devices = check_request(directory, request)
+        write_request(directory, request)
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.by_axis.items() if size > 1)
+    write(f"requested: mesh {sizes or 'of one device'}, {len(devices)} devices")
+    if not config.wait:
+        return int(ExitCode.DONE)
+    answer = wait_for_answer(directory, request.name, config.wait)
+    if answer is None:
+        flags.fail(
+            f"the run has not answered within {config.wait:g} s: {directory.resize_file} waits for"
+            " it; a run reads it between two steps, also when it is started again"
+        )
+    if answer["status"] == "refused":
+        flags.fail(answer["message"])
+    write(answer["message"])
+    return int(ExitCode.DONE)
+
+
+def check_request(
+    directory: RunDirectory, request: ResizeRequest
+) -> tuple[MeshConfig, tuple[int, ...]]:
+    """Return the mesh and the ids of the devices that a run will use, as far as its files show.
+
+    Args:
+        directory: Directory of the run.
+        request: Mesh wanted.
+
+    Raises:
+        ValueError: There is no run, or it cannot use the mesh.
+    """
+    config = directory.load_config(PretrainConfig)
+    recorded = directory.environment() or {}
+    if "mesh" not in recorded:
+        raise ValueError(
+            f"{directory.environment_file} does not name the devices of a run that trains: resume"
+            " the run, and ask again"
+        )
+    names = [*recorded["devices"], *recorded.get("spare_devices", [])]
+    ids = sorted(int(name.split()[0].partition(":")[2]) for name in names)
+    check = functools.partial(check_resized, config)
+    return resolve(request, MeshConfig(**recorded["mesh"]), [Place(id=one) for one in ids], check)
+
+
+def wait_for_answer(directory: RunDirectory, name: str, seconds: float) -> dict[str, Any] | None:
+    """Return what became of a request; None if the run has not answered in time.
+
+    Args:
+        directory: Directory of the run.
+        name: Name of the request.
+        seconds: Timeout.
+    """
+    until, is_compiling = time.monotonic() + seconds, False
+    while True:
+        events = [event for event in read_resizes(directory) if event["name"] == name]
+        if events and events[-1]["status"] != "compiling":
+            return events[-1]
+        if events and not is_compiling:
+            write(events[-1]["message"])
+            is_compiling = True
+        if time.monotonic() > until:
+            return None
+        time.sleep(_POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,85 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the parts of a state that one layout needs from the pieces of another.
+
+    parts = Parts(target)
+    for pieces, words in saved:         one saved process after the other
+        parts.fill(pieces, words)
+    state = parts.state()
+
+A process holds its own parts, and the words of one saved process at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from jaxmoe.resilience.parity import Words
+from jaxmoe.resilience.pieces import Index, Piece, index_of, leaves_of
+from jaxmoe.state_tree import SEPARATOR, unpack
+
+
+class Parts:
+    """Parts of a state on the devices of this process.
+
+    Args:
+        target: State with the arrays and shardings wanted; shapes suffice.
+    """
+
+    def __init__(self, target: Any):
+        self._target, self._leaves = target, leaves_of(target)
+        self._parts: dict[str, dict[Index, np.ndarray]] = {}
+        for path, leaf in self._leaves.items():
+            indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+            own = {index_of(index, leaf.shape) for index in indices if index is not None}
+            self._parts[path] = {index: np.zeros(_shape(index), leaf.dtype) for index in own}
+
+    def fill(self, pieces: Sequence[Piece], words: Words) -> None:
+        """Copy what these parts share with the pieces of one saved process.
+
+        Args:
+            pieces: Pieces, in the layout that was saved.
+            words: Words of that process.
+        """
+        for piece in pieces:
+            dtype = jnp.dtype(piece.dtype)
+            size = math.prod(piece.shape) * dtype.itemsize
+            data = words[piece.start : piece.stop].view(np.uint8)[:size]
+            data = data.view(dtype).reshape(piece.shape)
+            for index, part in self._parts[piece.path].items():
+                shared = [
+                    (max(own[0], other[0]), min(own[1], other[1]))
+                    for own, other in zip(index, piece.index, strict=True)
+                ]
+                if all(first < last for first, last in shared):
+                    part[_within(shared, index)] = data[_within(shared, piece.index)]
+
+    def state(self) -> Any:
+        """Return the state; the pieces of all saved processes must have been filled in."""
+        arrays = {}
+        for path, leaf in self._leaves.items():
+
+            def part(index: Any, path: str = path, shape: Any = leaf.shape) -> np.ndarray:
+                return self._parts[path][index_of(index, shape)]
+
+            arrays[path] = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+        return unpack(traverse_util.unflatten_dict(arrays, sep=SEPARATOR), self._target)
+
+
+def _shape(index: Index) -> tuple[int, ...]:
+    return tuple(last - first for first, last in index)
+
+
+def _within(shared: Sequence[tuple[int, int]], index: Index) -> tuple[slice, ...]:
+    """Return the place of a box of the whole array within one of its parts."""
+    return tuple(
+        slice(first - start, last - start)
+        for (first, last), (start, _) in zip(shared, index, strict=True)
+    )

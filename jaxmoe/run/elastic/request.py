@@ -1,0 +1,328 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to train on another mesh: `resize.json` in a run directory, and what became of them.
+
+    resize.json     {"mesh": {"data": 6}}, or devices to leave out: {"without": [6, 7]}; there
+                    while the request waits for the run
+    resizes.json    one object per request that the run has answered
+
+Axes that a request does not name keep their sizes. Where it names none, `data` becomes the largest
+size that fits the devices that stay. Global batch, rows, noise and all other fields of the run stay
+as they are, so a size fits only if it divides the batch (and the arrays that are sharded over it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from jaxmoe.configs import from_json, to_json
+from jaxmoe.disk import replace_file
+from jaxmoe.run.assemble import check_mesh
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
+from jaxmoe.training.batch_ramp import accumulation_of
+from sharding.mesh import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AxisSizes:
+    """Sizes of mesh axes; None keeps the size."""
+
+    replica: int | None = None
+    """Copies of the model."""
+    stage: int | None = None
+    """Pipeline stages."""
+    data: int | None = None
+    """Devices that share the sequences of a batch."""
+    expert: int | None = None
+    """Devices that share the routed experts."""
+    seq: int | None = None
+    """Devices that share the positions of one sequence."""
+    tensor: int | None = None
+    """Devices that share the heads and hidden units of a layer."""
+
+    def __post_init__(self):
+        for axis, size in self.given.items():
+            if size < 1:
+                raise ValueError(f"mesh.{axis}={size} must be at least 1")
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Sizes that are not None, by axis."""
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {axis: size for axis, size in sizes.items() if size is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResizeRequest:
+    """Mesh on which a run is to go on."""
+
+    mesh: AxisSizes = AxisSizes()
+    """Sizes of the mesh axes that change."""
+    without: tuple[int, ...] = ()
+    """Ids of devices to leave out, such as a slow one."""
+    name: str = ""
+    """Name under which `resizes.json` records the request."""
+
+    def __post_init__(self):
+        if not self.mesh.given and not self.without:
+            raise ValueError(
+                "a resize changes nothing: give the size of an axis, such as mesh.data=6, or"
+                " devices to leave out, such as without=7"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Resized:
+    """What became of a request."""
+
+    name: str
+    """Name of the request."""
+    status: Literal["compiling", "done", "refused"]
+    """compiling: the step is compiled while the run trains; done; or refused: the run goes on as
+    it was."""
+    step: int
+    """Number of steps done when the status was recorded."""
+    message: str
+    """The outcome in words."""
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Sizes of the new mesh, of the axes larger than 1."""
+    devices: tuple[int, ...] = ()
+    """Ids of its devices."""
+    compile_seconds: float | None = None
+    """Seconds of compilation, beside the training."""
+    pause_seconds: float | None = None
+    """Seconds from the last step on the old mesh to the first on the new one."""
+    moved_bytes: int | None = None
+    """Size of the state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A device of the job."""
+
+    id: int
+    process: int = 0
+
+
+def parse_request(text: str) -> ResizeRequest:
+    """Return the request in the text of `resize.json`.
+
+    Raises:
+        ValueError: It is not JSON, or has other fields.
+    """
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"resize.json is not JSON ({error})") from error
+    if not isinstance(given, dict):
+        raise ValueError('resize.json must be an object such as {"mesh": {"data": 6}}')
+    empty = {"mesh": to_json(AxisSizes()), "without": [], "name": ""}
+    mesh = given.get("mesh")
+    if isinstance(mesh, dict):
+        given["mesh"] = {**empty["mesh"], **mesh}
+    return from_json(ResizeRequest, {**empty, **given})
+
+
+def write_request(directory: RunDirectory, request: ResizeRequest) -> None:
+    """Write `resize.json`, which the run reads at its next step border.
+
+    Args:
+        directory: Directory of the run.
+        request: Mesh wanted.
+
+    Raises:
+        ValueError: Another request waits, or the file cannot be written.
+    """
+    if (waiting := read_text(directory)) is not None:
+        raise ValueError(
+            f"{directory.resize_file} holds a request that the run has not answered"
+            f" ({waiting.strip()}): wait for it, or remove the file"
+        )
+    with directory.usable():
+        replace_file(directory.resize_file, json.dumps(to_json(request)) + "\n")
+
+
+def read_text(directory: RunDirectory) -> str | None:
+    """Return the text of `resize.json`; None without a request, or if it cannot be read now."""
+    try:
+        return directory.resize_file.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def read_resizes(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return what became of the requests of all starts, as JSON; empty without any."""
+    try:
+        found = json.loads(directory.resizes_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def record(directory: RunDirectory, event: Resized, answered: str | None) -> None:
+    """Write an event to `resizes.json` in place of an earlier one of the same request.
+
+    Args:
+        directory: Held directory of the run.
+        event: What became of the request.
+        answered: Text of the request, which is removed unless another has replaced it; None keeps
+            it.
+    """
+    events = read_resizes(directory)
+    if events and events[-1]["status"] == "compiling":
+        events.pop()
+    directory.write_resizes([*events, dataclasses.asdict(event)])
+    if answered is not None and read_text(directory) == answered:
+        os.unlink(directory.resize_file)
+
+
+def resolve(
+    request: ResizeRequest,
+    running: MeshConfig,
+    places: Sequence[Place],
+    check: Callable[[MeshConfig], None],
+) -> tuple[MeshConfig, tuple[int, ...]]:
+    """Return the mesh of a request and the ids of its devices, equally many of each process.
+
+    Args:
+        request: What was asked for.
+        running: Mesh of the run, with every size filled in.
+        places: All devices of the job.
+        check: Raises ValueError for a mesh that the run cannot use.
+
+    Raises:
+        ValueError: The devices do not suffice, or the mesh does not fit; names the sizes that do.
+    """
+    known = [place.id for place in places]
+    if strange := sorted(set(request.without) - set(known)):
+        raise ValueError(
+            f"without={','.join(map(str, strange))} names no device of this run: it has"
+            f" {','.join(map(str, known))}"
+        )
+    kept = [place for place in places if place.id not in request.without]
+    if missing := {place.process for place in places} - {place.process for place in kept}:
+        raise ValueError(
+            f"process {min(missing)} keeps no device, and every process needs one: leave fewer out"
+        )
+    given = request.mesh.given
+    wanted = dataclasses.replace(running, **given)
+    if not given:
+        return fit_data(wanted, kept, check)
+    by_process = _by_process(kept)
+    try:
+        chosen = _choose(wanted, by_process)
+        check(wanted)
+    except ValueError as error:
+        sizes = _fitting(wanted, by_process, check)
+        raise ValueError(f"{error}; {_words(sizes, len(kept))}") from error
+    return wanted, chosen
+
+
+def fit_data(
+    mesh: MeshConfig, places: Sequence[Place], check: Callable[[MeshConfig], None]
+) -> tuple[MeshConfig, tuple[int, ...]]:
+    """Return a mesh with the largest size of `data` that fits, and the ids of its devices.
+
+    Args:
+        mesh: Mesh, of which all sizes but that of data stay.
+        places: Devices that may be used.
+        check: Raises ValueError for a mesh that the run cannot use.
+
+    Raises:
+        ValueError: No size fits.
+    """
+    by_process = _by_process(places)
+    if not (sizes := _fitting(mesh, by_process, check)):
+        raise ValueError(
+            f"no size of mesh.data fits {len(places)} devices of {len(by_process)} processes with"
+            " the other axes and the batch of this run"
+        )
+    mesh = dataclasses.replace(mesh, data=sizes[-1])
+    return mesh, _choose(mesh, by_process)
+
+
+def check_resized(config: PretrainConfig, mesh: MeshConfig) -> None:
+    """Raise ValueError if a run cannot go on with a mesh.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Mesh with every size filled in.
+    """
+    training = config.training
+    batches = [("evaluation.batch_size", config.held_out_batch_size, 1)]
+    for _, rows in training.batch_sizes.stages:
+        number = accumulation_of(rows, training.batch_size, training.accumulation)
+        batches.append(("training.batch_size", rows, number))
+    for field, rows, accumulation in reversed(batches):
+        if rows % (mesh.batch_shards * accumulation):
+            micro = f" in {accumulation} micro-batches" * (accumulation > 1)
+            raise ValueError(
+                f"mesh.data={mesh.data} divides the rows of a batch among {mesh.batch_shards}"
+                f" devices{micro}, and {field}={rows} stays, which is no multiple of"
+                f" {mesh.batch_shards * accumulation}"
+            )
+    execution = dataclasses.replace(config.execution, mesh=mesh)
+    plan = make_plan(dataclasses.replace(config, execution=execution))
+    check_mesh(plan, execution, trains=True)
+
+
+def _by_process(places: Sequence[Place]) -> dict[int, list[int]]:
+    """Return the ids of the devices of each process."""
+    found: dict[int, list[int]] = {}
+    for place in places:
+        found.setdefault(place.process, []).append(place.id)
+    return found
+
+
+def _fitting(
+    mesh: MeshConfig, kept: Mapping[int, Sequence[int]], check: Callable[[MeshConfig], None]
+) -> list[int]:
+    """Return the sizes of `data` that fit, from 1."""
+    number = sum(map(len, kept.values()))
+    others = math.prod(mesh.sizes) // mesh.data
+    sizes = (dataclasses.replace(mesh, data=size) for size in range(1, number // others + 1))
+    return [size.data for size in sizes if _fits(size, kept, check)]
+
+
+def _fits(
+    mesh: MeshConfig, kept: Mapping[int, Sequence[int]], check: Callable[[MeshConfig], None]
+) -> bool:
+    try:
+        _choose(mesh, kept)
+        check(mesh)
+    except ValueError:
+        return False
+    return True
+
+
+def _words(sizes: Sequence[int], devices: int) -> str:
+    if not sizes:
+        return f"no size of mesh.data fits {devices} devices with these other axes"
+    return f"sizes of mesh.data that fit {devices} devices: {', '.join(map(str, sizes))}"
+
+
+def _choose(mesh: MeshConfig, kept: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Return the ids of the first devices of each process, as many of each.
+
+    Args:
+        mesh: Mesh with every size filled in.
+        kept: Ids of the devices of each process that may be used.
+    """
+    number, counts = math.prod(mesh.sizes), [len(own) for own in kept.values()]
+    if number > sum(counts):
+        text = " x ".join(f"{axis}={size}" for axis, size in mesh.by_axis.items() if size > 1)
+        raise ValueError(f"the mesh ({text}) needs {number} devices, and {sum(counts)} are there")
+    each, rest = divmod(number, len(kept))
+    if rest or each > min(counts):
+        raise ValueError(
+            f"the {len(kept)} processes hold equal parts of a mesh, and {number} devices are not"
+            f" as many of each (the first has {counts[0]}, the fewest are {min(counts)})"
+        )
+    return tuple(device for own in kept.values() for device in own[:each])

@@ -1,0 +1,309 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Moves a run to another mesh of the same processes while it trains.
+
+    read       resize.json, by process 0 at a step border; the text goes to all processes
+    compile    the step of the new mesh, in a thread beside the training
+    end        the loop, at the first border at which the programs of all processes are there
+    move       the state, from the devices to the devices
+    go on      with the next batch, in parts for the new mesh
+
+A request that cannot be met is refused in words, and the run goes on as it was. With several
+processes a border is every `tracking.print_every` steps. A restart uses the mesh of its command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.messages import say
+from jaxmoe.planning.attached import memory_warning
+from jaxmoe.run.assemble import Assembly, assemble, describe_devices, describe_mesh
+from jaxmoe.run.compile import CompiledStep, compile_steps
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.elastic.move import check_movable, check_shapes, move_state
+from jaxmoe.run.elastic.request import (
+    Place,
+    Resized,
+    ResizeRequest,
+    check_resized,
+    parse_request,
+    read_text,
+    record,
+    resolve,
+)
+from jaxmoe.run.recovery import with_raised_rate
+from jaxmoe.training.loop import Stop, StopReason
+from jaxmoe.training.state import TrainState
+from sharding.distributed import agree, share
+
+logger = logging.getLogger(__name__)
+
+_READY, _RUNNING, _REFUSED = range(3)
+_POLL_SECONDS = 0.5
+"""Seconds between two looks for a request."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A mesh on which a run can go on."""
+
+    request: ResizeRequest
+    assembly: Assembly
+    compiled: CompiledStep
+    target: TrainState
+    """Shapes and shardings of the state."""
+    first_step: int
+    """Steps done before the first that the programs can compute."""
+    compile_seconds: float
+    warning: str
+    """Reason why the step will probably not fit the devices; empty if it fits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A run on its new mesh."""
+
+    assembly: Assembly
+    compiled: CompiledStep
+    state: TrainState
+
+
+class Resizing:
+    """A request to stop that also ends the loop when another mesh is ready.
+
+    Args:
+        stop: Signals, which come first.
+        directory: Held directory of the run.
+        log: Receives a step and the numbers of a resize after it.
+    """
+
+    def __init__(
+        self,
+        stop: Stop,
+        directory: RunDirectory,
+        log: Callable[[int, Mapping[str, float]], None],
+    ):
+        self._stop, self._directory, self._log = stop, directory, log
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="resize")
+        self._assembly: Assembly | None = None
+        self._step = 0
+        self._shapes: TrainState | None = None
+        self._text = ""
+        self._preparing: Future[Prepared] | None = None
+        self._looked = -_POLL_SECONDS
+        self._moved: tuple[Resized, float] | None = None
+        self.done: list[Resized] = []
+        """Resizes of this start."""
+
+    def begin(self, assembly: Assembly, step: int, state: TrainState) -> None:
+        """Note the loop that begins.
+
+        Args:
+            assembly: Plan, devices and data of the loop.
+            step: Number of steps already done.
+            state: State of the loop; only shapes and shardings are kept.
+        """
+        self._assembly, self._step = assembly, step
+        self._shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+        )
+
+    def steps_begin(self) -> None:
+        """Called by the loop before its first step; records the resize that led to it."""
+        self._stop.steps_begin()
+        if self._moved is None:
+            return
+        event, since = self._moved
+        self._moved = None
+        pause = time.perf_counter() - since
+        event = dataclasses.replace(
+            event, pause_seconds=pause, message=f"{event.message}, pause {pause:.2f} s"
+        )
+        self._record(event, is_answer=True)
+        self.done.append(event)
+        self._log(event.step, {"mesh/devices": len(event.devices), "mesh/pause_seconds": pause})
+        say(event.message)
+
+    def agreed(self) -> StopReason | None:
+        """Return a reason to end the loop; every process must call it at the same step."""
+        if reason := self._stop.agreed():
+            return reason
+        if self._preparing is None:
+            self._look()
+            return None
+        future = self._preparing
+        code = _RUNNING
+        if future.done():
+            code = _READY if future.exception() is None else _REFUSED
+        worst = agree(code)
+        if worst == _READY:
+            return "resized"
+        if worst == _REFUSED and not agree(not future.done()):
+            self._preparing = None
+            self._refuse(future.exception())
+        return None
+
+    def move(self, leaves: list[Any], step: int) -> Moved:
+        """Return assembly, train step and state of the new mesh.
+
+        Args:
+            leaves: Arrays of the state, which are moved one by one; emptied, so that the devices
+                hold one state and an array, if the caller keeps no other reference.
+            step: Number of steps done.
+        """
+        since = time.perf_counter()
+        assert self._preparing is not None and self._assembly is not None  # agreed "resized"
+        ready = self._preparing.result()
+        self._preparing = None
+        if ready.warning:
+            logger.warning("%s", ready.warning)
+        # A rollback meanwhile may have changed the data that follow, or gone back further.
+        assembly = dataclasses.replace(ready.assembly, loader=self._assembly.loader)
+        compiled = ready.compiled
+        if step < ready.first_step:
+            compiled = compile_steps(assembly, step, ready.target)
+        size = sum(leaf.nbytes for leaf in leaves)
+        state = move_state(leaves, ready.target)
+        devices = tuple(device.id for device in assembly.mesh.devices.flat)
+        shown = " ".join(f"{axis}={n}" for axis, n in describe_mesh(assembly.mesh).items())
+        event = Resized(
+            name=ready.request.name,
+            status="done",
+            step=step,
+            message=f"resized at step {step}: {assembly.mesh.size} of {jax.device_count()} devices,"
+            f" mesh {shown}; compiled in {ready.compile_seconds:.1f} s beside the training,"
+            f" {size / 1e6:.1f} MB moved",
+            mesh=describe_mesh(assembly.mesh),
+            devices=devices,
+            compile_seconds=ready.compile_seconds,
+            moved_bytes=size,
+        )
+        self._moved = event, since
+        if jax.process_index() == 0:
+            record_devices(self._directory, assembly)
+        return Moved(assembly=assembly, compiled=compiled, state=state)
+
+    def close(self) -> None:
+        """Give a compilation up that nothing waits for any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self) -> None:
+        """Begin to prepare the requested mesh, if there is a request."""
+        text, is_first = None, jax.process_index() == 0
+        if is_first and time.monotonic() - self._looked >= _POLL_SECONDS:
+            text, self._looked = read_text(self._directory), time.monotonic()
+        if not agree(bool(text)):
+            return
+        sent = share(np.frombuffer((text or "").encode(), np.uint8), is_first)
+        self._text = sent.tobytes().decode()
+        assert self._assembly is not None and self._shapes is not None  # the loop has begun
+        self._preparing = self._threads.submit(
+            prepare_mesh, self._text, self._assembly, self._step, self._shapes
+        )
+        self._record(
+            Resized(
+                name=_name_in(self._text),
+                status="compiling",
+                step=self._step,
+                message="the step is compiled for the new mesh while the run trains",
+            ),
+            is_answer=False,
+        )
+
+    def _refuse(self, error: BaseException | None) -> None:
+        """Record the reason of a refusal.
+
+        Raises:
+            BaseException: The error, if no request can cause it.
+        """
+        if error is not None and not isinstance(error, ValueError | RuntimeError):
+            raise error
+        message = str(error or "another process cannot use the mesh, see its log")
+        logger.warning("the resize is refused, and the run goes on as it was: %s", message)
+        event = Resized(
+            name=_name_in(self._text), status="refused", step=self._step, message=message
+        )
+        self._record(event, is_answer=True)
+
+    def _record(self, event: Resized, *, is_answer: bool) -> None:
+        """Write an event; a file that cannot be written is a warning."""
+        if jax.process_index() != 0:
+            return
+        try:
+            record(self._directory, event, self._text if is_answer else None)
+        except (OSError, ValueError) as error:
+            logger.warning("%s", error)
+
+
+def prepare_mesh(text: str, running: Assembly, step: int, shapes: TrainState) -> Prepared:
+    """Return the mesh of a request with its compiled step; nothing of the run changes.
+
+    Args:
+        text: Text of `resize.json`.
+        running: Plan, devices and data of the run.
+        step: Number of steps done before those that the programs compute.
+        shapes: Shapes and shardings of the state.
+
+    Raises:
+        ValueError: The run cannot go on with this mesh.
+    """
+    request, config = parse_request(text), running.plan.config
+    check_movable(running)
+    places = [Place(id=device.id, process=device.process_index) for device in jax.devices()]
+    mesh, ids = resolve(
+        request, running.execution.mesh, places, functools.partial(check_resized, config)
+    )
+    devices = [device for device in jax.devices() if device.id in ids]
+    execution = dataclasses.replace(config.execution, mesh=mesh)
+    config = dataclasses.replace(config, execution=execution)
+    assembly = assemble(config, trains=True, source=running.source, devices=devices)
+    assembly = with_raised_rate(assembly, running.plan.raised)
+    if assembly.mesh == running.mesh:
+        raise ValueError(f"the run is on this mesh already: devices {','.join(map(str, ids))}")
+    target = assembly.state_shapes()
+    check_shapes(shapes, target)
+    began = time.perf_counter()
+    compiled = compile_steps(assembly, step, target)
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    return Prepared(
+        request=request,
+        assembly=assembly,
+        compiled=compiled,
+        target=target,
+        first_step=step,
+        compile_seconds=time.perf_counter() - began,
+        warning=memory_warning(assembly.plan.step_plan(assembly.execution), local),
+    )
+
+
+def record_devices(directory: RunDirectory, assembly: Assembly) -> None:
+    """Write `environment.json`: what the run is on, and which devices of the job it leaves out.
+
+    Args:
+        directory: Held directory of the run.
+        assembly: Plan, devices and data of the run.
+    """
+    used = list(assembly.mesh.devices.flat)
+    directory.write_environment(
+        describe_devices(used),
+        assembly.execution.precision.compute_dtype.name,
+        mesh=assembly.execution.mesh.by_axis,
+        spare_devices=describe_devices([one for one in jax.devices() if one not in used]),
+    )
+
+
+def _name_in(text: str) -> str:
+    try:
+        return parse_request(text).name
+    except ValueError:
+        return ""

@@ -1,0 +1,49 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fits the mesh of a run to the processes that are left (`launch --supervise --elastic shrink`).
+
+The supervisor sets $JAXMOE_ELASTIC, and starts fewer processes when one is lost for good. A run
+then takes the largest size of `data` that fits their devices, its batch and its other axes. The
+state is restored on that mesh, from the snapshots in memory where there are any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+
+import jax
+
+from jaxmoe.messages import say
+from jaxmoe.resilience.shared_memory import ELASTIC
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.elastic.request import Place, check_resized, fit_data
+
+
+def fitted(config: PretrainConfig) -> tuple[PretrainConfig, list[jax.Device]]:
+    """Return the configuration for the devices that are there, and those that the run uses.
+
+    Args:
+        config: Configuration of this start.
+
+    Raises:
+        ValueError: No size of mesh.data fits.
+    """
+    devices, mesh = jax.devices(), config.execution.mesh
+    if not os.environ.get(ELASTIC):
+        return config, devices
+    others = math.prod(size for axis, size in mesh.by_axis.items() if axis != "data")
+    if others < 1 or mesh.data != -1 and others * mesh.data <= len(devices):
+        return config, devices
+    mesh = dataclasses.replace(mesh, data=max(1, len(devices) // others))
+    places = [Place(id=device.id, process=device.process_index) for device in devices]
+    found, ids = fit_data(mesh, places, functools.partial(check_resized, config))
+    say(
+        f"elastic  mesh.data={found.data}, the largest size that fits the {len(devices)} devices of"
+        f" {jax.process_count()} processes"
+    )
+    execution = dataclasses.replace(config.execution, mesh=found)
+    used = [device for device in devices if device.id in ids]
+    return dataclasses.replace(config, execution=execution), used
