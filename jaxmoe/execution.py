@@ -84,8 +84,8 @@ class ExecutionConfig:
     def __post_init__(self):
         inner = 1 if self.fold is None else self.fold.seq_inner
         self.sequence_parallel.check_mesh(seq=self.mesh.seq, seq_inner=inner)
-        if self.fold is not None and -1 not in self.mesh.sizes:
-            refine(self.mesh.by_axis, self.fold)
+        if self.mesh_fold is not None and -1 not in self.mesh.sizes:
+            refine(self.mesh.by_axis, self.mesh_fold)
         self._check_kernels()
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
@@ -125,7 +125,13 @@ class ExecutionConfig:
         layout = STATE_LAYOUTS[self.rules]
         if self.mesh.stage != 1:
             layout = layout.staged()
-        return layout if self.fold is None else layout.folded(refine(self.mesh.by_axis, self.fold))
+        fold = self.mesh_fold
+        return layout if fold is None else layout.folded(refine(self.mesh.by_axis, fold))
+
+    @property
+    def mesh_fold(self) -> MoEMesh | None:
+        """Fold of the mesh: `fold`, and the cuts of mesh.seq that `sequence_parallel` needs."""
+        return self.sequence_parallel.mesh_fold(self.fold, self.mesh.seq)
 
     @property
     def axis_rules(self) -> LogicalAxisRules:

@@ -40,6 +40,8 @@ class MoEMesh:
     """Devices that share the hidden units of each expert."""
     seq_inner: int = 1
     """Devices of mesh.seq among which `usp` exchanges heads: another cut, not for experts."""
+    seq_cuts: tuple[int, ...] = ()
+    """Further numbers of devices at which mesh.seq is cut; `levels` sets them."""
 
     def __post_init__(self):
         for name in ("expert", "expert_tensor", "seq_inner"):
@@ -80,10 +82,17 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
     if -1 in sizes.values():
         raise ValueError("a folded mesh needs the size of every axis, and one is -1: give it")
     if sizes[EXPERT] != 1:
+        way = "" if fold.expert > 1 else f" and fold.expert to {sizes[EXPERT]}"
         raise ValueError(
             f"mesh.expert={sizes[EXPERT]} and fold.expert={fold.expert} both spread experts: set"
-            " mesh.expert to 1"
+            f" mesh.expert to 1{way}"
         )
+    for cut in fold.seq_cuts:
+        if cut < 1 or sizes[SEQ] % cut:
+            raise ValueError(
+                f"fold.seq_cuts={fold.seq_cuts} must be divisors of mesh.seq={sizes[SEQ]}: leave"
+                " them to execution.sequence_parallel:levels"
+            )
     if sizes[SEQ] % fold.seq_inner:
         raise ValueError(
             f"fold.seq_inner={fold.seq_inner} must divide mesh.seq={sizes[SEQ]}: choose a divisor"
@@ -101,9 +110,9 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
     for axis in reversed(_DENSE):
         ends[axis] = (below, below * sizes[axis])
         below *= sizes[axis]
-    inner = sizes[TENSOR] * fold.seq_inner
+    inner = {sizes[TENSOR] * cut for cut in (fold.seq_inner, *fold.seq_cuts)}
     sides = {cut for pair in ends.values() for cut in pair}
-    cuts = sorted({1, fold.expert_tensor, moe, inner, *sides})
+    cuts = sorted({1, fold.expert_tensor, moe, *inner, *sides})
     for low, high in zip(cuts, cuts[1:], strict=False):
         if high % low:
             raise ValueError(

@@ -131,7 +131,7 @@ REGISTRIES = {
     },
     "sharding.pipeline:PIPELINES": {"interleaved", "gpipe"},
     "sharding.sequence_parallel:SequenceParallelConfig": {
-        *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring"),
+        *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring", "levels"),
     },
 }
 

@@ -207,12 +207,12 @@ def assemble(
     """
     mesh_config = config.execution.mesh.resolve(jax.device_count())
     execution = dataclasses.replace(config.execution, mesh=mesh_config)
-    if execution.fold is not None:  # the rules of a fold need every size
+    if execution.mesh_fold is not None:  # the rules of a fold need every size
         config = dataclasses.replace(config, execution=execution)
     plan = make_plan(config)
     for kind in plan.model.kinds:
         kind.mixer.check_precision(execution.precision)
-    mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
+    mesh, training = make_mesh(mesh_config, fold=execution.mesh_fold), config.training
     sizes = dict(mesh.shape)
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
