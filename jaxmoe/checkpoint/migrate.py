@@ -49,6 +49,8 @@ ADDED: tuple[Added, ...] = (
         for source in ("corpus", "files", "mixture", "huggingface", "language_mixture")
     ),
     Added("training.skipping", None),
+    Added("training.assign", {"kind": "buckets"}),
+    Added("execution.fold.seq_cuts", []),
 )
 """Fields in the order in which they were added."""
 

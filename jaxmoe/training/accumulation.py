@@ -64,7 +64,9 @@ def _is_indicators(node: Any) -> bool:
     return isinstance(node, Indicators)
 
 
-GradientsOf = Callable[[MicroBatch, float, RouterStatistics | None], Gradients]
+Share = float | Float[Array, ""]
+"""Share of a micro-batch in the tokens of a step."""
+GradientsOf = Callable[[MicroBatch, Share, RouterStatistics | None], Gradients]
 """(rows, their share of the step, statistics of other micro-batches) -> their part of the step."""
 
 
@@ -100,6 +102,8 @@ def accumulate(
     parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), whole)
     parts = dataclasses.replace(parts, kept=kept)
     first, rest = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
+    if batch.level is not None:
+        return _accumulate_used(gradients_of, parts, statistics_of)
     share, summed = 1.0 / accumulation, None
     if statistics_of is not None:
         summed, _ = jax.lax.scan(
@@ -112,6 +116,59 @@ def accumulate(
 
     total, _ = jax.lax.scan(body, gradients_of(first, share, summed), rest)
     return total
+
+
+def _accumulate_used(
+    gradients_of: GradientsOf,
+    parts: MicroBatch,
+    statistics_of: Callable[[MicroBatch], RouterStatistics] | None,
+) -> Gradients:
+    """Sum over the micro-batches that have a level: the first ones, as many as a step needs.
+
+    The number is an array, so that one program serves every step. No gradient goes through the
+    loop. The share of a micro-batch is that of its tokens.
+
+    Args:
+        gradients_of: See `accumulate`.
+        parts: All micro-batches, with a leading dimension; the first is used.
+        statistics_of: See `accumulate`.
+    """
+    tokens = level_tokens(parts.batch)
+    shares = tokens / jnp.maximum(jnp.sum(tokens), 1.0)
+    used = jnp.sum(level_of(parts.batch) >= 0, dtype=jnp.int32)
+
+    def part(i: Any) -> MicroBatch:
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), parts)
+
+    summed = None
+    if statistics_of is not None:
+        summed = jax.lax.fori_loop(
+            1, used, lambda i, total: total + statistics_of(part(i)), statistics_of(part(0))
+        )
+
+    def body(i: Array, total: Gradients) -> Gradients:
+        others = total.statistics if summed is None else summed
+        return total + gradients_of(part(i), shares[i], others)
+
+    return jax.lax.fori_loop(1, used, body, gradients_of(part(0), shares[0], summed))
+
+
+def level_of(batch: Batch) -> Int[Array, " M"]:
+    """Return the level of each micro-batch; -1 for those that are left out.
+
+    Args:
+        batch: Micro-batches with a leading dimension.
+    """
+    return jnp.max(jnp.asarray(batch.level), axis=1)
+
+
+def level_tokens(batch: Batch) -> Float[Array, " M"]:
+    """Return the tokens of each micro-batch that are not padding.
+
+    Args:
+        batch: Micro-batches with a leading dimension.
+    """
+    return jnp.sum(jnp.asarray(batch.segment_ids) != 0, axis=(1, 2), dtype=jnp.float32)
 
 
 def first_micro_batch(rows: Array, accumulation: int, placement: Placement) -> Array:
