@@ -36,6 +36,25 @@ class Document:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A step by the cost model."""
+
+    shares: dict[int, float]
+    """Share of the tokens by the devices that share their documents."""
+    micro_batches: int
+    seconds: float
+    static_micro_batches: int
+    static: float
+    """Seconds if all devices share every row, packed by best fit."""
+
+    @property
+    def text(self) -> str:
+        """Shares, and the speed relative to rows that all devices share."""
+        shares = ", ".join(f"{degree}: {share:.0%}" for degree, share in self.shares.items())
+        return f"{shares} of tokens; {self.static / self.seconds:.2g}x of static"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LevelPacking:
     """Packing of the rows of a step by level."""
 
@@ -60,6 +79,29 @@ class LevelPacking:
         documents = [document for row in rows for document in documents_of(row)]
         lengths = [document.length for document in documents]
         return documents, self.assigner.assign(lengths, self.room, self.cost)
+
+    def forecast(self, lengths: Sequence[Sequence[int]]) -> Forecast:
+        """Return the shares of the levels and the seconds of a step, by level and without levels.
+
+        Args:
+            lengths: Tokens of the documents of each row.
+        """
+        flat = [length for row in lengths for length in row]
+        plan = self.assigner.assign(flat, self.room, self.cost)
+        top, number = len(self.room.degrees) - 1, len(lengths) // self.room.rows
+        attention = [self.cost.attention(row, top) for row in lengths]
+        static = sum(
+            self.cost.micro_batch(max(attention[first::number]), top) for first in range(number)
+        )
+        return Forecast(
+            shares=dict(
+                zip(self.room.degrees, plan.shares(flat, self.room), strict=True)
+            ),
+            micro_batches=len(plan.micro_batches(self.room)),
+            seconds=plan.seconds(flat, self.room, self.cost),
+            static_micro_batches=number,
+            static=static,
+        )
 
     def batch(self, rows: Sequence[Row], *, process_index: int, process_count: int) -> Batch:
         """Return the part of one host of the batch of a step.
