@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "experiments.replay:ReplayConfig",
     "plan": "experiments.plan.config:PlanConfig",
     "place": "experiments.place:PlaceConfig",
+    "levels": "experiments.levels:LevelsStudyConfig",
     "checkpoint verify": "experiments.checkpoint.verify:VerifyConfig",
     "checkpoint inspect": "experiments.checkpoint.inspect:InspectConfig",
     "checkpoint convert": "experiments.checkpoint.convert:ConvertConfig",

@@ -90,6 +90,7 @@ REGISTRIES = {
             "tokenizer_only",
         ),
     },
+    "jaxmoe.data.levels:AssignConfig": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe"},
     "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent"},

@@ -9,18 +9,20 @@
     min  sum_l t[l] + other k[l]
     t[l] >= sum_q x[q, l] pair s_q (s_q + 1) / 2 / (rows N)      attention, evenly spread
     t[l] >= ring(l) k[l]
-    sum_q x[q, l] s_q <= k[l] rows N C                            tokens
+    sum_q x[q, l] mean_q <= k[l] rows N C                         tokens
     sum_q over s_q > c / j  of x[q, l] <= (j - 1) k[l] groups     j = 2, 3; c the tokens of a group
 
 Documents are put into at most 16 buckets by length, so that the lengths rounded up to the largest
 of their bucket are least. HiGHS stops after a number of nodes, not after a time, so that all hosts
-find the same plan. The documents are then packed by best fit; `buckets` is taken if it is faster.
+find the same plan. The documents are then packed by best fit; `buckets` or `zones` is taken if it
+is faster.
 Source: FlexSP (arXiv 2412.01523).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -29,10 +31,11 @@ import numpy as np
 from jaxmoe.data.levels.buckets import BucketsConfig
 from jaxmoe.data.levels.cost import LevelCost
 from jaxmoe.data.levels.plan import Assigner, LevelPlan, Room, plan_of
+from jaxmoe.data.levels.zones import ZonesConfig
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Float, Int
 
-_GAP = 1e-6
+_GAP, _ROUNDING = 1e-6, 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +66,7 @@ class MilpConfig(Assigner):
         if counts is None:
             return simple
         found = plan_of(program.levels(counts, len(lengths)), lengths, room, cost)
-        plans = [simple, found]
+        plans = [found, simple, ZonesConfig().assign(lengths, room, cost)]
         return min(plans, key=lambda plan: plan.seconds(lengths, room, cost))
 
 
@@ -77,6 +80,8 @@ class LevelProgram:
     """Documents of each bucket, the longest first."""
     longest: Int[np.ndarray, " Q"]
     """Tokens of the longest document of each bucket."""
+    tokens: Float[np.ndarray, " Q"]
+    """Mean tokens of the documents of each bucket."""
     pairs: Float[np.ndarray, " Q"]
     """Mean number of (query, key) pairs of the documents of each bucket."""
 
@@ -101,6 +106,7 @@ class LevelProgram:
             cost=cost,
             members=members,
             longest=np.array([lengths[m[0]] for m in members]),
+            tokens=np.array([np.mean([lengths[i] for i in m]) for m in members]),
             pairs=np.array(pairs),
         )
 
@@ -115,7 +121,8 @@ class LevelProgram:
             if not counts[:, level].any():
                 continue
             needed = [
-                -(-int(counts[:, level] @ values) // each) for values, each in self._limits(level)
+                math.ceil(float(counts[:, level] @ values) / each - _ROUNDING)
+                for values, each in self._limits(level)
             ]
             number = max(1, *needed)
             attention = float(counts[:, level] @ self._attention())
@@ -191,10 +198,10 @@ class LevelProgram:
         """Return the seconds of a document of each bucket, spread over a whole micro-batch."""
         return self.cost.pair * self.pairs / (self.room.rows * self.room.ranks)
 
-    def _limits(self, level: int) -> list[tuple[Int[np.ndarray, " Q"], int]]:
+    def _limits(self, level: int) -> list[tuple[np.ndarray, int]]:
         """Return what documents take of a micro-batch, and how much of it there is."""
         capacity, groups = self.room.capacity(level), self.room.groups(level)
-        limits = [(self.longest, groups * capacity)]
+        limits = [(self.tokens, groups * capacity)]
         limits += [((j * self.longest > capacity).astype(int), (j - 1) * groups) for j in (2, 3)]
         return limits
 

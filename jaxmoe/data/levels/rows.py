@@ -37,13 +37,13 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A step by the cost model."""
+    """A step, or the mean of some, by the cost model."""
 
     shares: dict[int, float]
     """Share of the tokens by the devices that share their documents."""
-    micro_batches: int
+    micro_batches: float
     seconds: float
-    static_micro_batches: int
+    static_micro_batches: float
     static: float
     """Seconds if all devices share every row, packed by best fit."""
 
@@ -94,9 +94,7 @@ class LevelPacking:
             self.cost.micro_batch(max(attention[first::number]), top) for first in range(number)
         )
         return Forecast(
-            shares=dict(
-                zip(self.room.degrees, plan.shares(flat, self.room), strict=True)
-            ),
+            shares=dict(zip(self.room.degrees, plan.shares(flat, self.room), strict=True)),
             micro_batches=len(plan.micro_batches(self.room)),
             seconds=plan.seconds(flat, self.room, self.cost),
             static_micro_batches=number,
