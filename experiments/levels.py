@@ -126,7 +126,8 @@ def compare(config: LevelsStudyConfig) -> tuple[list[tuple[str, ...]], dict[str,
     mesh = config.execution.mesh.resolve(topology.num_devices)
     plan = step_plan(config, topology, mesh)
     rows = draw_rows(config.lengths, plan.sequence_length, plan.batch_size)
-    found, table = {}, [HEADINGS]
+    found: dict[str, Forecast] = {}
+    table: list[tuple[str, ...]] = [HEADINGS]
     for assigner in get_args(AssignConfig):
         packing, begun = level_packing(plan, assigner(), topology.chip), time.perf_counter()
         found[assigner.name] = mean = _mean([packing.forecast(step) for step in rows])

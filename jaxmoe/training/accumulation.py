@@ -133,9 +133,9 @@ def _accumulate_used(
         parts: All micro-batches, with a leading dimension; the first is used.
         statistics_of: See `accumulate`.
     """
-    tokens = level_tokens(parts.batch)
+    tokens = level_tokens(parts.batch.segment_ids)
     shares = tokens / jnp.maximum(jnp.sum(tokens), 1.0)
-    used = jnp.sum(level_of(parts.batch) >= 0, dtype=jnp.int32)
+    used = jnp.sum(level_of(parts.batch.level) >= 0, dtype=jnp.int32)
 
     def part(i: Any) -> MicroBatch:
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), parts)
@@ -153,22 +153,27 @@ def _accumulate_used(
     return jax.lax.fori_loop(1, used, body, gradients_of(part(0), shares[0], summed))
 
 
-def level_of(batch: Batch) -> Int[Array, " M"]:
+def level_of(level: Any) -> Int[Array, " M"]:
     """Return the level of each micro-batch; -1 for those that are left out.
 
     Args:
-        batch: Micro-batches with a leading dimension.
+        level: `Batch.level` of every micro-batch, [M B].
     """
-    return jnp.max(jnp.asarray(batch.level), axis=1)
+    return jnp.max(jnp.asarray(level), axis=1)
 
 
-def level_tokens(batch: Batch) -> Float[Array, " M"]:
+def level_tokens(segment_ids: Any) -> Float[Array, " M"]:
     """Return the tokens of each micro-batch that are not padding.
 
     Args:
-        batch: Micro-batches with a leading dimension.
+        segment_ids: `Batch.segment_ids` of every micro-batch, [M B S].
+
+    Raises:
+        ValueError: There are none.
     """
-    return jnp.sum(jnp.asarray(batch.segment_ids) != 0, axis=(1, 2), dtype=jnp.float32)
+    if segment_ids is None:
+        raise ValueError("batch.level needs batch.segment_ids: give the document of each token")
+    return jnp.sum(jnp.asarray(segment_ids) != 0, axis=(1, 2), dtype=jnp.float32)
 
 
 def first_micro_batch(rows: Array, accumulation: int, placement: Placement) -> Array:

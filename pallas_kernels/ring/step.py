@@ -91,7 +91,7 @@ def differentiate_and_send(
 
 
 def send(
-    parcels: Sequence[Parcel], axis_name: AxisName, transport: Transport = "ppermute"
+    parcels: Sequence[Parcel], axis_name: Any, transport: Transport = "ppermute"
 ) -> tuple[Array, ...]:
     """Send parcels without computing anything, and return the arrays that arrive.
 

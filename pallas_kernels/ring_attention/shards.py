@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.ring.step import AxisName, Links, Parcel
+from pallas_kernels.ring.step import Links, Parcel
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.ring_attention.schedule import Hop, Schedule
 
@@ -37,8 +37,8 @@ class Ring:
     """Mesh axis, transport and implementation."""
 
     @property
-    def axis_name(self) -> AxisName:
-        """Mesh axis of the ring."""
+    def axis_name(self) -> Any:
+        """`AxisName` of the ring."""
         return self.links.axis_name
 
     def rules_at(self, step: int) -> Rules:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -112,7 +113,7 @@ class LevelPacking:
         documents, plan = self.plan(rows)
         shape = (self.batch_size, self.room.length)
         names = ("tokens", "targets", "segment_ids", "positions")
-        arrays = {name: np.zeros(shape, np.int32) for name in names}
+        arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
         weights, levels = np.zeros(shape, np.float32), np.full(shape[0], -1, np.int32)
         for number, (level, groups) in enumerate(plan.micro_batches(self.room)):
             levels[number :: self.micro_batches] = level
@@ -132,11 +133,8 @@ class LevelPacking:
                     start = end
         part = self.batch_size // process_count
         own = slice(process_index * part, (process_index + 1) * part)
-        return Batch(
-            **{name: array[own] for name, array in arrays.items()},
-            loss_weights=weights[own],
-            level=levels[own],
-        )
+        arrays |= {"loss_weights": weights, "level": levels}
+        return Batch.from_arrays({name: array[own] for name, array in arrays.items()})
 
 
 def documents_of(row: Row) -> list[Document]:

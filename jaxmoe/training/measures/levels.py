@@ -33,8 +33,7 @@ def level_measures(
     parts = jax.tree.map(
         lambda rows: split_rows(jnp.asarray(rows), accumulation, execution.placement), fields
     )
-    micro = Batch(tokens=None, targets=None, loss_weights=None, **parts)
-    levels, tokens = level_of(micro), level_tokens(micro)
+    levels, tokens = level_of(parts["level"]), level_tokens(parts["segment_ids"])
     total = jnp.maximum(jnp.sum(tokens), 1.0)
     used = jnp.sum(levels >= 0, dtype=jnp.float32)
     rows, length = parts["segment_ids"].shape[1:]
