@@ -76,9 +76,13 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
         fold: Layout for the experts.
 
     Raises:
-        ValueError: A size is open, mesh.expert is not 1, the experts' sizes do not divide the
-            devices of a replica, or there is no common refinement.
+        ValueError: A size is open (that of data may be where experts are not folded), mesh.expert
+            is not 1, the experts' sizes do not divide the devices of a replica, or there is no
+            common refinement.
     """
+    is_open = sizes[DATA] == -1 and fold.expert * fold.expert_tensor == 1
+    if is_open:  # cut nowhere, whatever its size
+        sizes = {**sizes, DATA: 2}
     if -1 in sizes.values():
         raise ValueError("a folded mesh needs the size of every axis, and one is -1: give it")
     if sizes[EXPERT] != 1:
@@ -129,6 +133,8 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
         names = [axis] if len(steps) < 2 else [f"{axis}_{i}" for i in range(len(steps))]
         starts |= {name: start for name, (start, _) in zip(names, steps, strict=False)}
         parts = [(name, end // start) for name, (start, end) in zip(names, steps, strict=False)]
+        if is_open and axis == DATA:
+            parts = [(DATA, -1)]
         dense.append((axis, tuple(parts) or ((axis, 1),)))
 
     def between(low: int, high: int) -> tuple[str, ...]:

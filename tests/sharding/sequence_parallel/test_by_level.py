@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, make_mesh
 from sharding.constrain import Placement
 from sharding.fold import refine
@@ -35,9 +36,7 @@ def mesh():
     return make_mesh(MeshConfig(seq=RANKS), jax.devices()[:RANKS], fold=fold(RANKS))
 
 
-PLACEMENT = Placement(
-    DATA_PARALLEL.folded(refine(MeshConfig(seq=RANKS).by_axis, FORM.mesh_fold(None, RANKS)))
-)
+PLACEMENT = Placement(DATA_PARALLEL.folded(refine(MeshConfig(seq=RANKS).by_axis, fold(RANKS))))
 
 
 def arrays():
@@ -143,3 +142,45 @@ def test_level_of_d_devices_permutes_twice_d_minus_1_times():
     held = B * S // RANKS * M * H * 4  # bytes of the keys of a device
     assert sizes[0] == 0
     assert all(size <= 2 * (d - 1) * held for d, size in zip(DEGREES, sizes, strict=True))
+
+
+def test_form_cuts_the_mesh_and_leaves_an_open_axis():
+    execution = ExecutionConfig(mesh=MeshConfig(data=-1, seq=8), sequence_parallel=FORM)
+    assert execution.placement.mesh_axes("act_seq_inner") == ("seq_0", "seq_1", "seq_2")
+    assert execution.placement.mesh_axes("act_batch") == ("replica", "data", "expert")
+    assert FORM.mesh_fold(None, 2) is None  # one piece
+    assert FORM.mesh_fold(MoEMesh(expert=4), 8) == MoEMesh(expert=4, seq_cuts=(2, 4))
+    assert [LevelsConfig().degrees(n) for n in (1, 2, 8)] == [(1,), (1, 2), (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (
+            MeshConfig(data=1, seq=6),
+            "mesh.seq=6 must be a power of two for execution.sequence_parallel 'levels': set it to"
+            " 4 or 8, or take ring",
+        ),
+        (
+            MeshConfig(data=1, expert=2, seq=4),
+            "mesh.expert=2 and fold.expert=1 both spread experts: set mesh.expert to 1 and"
+            " fold.expert to 2",
+        ),
+    ],
+)
+def test_refused_meshes(mesh, text):
+    with pytest.raises(ValueError) as error:
+        _ = ExecutionConfig(mesh=mesh, sequence_parallel=FORM)
+    assert str(error.value) == text
+
+
+def test_every_device_holds_as_many_tokens_of_its_part_at_every_level():
+    """Zeppelin's remapping between attention and linear layers is the identity: nothing moves."""
+    held = S // RANKS
+    for level, degree in enumerate(DEGREES):
+        order = np.asarray(FORM.token_order(S, RANKS, level=jnp.int32(level))).reshape(RANKS, held)
+        assert sorted(order.reshape(-1).tolist()) == list(range(S))
+        parts = order // (degree * held)  # part of each token that a device holds
+        assert (parts == np.arange(RANKS)[:, None] // degree).all()
+        loads = np.full(RANKS, order.shape[1])
+        assert np.abs(loads - loads.mean()).sum() / 2 == 0
