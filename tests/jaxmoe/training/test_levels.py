@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches packed by level: loss and gradients equal one device, in one program for all steps."""
 
+import collections
 import dataclasses
 import functools
 
@@ -10,18 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe import init_params
 from jaxmoe.data import Batch
 from jaxmoe.data.levels import BucketsConfig, LevelCost, LevelPacking, MilpConfig, Room, ZonesConfig
 from jaxmoe.data.loader import _batch_of
 from jaxmoe.data.source import Row
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
+from jaxmoe.planning.hlo import collectives
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.gradients import batch_gradients
+from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.state import init_state
 from sharding import MeshConfig
-from sharding.sequence_parallel import LevelsConfig
+from sharding.sequence_parallel import LevelsConfig, RingConfig
+from tests.support.hlo_branches import branch_collectives
 from tests.support.meshes import mesh_of
 from tests.support.models import TINY as TWO_LAYERS
 from tests.support.tolerances import assert_close
@@ -125,6 +130,36 @@ def test_unused_micro_batches_are_not_computed():
     spoilt[used::MICRO_BATCHES] = 1
     found = run(dataclasses.replace(batch, tokens=spoilt))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.slow
+def test_nothing_but_attention_depends_on_the_level():
+    """Zeppelin's remapping between attention and the other layers is the identity: a program by
+    level has the collectives of a ring, with the branches in the place of the ring's."""
+
+    def forward(form):
+        execution = dataclasses.replace(SPREAD, sequence_parallel=form)
+        mesh = mesh_of(execution)
+        params = init_params(TINY, jax.random.key(0))
+        batch = jax.tree.map(jnp.asarray, packed("buckets", 0))
+
+        def loss(params, batch):
+            return forward_and_nll(TINY, execution, params, batch)[0]
+
+        with jax.set_mesh(mesh):
+            return jax.jit(loss).lower(params, batch).as_text("hlo")
+
+    def counted(found):
+        return collections.Counter((one.kind, one.result_bytes) for one in found)
+
+    by_level = forward(LevelsConfig())
+    branches = branch_collectives(by_level)
+    assert [len(branch) > 0 for branch in branches] == [False, True, True]
+    wanted = counted(collectives(forward(RingConfig())))
+    for branch in branches:
+        wanted += counted(branch)
+    found = counted(collectives(by_level)) + counted(branches[-1])
+    assert found == wanted
 
 
 def test_measures_count_micro_batches_and_shares():
