@@ -164,6 +164,7 @@ def draw_rows(lengths: LengthsConfig, length: int, rows: int) -> list[list[list[
         ordered = np.sort(np.array(drawn[:-1]))[::-1]
         places = best_fit(ordered, length)
         packed = [ordered[places == row].tolist() for row in range(int(places.max()) + 1)]
+        packed += [[] for _ in range(rows - len(packed))]
         steps.append(packed[:rows])
     return steps
 
