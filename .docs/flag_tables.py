@@ -28,6 +28,7 @@ COMMANDS = {
     "resize": "experiments.resize:ResizeConfig",
     "plan": "experiments.plan.config:PlanConfig",
     "place": "experiments.place:PlaceConfig",
+    "levels": "experiments.levels:LevelsStudyConfig",
     "checkpoint verify": "experiments.checkpoint.verify:VerifyConfig",
     "checkpoint inspect": "experiments.checkpoint.inspect:InspectConfig",
     "checkpoint convert": "experiments.checkpoint.convert:ConvertConfig",

@@ -185,7 +185,7 @@ def _size(num_bytes: float) -> str:
 def _mesh_shape(plan: Plan) -> dict[str, int]:
     """Return the devices along each mesh axis; 1 where the size is left open."""
     execution = plan.config.execution
-    names, sizes = named_sizes(execution.mesh, execution.fold)
+    names, sizes = named_sizes(execution.mesh, execution.mesh_fold)
     return {name: max(size, 1) for name, size in zip(names, sizes, strict=True)}
 
 

@@ -96,8 +96,8 @@ class ExecutionConfig:
     def __post_init__(self):
         inner = 1 if self.fold is None else self.fold.seq_inner
         self.sequence_parallel.check_mesh(seq=self.mesh.seq, seq_inner=inner)
-        if self.fold is not None and -1 not in self.mesh.sizes:
-            refine(self.mesh.by_axis, self.fold)
+        if self.mesh_fold is not None and -1 not in self.mesh.sizes:
+            refine(self.mesh.by_axis, self.mesh_fold)
         self._check_kernels()
         if sorted(self.host_order) != list(range(len(self.host_order))):
             raise ValueError(
@@ -181,7 +181,12 @@ class ExecutionConfig:
         Raises:
             ValueError: The fold does not fit the mesh, or the mesh has an open size.
         """
-        return _state_layout(self.rules, self.mesh, self.fold)
+        return _state_layout(self.rules, self.mesh, self.mesh_fold)
+
+    @property
+    def mesh_fold(self) -> MoEMesh | None:
+        """Fold of the mesh: `fold`, and the cuts of mesh.seq that `sequence_parallel` needs."""
+        return self.sequence_parallel.mesh_fold(self.fold, self.mesh.seq)
 
     @property
     def axis_rules(self) -> LogicalAxisRules:

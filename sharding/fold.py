@@ -40,6 +40,8 @@ class MoEMesh:
     """Devices that share the hidden units of each expert."""
     seq_inner: int = 1
     """Devices of mesh.seq among which `usp` exchanges heads: another cut, not for experts."""
+    seq_cuts: tuple[int, ...] = ()
+    """Further numbers of devices at which mesh.seq is cut; `levels` sets them."""
 
     def __post_init__(self):
         for name in ("expert", "expert_tensor", "seq_inner"):
@@ -74,16 +76,27 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
         fold: Layout for the experts.
 
     Raises:
-        ValueError: A size is open, mesh.expert is not 1, the experts' sizes do not divide the
-            devices of a replica, or there is no common refinement.
+        ValueError: A size is open (that of data may be where experts are not folded), mesh.expert
+            is not 1, the experts' sizes do not divide the devices of a replica, or there is no
+            common refinement.
     """
+    is_open = sizes[DATA] == -1 and fold.expert * fold.expert_tensor == 1
+    if is_open:  # cut nowhere, whatever its size
+        sizes = {**sizes, DATA: 2}
     if -1 in sizes.values():
         raise ValueError("a folded mesh needs the size of every axis, and one is -1: give it")
     if sizes[EXPERT] != 1:
+        way = "" if fold.expert > 1 else f" and fold.expert to {sizes[EXPERT]}"
         raise ValueError(
             f"mesh.expert={sizes[EXPERT]} and fold.expert={fold.expert} both spread experts: set"
-            " mesh.expert to 1"
+            f" mesh.expert to 1{way}"
         )
+    for cut in fold.seq_cuts:
+        if cut < 1 or sizes[SEQ] % cut:
+            raise ValueError(
+                f"fold.seq_cuts={fold.seq_cuts} must be divisors of mesh.seq={sizes[SEQ]}: leave"
+                " them to execution.sequence_parallel:levels"
+            )
     if sizes[SEQ] % fold.seq_inner:
         raise ValueError(
             f"fold.seq_inner={fold.seq_inner} must divide mesh.seq={sizes[SEQ]}: choose a divisor"
@@ -101,9 +114,9 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
     for axis in reversed(_DENSE):
         ends[axis] = (below, below * sizes[axis])
         below *= sizes[axis]
-    inner = sizes[TENSOR] * fold.seq_inner
+    inner = {sizes[TENSOR] * cut for cut in (fold.seq_inner, *fold.seq_cuts)}
     sides = {cut for pair in ends.values() for cut in pair}
-    cuts = sorted({1, fold.expert_tensor, moe, inner, *sides})
+    cuts = sorted({1, fold.expert_tensor, moe, *inner, *sides})
     for low, high in zip(cuts, cuts[1:], strict=False):
         if high % low:
             raise ValueError(
@@ -120,6 +133,8 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
         names = [axis] if len(steps) < 2 else [f"{axis}_{i}" for i in range(len(steps))]
         starts |= {name: start for name, (start, _) in zip(names, steps, strict=False)}
         parts = [(name, end // start) for name, (start, end) in zip(names, steps, strict=False)]
+        if is_open and axis == DATA:
+            parts = [(DATA, -1)]
         dense.append((axis, tuple(parts) or ((axis, 1),)))
 
     def between(low: int, high: int) -> tuple[str, ...]:

@@ -90,6 +90,7 @@ REGISTRIES = {
             "tokenizer_only",
         ),
     },
+    "jaxmoe.data.levels:AssignConfig": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe"},
     "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent"},
@@ -133,7 +134,7 @@ REGISTRIES = {
     "sharding.products.collective:TensorProductsConfig": {"whole", "ring"},
     "sharding.pipeline:PIPELINES": {"interleaved", "gpipe"},
     "sharding.sequence_parallel:SequenceParallelConfig": {
-        *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring"),
+        *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring", "levels"),
     },
 }
 

@@ -69,7 +69,7 @@ def run_steps(config: PretrainConfig, plan: StepPlan, steps: int) -> dict[str, f
         plan: Step to run.
         steps: Number of timed steps, after one that is not timed.
     """
-    mesh = make_mesh(plan.execution.mesh, fold=plan.execution.fold)
+    mesh = make_mesh(plan.execution.mesh, fold=plan.execution.mesh_fold)
     before, _ = peak_memory(jax.local_devices())
     key = jax.random.key(config.training.seed)
     state = init_state(plan.model, plan.optimizer, key, execution=plan.execution, mesh=mesh)

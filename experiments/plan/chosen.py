@@ -55,8 +55,8 @@ def _choices(execution: ExecutionConfig, usual: ExecutionConfig) -> list[str]:
         words.append("execution.fold:moemesh")
         words += [
             word
-            for name, size in dataclasses.asdict(execution.fold).items()
-            if size > 1
+            for name in ("expert", "expert_tensor", "seq_inner")
+            if (size := getattr(execution.fold, name)) > 1
             for word in (f"--execution.fold.{name}", str(size))
         ]
     words += [

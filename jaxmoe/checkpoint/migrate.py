@@ -55,6 +55,8 @@ ADDED: tuple[Added, ...] = (
     Added("execution.optimizer_parts", 1),
     Added("model.residual", {"kind": "standard"}),
     Added("execution.tensor_products", {"kind": "whole"}),
+    Added("training.assign", {"kind": "buckets"}),
+    Added("execution.fold.seq_cuts", []),
 )
 """Fields in the order in which they were added."""
 

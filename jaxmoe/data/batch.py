@@ -65,6 +65,11 @@ class Batch:
     mask_ratio: Float[HostOrDeviceArray, "B S"] | None = None
     """Share of a row's tokens that masked diffusion hides, the same along a row; set by
     `jaxmoe.training.masked_diffusion`, not by loaders."""
+    level: Int[HostOrDeviceArray, " B"] | None = None
+    """Level of each row, the same for all rows of a micro-batch: no document of a row of S tokens
+    crosses a multiple of 2^level S / N of them, where N devices share a row
+    (`execution.sequence_parallel:levels`). -1: the rows of a micro-batch that is left out. None:
+    documents may lie anywhere."""
     extra: dict[str, Shaped[HostOrDeviceArray, "B S ..."]] = dataclasses.field(default_factory=dict)
     """Further arrays per token, by name, for the objective: masks, advantages, task ids. They are
     validated, placed, reordered and cut into micro-batches and chunks like the other fields."""
@@ -151,6 +156,7 @@ def _check_array(name: str, values: np.ndarray, wanted: tuple[int, ...]) -> None
         wanted: Shape of the tokens.
     """
     is_extra = name.startswith(EXTRA)
+    wanted = wanted[:1] if name == "level" else wanted
     if (values.shape[:2] if is_extra else values.shape) != wanted:
         rule = "begin with" if is_extra else "be"
         raise DataError(

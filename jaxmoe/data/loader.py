@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxmoe.data.batch import Batch, DataError, validate_batch
 from jaxmoe.data.batch_sizes import BatchSizes
+from jaxmoe.data.levels.rows import LevelPacking
 from jaxmoe.data.order import order_digest, shuffled
 from jaxmoe.data.skipped import SkippedRows
 from jaxmoe.data.source import Row, Source, Split
@@ -55,6 +56,8 @@ class Loader:
     """Rows of each step, if they grow to `batch_size`; None: the same at every step."""
     skipped: SkippedRows = SkippedRows()
     """Rows that are left out."""
+    levels: LevelPacking | None = None
+    """Packing of the documents of a step by level; None leaves them in their rows."""
 
     def __post_init__(self):
         if self.batch_sizes is not None and self.batch_sizes.stages[-1][1] != self.batch_size:
@@ -93,7 +96,7 @@ class Loader:
             process_count: Number of equal parts.
 
         Returns:
-            Rows [B / process_count, S], as numpy arrays.
+            Rows [B / process_count, S], as numpy arrays; packed by level there are more.
 
         Raises:
             DataError: The batch does not divide into parts, the step is negative or past the end of
@@ -111,7 +114,12 @@ class Loader:
         part = rows // process_count
         first = self.first_row(step) + process_index * part
         self._check_step(step)
-        batch = _batch_of([self.row(number) for number in range(first, first + part)])
+        if self.levels is None:
+            batch = _batch_of([self.row(number) for number in range(first, first + part)])
+        else:
+            batch = self.levels.batch(
+                self.step_rows(step), process_index=process_index, process_count=process_count
+            )
         validate_batch(batch, self.source.vocab_size)
         if process_count == 1 and not batch.loss_weights.any():  # a part of a batch may have none
             raise DataError(
@@ -120,6 +128,15 @@ class Loader:
                 "nothing to learn from it. Pack the rows, or leave such rows out"
             )
         return batch
+
+    def step_rows(self, step: int) -> list[Row]:
+        """Return all rows of a step, of all hosts.
+
+        Args:
+            step: Global step, from 0.
+        """
+        first = self.first_row(step)
+        return [self.row(number) for number in range(first, first + self._sizes.rows(step))]
 
     def first_row(self, step: int) -> int:
         """Return the number of the first row of a step.

@@ -53,7 +53,8 @@ class ReadingConfig(PartitionedConfig):
     """Tokenizer of text; model.vocab_size must be at least its vocabulary."""
     packing: Packing = "best_fit"
     """best_fit: documents side by side, attention within each. concatenate: documents end to end,
-    cut at every row, attention across documents; computes faster."""
+    cut at every row, attention across documents; computes faster. levels: the documents of the
+    best_fit rows of a step, packed again into micro-batches by level, see jaxmoe/data/levels."""
     validation_fraction: float = 0.05
     """Share of documents to hold out; of the end of each, if that is less than one document."""
     on_bad_record: BadRecords = "stop"
@@ -63,6 +64,11 @@ class ReadingConfig(PartitionedConfig):
 
     def __post_init__(self):
         self.check()
+
+    @property
+    def packs_levels(self) -> bool:
+        """Whether the documents of a step are packed by level."""
+        return self.packing == "levels"
 
     def with_tokenizer(self, path: pathlib.Path) -> Any:
         """Return the config with a copy of its tokenizer.json, if it has one."""

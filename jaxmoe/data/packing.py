@@ -14,6 +14,9 @@ are packed once for all epochs; documents of equal length swap places in each ep
 one), cut every S tokens. There is no padding and no segments, and attention crosses documents; the
 last tokens of an epoch, fewer than S, are left out.
 
+`levels`: the rows of `best_fit`, whose documents the loader packs again for each step
+(`jaxmoe/data/levels`); held-out rows stay as they are.
+
 The loader orders the rows. The held-out split, which is not shuffled, is permuted here by a
 constant seed, so that its first batches resemble the others.
 
@@ -39,7 +42,7 @@ from pallas_kernels.array_types import Int
 
 logger = logging.getLogger(__name__)
 
-Packing = Literal["best_fit", "concatenate"]
+Packing = Literal["best_fit", "concatenate", "levels"]
 
 _KEPT_EPOCHS = 3
 """Number of epochs in memory: prefetched batches may belong to the next epoch."""

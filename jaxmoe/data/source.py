@@ -50,6 +50,11 @@ class SourceKind:
     has_rows: ClassVar[bool] = True
     """Whether there is data to train and evaluate on."""
 
+    @property
+    def packs_levels(self) -> bool:
+        """Whether the documents of a step are packed by level; see `jaxmoe.data.levels`."""
+        return False
+
     def for_evaluation(self) -> Any:
         """Return the config that holds out all of its data, where it can; else itself."""
         return self

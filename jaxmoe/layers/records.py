@@ -32,6 +32,8 @@ class TokenInputs:
     """Further [B S] arrays for routers; see `jaxmoe.routing.base.RouterInputs`."""
     places: Int[Array, "B S"] | None = None
     """Place of each token in its row, where each row is laid out in an order of its own."""
+    level: Int[Array, ""] | None = None
+    """Log2 of the devices that share a document, the same for all rows; all of them when None."""
 
 
 @typing.no_type_check

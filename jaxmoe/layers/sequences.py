@@ -130,6 +130,7 @@ def current_order(
     execution: ExecutionConfig,
     length: int,
     segment_ids: Int[Array, "B S"] | None = None,
+    level: Int[Array, ""] | None = None,
 ) -> Order | None:
     """Return the order of rows on the current mesh, or None where rows stay as they are.
 
@@ -138,17 +139,27 @@ def current_order(
         execution: Form and layout rules.
         length: Positions of a row.
         segment_ids: Documents, in the order of the tokens.
+        level: Log2 of the devices that share a document; all of them when None.
+
+    Raises:
+        ValueError: A level is given without the documents.
     """
+    if level is not None and segment_ids is None:
+        raise ValueError("batch.level needs batch.segment_ids: give the document of each token")
     form, ranks = current_form(context, execution, length), sequence_ranks(execution.placement)
     if segment_ids is None or form.layout != "document_zigzag" or ranks == 1:
-        return form.token_order(length, ranks)
+        order = form.token_order(length, ranks, level=level)
+        if not isinstance(order, jax.Array) or segment_ids is None:
+            return order
+        by_row = jnp.broadcast_to(order, (segment_ids.shape[0], length))
+        return execution.placement.place(by_row, (ax.ACT_BATCH, None))
 
     def run(segment_ids: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
         return jnp.asarray(form.token_order(length, ranks, segment_ids))
 
-    rows = (ax.ACT_BATCH, None)
-    island = execution.placement.island(run, in_axes=(rows,), out_axes=rows)
+    axes = (ax.ACT_BATCH, None)
+    island = execution.placement.island(run, in_axes=(axes,), out_axes=axes)
     return island(jnp.asarray(segment_ids))
 
 

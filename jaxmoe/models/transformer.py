@@ -9,6 +9,7 @@ The call runs without a mesh, inside a user's Auto mesh, and on a mesh of `shard
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Mapping
 from typing import Any, cast
@@ -84,6 +85,7 @@ class Transformer(nn.Module):
         logits_at: Int[Array, " B"] | None = None,
         places: Order | None = None,
         kept: Bool[Array, " groups"] | None = None,
+        level: Int[Array, ""] | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
 
@@ -107,6 +109,8 @@ class Transformer(nn.Module):
                 the tokens.
             kept: Equal groups of the layers of the longest scan; those that are False are left out.
                 None computes all layers.
+            level: Log2 of the devices that share a document, alike for all rows and devices; see
+                `jaxmoe.data.Batch.level`. None: all of mesh.seq.
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, order = execution.placement, places
@@ -114,9 +118,9 @@ class Transformer(nn.Module):
         _check_stages(execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
-            order = current_order(shared, execution, tokens.shape[1], segment_ids)
+            order = current_order(shared, execution, tokens.shape[1], segment_ids, level)
             about = lay_out(about, order, execution)
-        about = token_inputs(about, row_ids, order, placement)
+        about = dataclasses.replace(token_inputs(about, row_ids, order, placement), level=level)
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
@@ -206,8 +210,8 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
     if missing := sorted(names - set(mesh.axis_names)):
         raise ValueError(
             f"the current mesh has the axes {', '.join(mesh.axis_names)}, and execution.fold="
-            f"{execution.fold} needs {', '.join(missing)}: make it with"
-            " make_mesh(execution.mesh, fold=execution.fold)"
+            f"{execution.mesh_fold} needs {', '.join(missing)}: make it with"
+            " make_mesh(execution.mesh, fold=execution.mesh_fold)"
         )
     check_dispatcher(
         model.moe,

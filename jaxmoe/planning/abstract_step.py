@@ -69,7 +69,7 @@ class StepPlan:
     @property
     def mesh(self) -> AbstractMesh:
         """Abstract mesh, folded as the execution has it."""
-        return abstract_mesh(self.execution.mesh, fold=self.execution.fold)
+        return abstract_mesh(self.execution.mesh, fold=self.execution.mesh_fold)
 
     def on(self, execution: ExecutionConfig) -> StepPlan:
         """Return the same step under another execution, with new partition specs."""

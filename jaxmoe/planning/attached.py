@@ -4,12 +4,41 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import CHIPS, Chip
 from jaxmoe.planning.memory import estimate_memory
+
+logger = logging.getLogger(__name__)
+
+_KINDS = (
+    ("v5 lite", "v5e"),
+    ("v5e", "v5e"),
+    ("v6 lite", "v6e"),
+    ("v6e", "v6e"),
+    ("v5", "v5p"),
+    *((name, name) for name in CHIPS),
+)
+"""Parts of the names of device kinds, with their row of CHIPS; the first that fits counts."""
+
+
+def attached_chip(device: Any) -> Chip:
+    """Return the row of CHIPS of a device; that of a CPU, with a warning, if there is none.
+
+    Args:
+        device: A `jax.Device`.
+    """
+    if device.platform == "cpu":
+        return CHIPS["cpu"]
+    kind = device.device_kind.lower()
+    name = next((name for part, name in _KINDS if part in kind), None)
+    if name is None:
+        logger.warning("%s is not in the table of chips: costs are those of a CPU", kind)
+    return CHIPS[name or "cpu"]
 
 
 def memory_warning(plan: StepPlan, devices: Sequence[Any]) -> str:

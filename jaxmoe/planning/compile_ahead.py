@@ -257,7 +257,7 @@ def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
         plan: Step to compile.
         topology: Topology with as many devices as the mesh.
     """
-    return make_mesh(plan.execution.mesh, topology_devices(topology), fold=plan.execution.fold)
+    return make_mesh(plan.execution.mesh, topology_devices(topology), fold=plan.execution.mesh_fold)
 
 
 def compile_step(

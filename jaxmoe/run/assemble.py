@@ -14,12 +14,15 @@ import jax
 from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, DataConfig, Loader, Source, check_hosts, evaluation_batches
+from jaxmoe.data.levels import LevelPacking
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import abstract_state
+from jaxmoe.planning.attached import attached_chip
+from jaxmoe.planning.levels import level_packing
 from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import Plan, make_plan
@@ -61,11 +64,13 @@ class Assembly:
             accumulation: Micro-batches of a step; those of the config when None.
         """
         plan, training = self.plan, self.plan.config.training
+        if accumulation is None:
+            accumulation = self.micro_batches(training.batch_size)
         return TrainStep(
             model=plan.model,
             optimizer=plan.optimizer,
             execution=self.execution,
-            accumulation=training.accumulation if accumulation is None else accumulation,
+            accumulation=accumulation,
             clip=training.clip,
             accumulated_balance=training.accumulated_balance,
             objective=training.objective,
@@ -74,6 +79,17 @@ class Assembly:
             workers=self.num_compared if plan.config.replicas.exchanges != "parameters" else 1,
             table=plan.table,
         )
+
+    def micro_batches(self, rows: int) -> int:
+        """Return the micro-batches of a batch, those included that a step may leave out.
+
+        Args:
+            rows: Rows of the batch.
+        """
+        if self.loader.levels is not None:
+            return self.loader.levels.micro_batches
+        training = self.plan.config.training
+        return accumulation_of(rows, training.batch_size, training.accumulation)
 
     @property
     def num_compared(self) -> int:
@@ -219,12 +235,14 @@ def assemble(
     devices = jax.devices() if devices is None else devices
     mesh_config = config.execution.mesh.resolve(len(devices))
     execution = dataclasses.replace(config.execution, mesh=mesh_config)
-    if execution.fold is not None:  # the rules of a fold need every size
+    if execution.mesh_fold is not None:  # the rules of a fold need every size
         config = dataclasses.replace(config, execution=execution)
     plan = make_plan(config)
     for kind in plan.model.kinds:
         kind.mixer.check_precision(execution.precision)
-    mesh = make_mesh(mesh_config, devices, fold=execution.fold, host_order=execution.host_order)
+    mesh = make_mesh(
+        mesh_config, devices, fold=execution.mesh_fold, host_order=execution.host_order
+    )
     training = config.training
     check_mesh(plan, execution, trains=trains)
     if source is None:
@@ -235,6 +253,7 @@ def assemble(
         sequence_length=training.sequence_length,
         seed=training.seed,
         batch_sizes=training.batch_sizes if training.batch_ramp else None,
+        levels=_level_packing(plan, execution, mesh) if config.data.packs_levels else None,
     )
     assembly = Assembly(
         plan=plan,
@@ -264,7 +283,7 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
         trains: Whether the run is trained on this mesh.
     """
     config, training, mesh_config = plan.config, plan.config.training, execution.mesh
-    names, counts = named_sizes(mesh_config, execution.fold)
+    names, counts = named_sizes(mesh_config, execution.mesh_fold)
     sizes = dict(zip(names, counts, strict=True))
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
@@ -345,6 +364,18 @@ def _check_experts(
                 length=training.sequence_length,
                 mesh=mesh,
             )
+
+
+def _level_packing(plan: Plan, execution: ExecutionConfig, mesh: Mesh) -> LevelPacking:
+    """Return the packing of the documents of a step by level."""
+    training = plan.config.training
+    if training.batch_ramp is not None:
+        raise ValueError(
+            "training.batch_ramp changes the rows of a step, and data.packing levels packs them"
+            " again: leave out training.batch_ramp, or set data.packing to best_fit"
+        )
+    chip = attached_chip(mesh.devices.flat[0])
+    return level_packing(plan.step_plan(execution), training.assign, chip)
 
 
 def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:

@@ -10,7 +10,6 @@ import jax
 
 from jaxmoe.data import Batch
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
@@ -33,9 +32,8 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
     for (first, rows), end in zip(stages, ends, strict=True):
         if end <= first_step:
             continue
-        number = accumulation_of(rows, training.batch_size, training.accumulation)
         with jax.set_mesh(assembly.mesh):
-            step_function = assembly.jitted_step(number)
+            step_function = assembly.jitted_step(assembly.micro_batches(rows))
             batch = assembly.batch(max(first, first_step))
             programs[batch.tokens.shape[0]] = step_function.lower(state, batch).compile()
     return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)

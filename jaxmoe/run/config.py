@@ -22,6 +22,7 @@ from typing import Literal
 from jaxmoe.checkpoint.manager import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
+from jaxmoe.data.levels import AssignConfig, BucketsConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.models.config import ModelConfig
@@ -46,7 +47,7 @@ rounding."""
 EXTENSION_FIELDS = (
     *("schedule", "evaluation", "optimizer.learning_rate", "optimizer.weight_decay"),
     *("optimizer.adamw_ratio", "training.steps", "training.clip", "training.max_skipped"),
-    *("training.accumulation", "training.accumulated_balance"),
+    *("training.accumulation", "training.accumulated_balance", "training.assign"),
 )
 """Fields that may change as well when a run is extended or branched: parameters, optimiser state
 and data position keep their meaning. See `jaxmoe/run/provenance/lineage.py`."""
@@ -113,6 +114,8 @@ class TrainingConfig:
     checkpoint and skips their batches. 0 ends the run as diverged at once."""
     objective: ObjectiveConfig = NextTokenConfig()
     """Training objective."""
+    assign: AssignConfig = BucketsConfig()
+    """Choice of the level of each document, with data.packing levels."""
     skipping: SkippingConfig | None = None
     """Layers that micro-batches leave out (SkipPipe); None for none."""
 

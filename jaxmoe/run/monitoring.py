@@ -27,7 +27,6 @@ from jaxmoe.resilience.watchdog import Watchdog
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Report
 from jaxmoe.training.measures.dispersion import (
@@ -163,7 +162,7 @@ class Watches:
                 plan.model,
                 workers=groups,
                 execution=self._assembly.execution,
-                accumulation=accumulation_of(rows, training.batch_size, training.accumulation),
+                accumulation=self._assembly.micro_batches(rows),
                 objective=training.objective,
             )
 

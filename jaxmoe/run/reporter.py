@@ -270,6 +270,7 @@ class Reporter:
             **scalars_of(metrics.indicators),
             **loss_scalars(metrics.worker_loss),
             **{f"replicas/{name}": float(value) for name, value in metrics.exchange.items()},
+            **{f"levels/{name}": float(value) for name, value in metrics.levels.items()},
             TRAINED_SECONDS: self._trained_seconds,
         }
 

@@ -64,7 +64,9 @@ def _is_indicators(node: Any) -> bool:
     return isinstance(node, Indicators)
 
 
-GradientsOf = Callable[[MicroBatch, float, RouterStatistics | None], Gradients]
+Share = float | Float[Array, ""]
+"""Share of a micro-batch in the tokens of a step."""
+GradientsOf = Callable[[MicroBatch, Share, RouterStatistics | None], Gradients]
 """(rows, their share of the step, statistics of other micro-batches) -> their part of the step."""
 
 
@@ -100,6 +102,8 @@ def accumulate(
     parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), whole)
     parts = dataclasses.replace(parts, kept=kept)
     first, rest = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
+    if batch.level is not None:
+        return _accumulate_used(gradients_of, parts, statistics_of)
     share, summed = 1.0 / accumulation, None
     if statistics_of is not None:
         summed, _ = jax.lax.scan(
@@ -112,6 +116,64 @@ def accumulate(
 
     total, _ = jax.lax.scan(body, gradients_of(first, share, summed), rest)
     return total
+
+
+def _accumulate_used(
+    gradients_of: GradientsOf,
+    parts: MicroBatch,
+    statistics_of: Callable[[MicroBatch], RouterStatistics] | None,
+) -> Gradients:
+    """Sum over the micro-batches that have a level: the first ones, as many as a step needs.
+
+    The number is an array, so that one program serves every step. No gradient goes through the
+    loop. The share of a micro-batch is that of its tokens.
+
+    Args:
+        gradients_of: See `accumulate`.
+        parts: All micro-batches, with a leading dimension; the first is used.
+        statistics_of: See `accumulate`.
+    """
+    tokens = level_tokens(parts.batch.segment_ids)
+    shares = tokens / jnp.maximum(jnp.sum(tokens), 1.0)
+    used = jnp.sum(level_of(parts.batch.level) >= 0, dtype=jnp.int32)
+
+    def part(i: Any) -> MicroBatch:
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), parts)
+
+    summed = None
+    if statistics_of is not None:
+        summed = jax.lax.fori_loop(
+            1, used, lambda i, total: total + statistics_of(part(i)), statistics_of(part(0))
+        )
+
+    def body(i: Array, total: Gradients) -> Gradients:
+        others = total.statistics if summed is None else summed
+        return total + gradients_of(part(i), shares[i], others)
+
+    return jax.lax.fori_loop(1, used, body, gradients_of(part(0), shares[0], summed))
+
+
+def level_of(level: Any) -> Int[Array, " M"]:
+    """Return the level of each micro-batch; -1 for those that are left out.
+
+    Args:
+        level: `Batch.level` of every micro-batch, [M B].
+    """
+    return jnp.max(jnp.asarray(level), axis=1)
+
+
+def level_tokens(segment_ids: Any) -> Float[Array, " M"]:
+    """Return the tokens of each micro-batch that are not padding.
+
+    Args:
+        segment_ids: `Batch.segment_ids` of every micro-batch, [M B S].
+
+    Raises:
+        ValueError: There are none.
+    """
+    if segment_ids is None:
+        raise ValueError("batch.level needs batch.segment_ids: give the document of each token")
+    return jnp.sum(jnp.asarray(segment_ids) != 0, axis=(1, 2), dtype=jnp.float32)
 
 
 def first_micro_batch(rows: Array, accumulation: int, placement: Placement) -> Array:

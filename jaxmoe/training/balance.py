@@ -61,7 +61,10 @@ def buffered_losses(
 
 
 def linearized_losses(
-    model: ModelConfig, statistics: RouterStatistics, whole: RouterStatistics, share: float
+    model: ModelConfig,
+    statistics: RouterStatistics,
+    whole: RouterStatistics,
+    share: float | Float[Array, ""],
 ) -> Losses:
     """Return a share of the whole batch's losses with this micro-batch's gradient (`two_pass`).
 

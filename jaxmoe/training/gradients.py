@@ -20,7 +20,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import ObjectiveConfig
-from jaxmoe.training.accumulation import Gradients, MicroBatch, accumulate
+from jaxmoe.training.accumulation import Gradients, MicroBatch, Share, accumulate
 from jaxmoe.training.balance import (
     AccumulatedBalance,
     buffered_losses,
@@ -115,7 +115,7 @@ def compute_gradients(
     state: TrainState,
     total_weight: Float[Array, ""],
     micro: MicroBatch,
-    share: float,
+    share: Share,
     others: RouterStatistics | None,
     *,
     is_whole: bool,

@@ -12,12 +12,13 @@ positions exist at a time, once: their gradient is taken while they exist
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -134,7 +135,8 @@ def forward_and_row_nll(
         has_rows: Whether to sum each row; None stands in their place otherwise.
         **given: Further arguments of `jaxmoe.models.transformer.forward`.
     """
-    batch, order = lay_out_batch(batch, model, execution)
+    level = None if batch.level is None else jnp.max(jnp.asarray(batch.level))
+    batch, order = lay_out_batch(batch, model, execution, level)
     output = forward(
         model,
         execution,
@@ -145,6 +147,7 @@ def forward_and_row_nll(
         context={} if batch.mask_ratio is None else {"mask_ratio": jnp.asarray(batch.mask_ratio)},
         has_logits=False,
         places=order,
+        level=level,
         **given,
     )
     nll, rows = summed_loss(
@@ -160,7 +163,10 @@ def forward_and_row_nll(
 
 
 def lay_out_batch(
-    batch: Batch, model: ModelConfig, execution: ExecutionConfig
+    batch: Batch,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    level: Int[Array, ""] | None = None,
 ) -> tuple[Batch, Order | None]:
     """Return the batch in the order in which sequence-parallel devices hold its tokens.
 
@@ -168,13 +174,14 @@ def lay_out_batch(
         batch: Rows in the order of their tokens.
         model: Model that reads the batch.
         execution: How it is computed.
+        level: Log2 of the devices that share a document; all of them when None.
 
     Returns:
         The batch, and for each token its position in the original row; None if nothing moved.
     """
     segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
-    order = current_order(model.context, execution, batch.tokens.shape[1], segments)
-    return lay_out(batch, order, execution), order
+    order = current_order(model.context, execution, batch.tokens.shape[1], segments, level)
+    return lay_out(dataclasses.replace(batch, level=None), order, execution), order
 
 
 def _place(placement: Placement, axes: tuple[str | None, ...], array: Array) -> Array:

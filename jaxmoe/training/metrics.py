@@ -48,6 +48,9 @@ class StepMetrics:
     worker_loss: Float[Array, " W"] | None = None
     """Cross-entropy of the rows of each worker, nats per token, if workers are watched; NaN without
     tokens. See `jaxmoe/training/measures/dispersion.py`."""
+    levels: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
+    """Micro-batches and shares of tokens by level, of batches packed by level; see
+    `jaxmoe/training/measures/levels.py`."""
     exchange: dict[str, Float[Array, " R"]] = struct.field(default_factory=dict)
     """Measures of the last exchange between workers; empty without. See
     `jaxmoe/training/workers/step.py`."""

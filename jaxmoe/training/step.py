@@ -39,6 +39,7 @@ from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
+from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.optimizer_parts import check_parts, parts_of, update_in_parts
 from jaxmoe.training.pipeline import remember_layers
@@ -90,7 +91,9 @@ class TrainStep:
             first_row: Number of the first row, where the batch is part of a larger one.
         """
         weight, summed, worker_loss = self.gradients(state, batch, first_row)
-        return self.finish(state, weight, summed, worker_loss)
+        state, metrics, statistics = self.finish(state, weight, summed, worker_loss)
+        measures = level_measures(batch, self.execution, self.accumulation)
+        return state, dataclasses.replace(metrics, levels=measures), statistics
 
     def jitted(self) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state."""

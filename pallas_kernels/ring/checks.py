@@ -18,7 +18,7 @@ from pallas_kernels.backend import Implementation
 from pallas_kernels.flash_attention.api import KERNELS, OPERATION
 from pallas_kernels.flash_attention.arguments import check_heads
 from pallas_kernels.flash_attention.mask import Rules
-from pallas_kernels.ring.step import Links, Transport, check_transport
+from pallas_kernels.ring.step import AxisName, Links, Transport, check_transport
 from pallas_kernels.sequence_layout import SequenceLayout
 
 
@@ -38,7 +38,7 @@ def check_call(
     arrays: tuple[Array, Array, Array],
     tokens: tuple[Array | None, Array | None],
     mask: tuple[bool, int | None, float | None, float | None],
-    axis_name: str,
+    axis_name: AxisName,
     layout: str,
     transport: str,
     implementation: Implementation | None,
@@ -73,6 +73,11 @@ def check_call(
         )
     kernels = KERNELS[OPERATION.choose(implementation).implementation]
     check_transport(name, transport, kernels)
+    if transport == "remote_dma" and not isinstance(axis_name, str):
+        raise ValueError(
+            f"{name}: transport='remote_dma' needs one mesh axis, and axis_name={axis_name}: use"
+            " transport='ppermute'."
+        )
     return Call(ranks, rules, Links(axis_name, typing.cast(Transport, transport), kernels))
 
 
@@ -83,7 +88,7 @@ def check_choice(name: str, option: str, value: str, choices: tuple[str, ...]) -
         raise ValueError(f"{name}: {option}={value!r} must be one of {names}.")
 
 
-def num_ranks(name: str, axis_name: str) -> int:
+def num_ranks(name: str, axis_name: AxisName) -> int:
     """Return the size of a mesh axis inside `jax.shard_map`; raise ValueError if it is unbound."""
     try:
         return jax.lax.axis_size(axis_name)

@@ -18,7 +18,7 @@ To add a transport: its name in `Transport` and a branch in the functions of
 
 import typing
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -32,13 +32,15 @@ from pallas_kernels.ring.parcel import Parcel
 from pallas_kernels.ring.remote_dma import blocks as remote_dma
 
 Transport = Literal["ppermute", "remote_dma"]
+AxisName = str | tuple[str, ...]
+"""Mesh axis of a ring, or several that form one, the slowest first."""
 
 
 class Links(NamedTuple):
     """How the ranks of a ring exchange parcels and compute blocks; hashable."""
 
-    axis_name: str
-    """Mesh axis of the ring."""
+    axis_name: Any
+    """`AxisName` of the ring; one mesh axis for remote_dma."""
     transport: Transport
     """Transport of the parcels."""
     kernels: Kernels
@@ -89,7 +91,7 @@ def differentiate_and_send(
 
 
 def send(
-    parcels: Sequence[Parcel], axis_name: str, transport: Transport = "ppermute"
+    parcels: Sequence[Parcel], axis_name: Any, transport: Transport = "ppermute"
 ) -> tuple[Array, ...]:
     """Send parcels without computing anything, and return the arrays that arrive.
 

@@ -34,7 +34,7 @@ from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
 from pallas_kernels.ring.gradient import Held, Passes, attend
-from pallas_kernels.ring.step import Transport
+from pallas_kernels.ring.step import AxisName, Transport
 from pallas_kernels.ring_attention import backward, forward
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.ring_attention.schedule import Form, make_schedule
@@ -52,7 +52,7 @@ def ring_attention(
     k: Float[Array, "B S M H"],
     v: Float[Array, "B S M Hv"],
     *,
-    axis_name: str,
+    axis_name: AxisName,
     causal: bool = True,
     layout: SequenceLayout = "zigzag",
     positions: Int[Array, "*B S"] | None = None,
@@ -70,7 +70,7 @@ def ring_attention(
         q: Queries of this rank, N heads.
         k: Keys of this rank, M heads; M divides N.
         v: Values of this rank, M heads.
-        axis_name: Mesh axis whose ranks share the sequence.
+        axis_name: Mesh axis whose ranks share the sequence, or several, the slowest first.
         causal: Whether a query sees no key of a later position.
         layout: Layout of the tokens, as given to `sequence_order`.
         positions: Positions of this rank's tokens; None takes those of the layout. If given, the

@@ -37,8 +37,8 @@ class Ring:
     """Mesh axis, transport and implementation."""
 
     @property
-    def axis_name(self) -> str:
-        """Mesh axis of the ring."""
+    def axis_name(self) -> Any:
+        """`AxisName` of the ring."""
         return self.links.axis_name
 
     def rules_at(self, step: int) -> Rules:

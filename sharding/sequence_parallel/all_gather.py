@@ -65,7 +65,7 @@ def attend_gathered(held: HeldAttention, form: SequenceForm) -> tuple[Array, See
         held: Arrays of this device.
         form: The form that laid its tokens out.
     """
-    q, k, v, tokens, rules, cut = held
+    q, k, v, tokens, rules, cut = held[:6]
 
     def gather(x: Array) -> Array:
         return jax.lax.all_gather(x, cut.axes, axis=x.ndim - 1 if x.ndim < 3 else 1, tiled=True)

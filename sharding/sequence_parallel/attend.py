@@ -42,6 +42,7 @@ def attend(
     positions: Int[Array, "B S"] | None,
     segment_ids: Int[Array, "B S"] | None,
     places: Int[Array, "B S"] | None = None,
+    level: Int[Array, ""] | None = None,
     rules: AttentionRules,
 ) -> tuple[Float[Array, "B S N Hv"], Seen]:
     """Return self-attention of sequences that are laid out as `config` has it.
@@ -56,6 +57,7 @@ def attend(
             None: each token's place in its row.
         segment_ids: Document of each token, which sees only its own; None: one document a row.
         places: Places of the tokens in their rows, where rows differ in their order.
+        level: Log2 of the devices that share a document, where `config` reads it; None: all.
         rules: Mask and kernel.
 
     Returns:
@@ -73,6 +75,9 @@ def attend(
             positions = jnp.broadcast_to(jnp.asarray(order)[None, :], q.shape[:2])
     arrays = {"positions": positions, "segment_ids": segment_ids}
     given = {name: array for name, array in arrays.items() if array is not None}
+    given_axes: dict[str, tuple[str, ...]] = dict.fromkeys(given, rows)
+    if level is not None:
+        given, given_axes = given | {"level": level}, given_axes | {"level": ()}
     seen = ("lse", "top") if rules.is_observed else ()
     axes, length = placement.mesh_axes(ax.ACT_SEQ_INNER), q.shape[1]
 
@@ -81,11 +86,12 @@ def attend(
         tokens = HeldTokens(given.get("positions"), given.get("segment_ids"))
         if q.shape[1] == length:
             return attend_locally(q, k, v, tokens, tokens, rules)
-        return config.attend(HeldAttention(q, k, v, tokens, rules, Cut(axes, length, q.shape[1])))
+        cut = Cut(axes, length, q.shape[1])
+        return config.attend(HeldAttention(q, k, v, tokens, rules, cut, given.get("level")))
 
     island = placement.island(
         run,
-        in_axes=(heads, kv_heads, kv_heads, dict.fromkeys(given, rows)),
+        in_axes=(heads, kv_heads, kv_heads, given_axes),
         out_axes=(heads, dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, ax.ACT_SEQ_INNER))),
     )
     return island(q, k, v, given)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sequence_layout import SequenceLayout, sequence_order
+from sharding.fold import MoEMesh
 from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
 from sharding.sequence_parallel.sizes import AttentionSizes
 
@@ -58,6 +59,24 @@ class SequenceParallelism(abc.ABC):
         """
         del seq, seq_inner
 
+    def mesh_fold(self, fold: MoEMesh | None, seq: int) -> MoEMesh | None:
+        """Return the fold of the mesh, with the cuts of mesh.seq that this form needs.
+
+        Args:
+            fold: execution.fold.
+            seq: mesh.seq; -1 if it is open.
+        """
+        del seq
+        return fold
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """Return how many devices may share the documents of a micro-batch, in ascending order.
+
+        Args:
+            ranks: Devices that share a row.
+        """
+        return (ranks,)
+
 
 class SequenceForm(SequenceParallelism):
     """One form of sequence parallelism."""
@@ -81,7 +100,12 @@ class SequenceForm(SequenceParallelism):
         return ranks
 
     def token_order(
-        self, length: int, ranks: int, segment_ids: Int[Array, "B S"] | None = None
+        self,
+        length: int,
+        ranks: int,
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        level: Int[Array, ""] | None = None,
     ) -> Int[np.ndarray, " S"] | Int[Array, "B S"] | None:
         """Return the token held at each position of a laid out row; None: rows are unchanged.
 
@@ -90,10 +114,13 @@ class SequenceForm(SequenceParallelism):
             ranks: Devices that share a row.
             segment_ids: Document of each token, in the order of the tokens; only document_zigzag
                 reads them, and returns an order for every row then.
+            level: Log2 of the devices that share a document; only `levels` reads it, and returns a
+                traced order [S] then.
 
         Raises:
             ValueError: The length is not divisible.
         """
+        del level
         if ranks == 1 or self.layout == "contiguous":
             return None
         if self.layout != "document_zigzag":
@@ -249,6 +276,8 @@ class HeldAttention(NamedTuple):
     """Positions and documents of its tokens; positions None: their places in the row."""
     rules: AttentionRules
     cut: Cut
+    level: Int[Array, ""] | None = None
+    """Log2 of the devices that share a document, the same on all devices; None: all of them."""
 
 
 def gather_tokens(tokens: HeldTokens, axes: str | tuple[str, ...]) -> HeldTokens:

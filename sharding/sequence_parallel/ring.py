@@ -72,12 +72,12 @@ class RingConfig(SequenceForm):
         out = self.attend_along(held, axis=held.cut.ring_axis(self))
         return out, observe_gathered(held, self)
 
-    def attend_along(self, held: HeldAttention, *, axis: str) -> Array:
+    def attend_along(self, held: HeldAttention, *, axis: str | tuple[str, ...]) -> Array:
         """Return the output of the ring alone.
 
         Args:
             held: Arrays of this device; positions None: as the layout has it.
-            axis: Mesh axis of the ring.
+            axis: Mesh axis of the ring, or several that form one, the slowest first.
         """
         given = ring_arguments(self, held, axis)
         return ring_attention(*held[:3], directions=self.directions, **given)
@@ -106,7 +106,7 @@ class RingConfig(SequenceForm):
         return "near", min(sizes.ranks - 1, math.ceil((sizes.window - 1) / held))
 
 
-def ring_arguments(form: Any, held: HeldAttention, axis: str) -> dict[str, Any]:
+def ring_arguments(form: Any, held: HeldAttention, axis: str | tuple[str, ...]) -> dict[str, Any]:
     """Return the arguments that `ring_attention` and `token_ring_attention` share.
 
     Args:

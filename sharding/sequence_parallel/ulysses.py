@@ -78,7 +78,7 @@ class UlyssesConfig(SequenceForm):
 
     def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of some heads over whole sequences, exchanged back."""
-        q, k, v, tokens, rules, cut = held
+        q, k, v, tokens, rules, cut = held[:6]
         axes, whole = cut.axes, gather_tokens(tokens, cut.axes)
 
         def chunk(number: int) -> tuple[Array, Seen]:

@@ -38,6 +38,7 @@ LINES = {
         ("--command", f"python -m experiments.pretrain --run.directory {BUCKET}"),
         ("--command", f"python -m experiments.pretrain --run.directory={BUCKET}"),
     ],
+    "levels": [IN_RUN],
     "outer": [IN_RUN],
     "place": [IN_RUN],
     "plan": [IN_RUN],

@@ -176,4 +176,4 @@ IN_SHORT = ("fold_expert2_tensor2_all_to_all",)
 def mesh_of(execution: ExecutionConfig) -> Mesh:
     """Return the mesh of an execution, on the first of the eight devices."""
     devices = jax.devices()[: math.prod(execution.mesh.sizes)]
-    return make_mesh(execution.mesh, devices, fold=execution.fold)
+    return make_mesh(execution.mesh, devices, fold=execution.mesh_fold)

@@ -257,6 +257,7 @@ class Attention(nn.Module):
                 positions=positions if segment_ids is None else None,
                 segment_ids=segment_ids,
                 places=tokens.places,
+                level=tokens.level,
                 rules=rules,
             )
             return out, logits, None

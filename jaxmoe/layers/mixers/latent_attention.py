@@ -313,6 +313,7 @@ class LatentAttention(nn.Module):
             positions=tokens.positions if tokens.segment_ids is None else None,
             segment_ids=tokens.segment_ids,
             places=tokens.places,
+            level=tokens.level,
             rules=rules,
         )
         return out[..., :value_dim], logits

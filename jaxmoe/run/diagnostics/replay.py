@@ -25,7 +25,6 @@ from jaxmoe.run.diagnostics.refused_batches import DumpedBatch, dumped_steps, re
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import assemble_run, load_run
 from jaxmoe.state_tree import flatten
-from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.state import TrainState
@@ -148,7 +147,7 @@ def _measured(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch]
             model=assembly.plan.model,
             execution=assembly.execution,
             objective=training.objective,
-            accumulation=accumulation_of(num_rows, training.batch_size, training.accumulation),
+            accumulation=assembly.micro_batches(num_rows),
             accumulated_balance=training.accumulated_balance,
             table=assembly.plan.table,
             skipping=training.skipping,

@@ -51,6 +51,11 @@ def check_workers(config: PretrainConfig, mesh: MeshConfig, *, trains: bool) -> 
     if replicas.exchanges == "nothing":
         return
     number = replicas.num_workers(mesh.replica)
+    if config.data.packs_levels:
+        raise ValueError(
+            f"data.packing levels packs the batch of all devices, and replicas {replicas.name!r}"
+            f" gives each of {number} workers a batch of its own: set data.packing to best_fit"
+        )
     devices = mesh.batch_shards // mesh.replica if trains else 1
     for _, rows in training.batch_sizes.stages:
         accumulation = accumulation_of(rows, training.batch_size, training.accumulation)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import jax
 
+from jaxmoe.data.levels.rows import documents_of
 from jaxmoe.messages import say
 from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
@@ -48,6 +49,10 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
             say(f"lineage  {event}")
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
+    if (packing := assembly.loader.levels) is not None:
+        rows = map(documents_of, assembly.loader.step_rows(first_step))
+        forecast = packing.forecast([[document.length for document in row] for row in rows])
+        say(f"levels   {forecast.text}")
     if assembly.execution.mesh.stage > 1:
         given = model, assembly.execution, training.accumulation
         say(f"stages   {pipeline_in_words(*given, skipping=training.skipping)}")

@@ -1,0 +1,44 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures of a batch that is packed by level."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.training.accumulation import level_of, level_tokens, split_rows
+
+
+def level_measures(
+    batch: Batch, execution: ExecutionConfig, accumulation: int
+) -> dict[str, Float[Array, ""]]:
+    """Return the measures of a batch by name; none without levels.
+
+        micro_batches    that the step computed
+        full             share of their places that hold a token
+        share_<d>        share of the tokens whose documents are shared by d devices
+
+    Args:
+        batch: Batch of a step.
+        execution: Mesh and form of sequence parallelism.
+        accumulation: Micro-batches of the batch, the unused ones included.
+    """
+    if batch.level is None:
+        return {}
+    fields = {"level": batch.level, "segment_ids": batch.segment_ids}
+    parts = jax.tree.map(
+        lambda rows: split_rows(jnp.asarray(rows), accumulation, execution.placement), fields
+    )
+    levels, tokens = level_of(parts["level"]), level_tokens(parts["segment_ids"])
+    total = jnp.maximum(jnp.sum(tokens), 1.0)
+    used = jnp.sum(levels >= 0, dtype=jnp.float32)
+    rows, length = parts["segment_ids"].shape[1:]
+    measures = {"micro_batches": used, "full": total / (used * float(rows * length))}
+    for level, degree in enumerate(execution.sequence_parallel.degrees(execution.mesh.seq)):
+        held = jnp.sum(jnp.where(levels == level, tokens, 0.0))
+        measures[f"share_{degree}"] = held / total
+    return measures

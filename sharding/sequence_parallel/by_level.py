@@ -1,0 +1,130 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Levels: the devices that share a document differ between micro-batches, in one program.
+
+A row has N C tokens, C on each of the N = mesh.seq devices. At level l it is N/d parts of d = 2^l
+devices, and no document crosses a multiple of d C tokens (`jaxmoe.data.levels` packs them so):
+
+    d = 1    attention on each device, nothing travels
+    d > 1    a ring over the fastest l pieces of mesh.seq; 2 (d - 1) permutes of C keys and values
+
+The level is an array alike on all devices, so that its branches may hold collectives. Short
+documents pay for no ring. Linear layers, experts and losses see C tokens on each device at every
+level. Without a level all N devices share the row.
+
+Sources: ByteScale (arXiv 2502.21231), FlexSP (arXiv 2412.01523), Zeppelin (arXiv 2509.21841). They
+mix degrees within a micro-batch; here a micro-batch has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from pallas_kernels.sequence_layout import SequenceLayout
+from sharding.fold import MoEMesh
+from sharding.sequence_parallel.all_gather import observe_gathered
+from sharding.sequence_parallel.form import Cut, HeldAttention, Message, SequenceForm
+from sharding.sequence_parallel.local_attention import Seen, attend_locally
+from sharding.sequence_parallel.ring import RingConfig
+from sharding.sequence_parallel.sizes import AttentionSizes
+
+_RING = RingConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LevelsConfig(SequenceForm):
+    """Rings of as many devices as the documents of a micro-batch need; with data.packing levels."""
+
+    name: ClassVar[str] = "levels"
+    layout: ClassVar[SequenceLayout] = "zigzag"
+
+    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
+        """Check that mesh.seq is a power of two.
+
+        Raises:
+            ValueError: It is not.
+        """
+        del seq_inner
+        if seq != -1 and seq & (seq - 1):
+            below = 1 << (seq.bit_length() - 1)
+            raise ValueError(
+                f"mesh.seq={seq} must be a power of two for execution.sequence_parallel 'levels':"
+                f" set it to {below} or {2 * below}, or take ring"
+            )
+
+    def mesh_fold(self, fold: MoEMesh | None, seq: int) -> MoEMesh | None:
+        """Return a fold that cuts mesh.seq into pieces of 2."""
+        cuts = tuple(2**i for i in range(1, max(seq, 1).bit_length() - 1))
+        return dataclasses.replace(fold or MoEMesh(), seq_cuts=cuts) if cuts else fold
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """Return every power of two up to the ranks."""
+        return tuple(2**level for level in range(ranks.bit_length()))
+
+    def token_order(
+        self,
+        length: int,
+        ranks: int,
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        level: Int[Array, ""] | None = None,
+    ) -> Int[np.ndarray, " S"] | Int[Array, " S"] | None:
+        """Return the token at each position: a zigzag over the devices of each part.
+
+        Args:
+            length: Tokens of a row.
+            ranks: Devices that share a row.
+            segment_ids: Not read.
+            level: Log2 of the devices of a part; all of them when None.
+        """
+        del segment_ids
+        if ranks == 1 or level is None:
+            return _RING.token_order(length, ranks)
+        orders = [_order_within(length, ranks, degree) for degree in self.degrees(ranks)]
+        return jnp.asarray(np.stack(orders))[level]
+
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+        """Return attention of the queries held here to the keys of the devices of their part."""
+        ranks = held.cut.length // held.cut.held
+        if held.level is None:
+            return _attend_at(ranks, held)
+        arrays = held._replace(level=None, rules=None, cut=None)  # rules and cut are static
+
+        def branch(degree: int, arrays: HeldAttention) -> tuple[Array, Seen]:
+            return _attend_at(degree, arrays._replace(rules=held.rules, cut=held.cut))
+
+        branches = [functools.partial(branch, degree) for degree in self.degrees(ranks)]
+        return jax.lax.switch(held.level, branches, arrays)
+
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+        """Yield the messages of the highest level."""
+        return _RING.messages(sizes, is_backward=is_backward)
+
+
+def _attend_at(degree: int, held: HeldAttention) -> tuple[Array, Seen]:
+    """Return attention within parts of `degree` devices."""
+    if degree == 1:
+        return attend_locally(held.q, held.k, held.v, held.tokens, held.tokens, held.rules)
+    axes, size = (), 1
+    while size < degree:
+        axes = (held.cut.axes[-1 - len(axes)], *axes)
+        size *= jax.lax.axis_size(axes[0])
+    held = held._replace(cut=Cut(axes, degree * held.cut.held, held.cut.held))
+    return _RING.attend_along(held, axis=axes), observe_gathered(held, _RING)
+
+
+def _order_within(length: int, ranks: int, degree: int) -> Int[np.ndarray, " S"]:
+    """Return the token at each position of a row whose parts of `degree` devices are zigzags."""
+    part = length // ranks * degree
+    inner = _RING.token_order(part, degree)
+    inner = np.arange(part) if inner is None else np.asarray(inner)
+    starts = np.arange(0, length, part)
+    return (starts[:, None] + inner).reshape(-1).astype(np.int32)

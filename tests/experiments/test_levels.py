@@ -1,0 +1,40 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command that prices attention by level: lengths, table, ratio."""
+
+import dataclasses
+
+import numpy as np
+
+from experiments.levels import RECIPES, LengthsConfig, compare, draw_rows
+from sharding import MeshConfig
+
+
+def test_rows_hold_lengths_of_the_distribution():
+    lengths = LengthsConfig(median=20.0, sigma=1.0, steps=3, seed=1)
+    steps = draw_rows(lengths, 256, 8)
+    assert len(steps) == 3 and all(len(rows) == 8 for rows in steps)
+    assert all(1 <= length <= 256 for rows in steps for row in rows for length in row)
+    assert all(sum(row) <= 256 for rows in steps for row in rows)
+    drawn = np.array([length for rows in steps for row in rows for length in row])
+    assert 14 < np.median(drawn) < 28
+    assert steps == draw_rows(lengths, 256, 8)
+
+
+def test_short_documents_stay_on_a_device_and_long_ones_cost_as_static():
+    config = RECIPES["tiny"]()
+    training = dataclasses.replace(
+        config.training, sequence_length=4096, batch_size=4, accumulation=4
+    )
+    execution = dataclasses.replace(config.execution, mesh=MeshConfig(data=1, seq=4))
+    config = dataclasses.replace(config, topology="cpu:4", training=training, execution=execution)
+    short = LengthsConfig(median=64.0, sigma=0.5, steps=2)
+    table, found = compare(dataclasses.replace(config, lengths=short))
+    assert [row[0] for row in table[1:]] == ["static", "buckets", "milp", "zones"]
+    assert found["buckets"].shares == {1: 1.0, 2: 0.0, 4: 0.0}
+    assert found["milp"].seconds <= min(found["buckets"].seconds, found["zones"].seconds)
+    long = LengthsConfig(median=1e6, sigma=0.0, steps=1)
+    _, found = compare(dataclasses.replace(config, lengths=long))
+    for one in found.values():
+        assert one.shares[4] == 1.0
+        np.testing.assert_allclose(one.static, one.seconds)
