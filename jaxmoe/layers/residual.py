@@ -81,6 +81,7 @@ class LadderResidualConfig:
     def read(self, stream: Stream, half: Half) -> Stream:
         """Return the stream with the output of the same half of the layer before."""
         late = stream.mixed if half == "mixer" else stream.fed
+        assert late is not None  # `begin` made it
         return dataclasses.replace(stream, x=stream.x + late)
 
     def write(
@@ -94,6 +95,7 @@ class LadderResidualConfig:
 
     def end(self, stream: Stream) -> Stream:
         """Return the stream with both outputs."""
+        assert stream.mixed is not None and stream.fed is not None  # `begin` made them
         x = stream.x + stream.mixed + stream.fed
         return dataclasses.replace(stream, x=x, mixed=None, fed=None)
 

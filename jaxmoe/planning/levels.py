@@ -6,7 +6,7 @@
     other   6 FLOPs per parameter that a token meets, and attention in windows, of C tokens
     ring    messages of a ring of d devices, forward and backward, of each attention layer
 
-over the peak times EFFICIENCY, or the bandwidth of a link in one direction: between hosts for
+over the peak times the efficiency, or the bandwidth of a link in one direction: between hosts for
 groups that do not fit the fast network. Recomputation counts a third more. Gathers of weights and
 reductions of gradients are taken to be hidden; they are the same at every level.
 """
@@ -20,7 +20,6 @@ from jaxmoe.models.flops import matmul_parameters
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.planning.step_time import EFFICIENCY
 from sharding.sequence_parallel import AttentionSizes, RingConfig
 from sharding.sequence_parallel.traffic import sent_bytes
 
@@ -82,7 +81,7 @@ def level_cost(plan: StepPlan, degrees: tuple[int, ...], chip: Chip) -> LevelCos
     sizes, model = Sizes.of(plan), plan.model
     again = 4 / 3 if plan.execution.remat in ("full", "offload") else 1.0
     tensor = plan.execution.mesh.tensor
-    second = chip.flops * EFFICIENCY / again * tensor
+    second = chip.flops * chip.efficiency / again * tensor
     pair, windows = 0.0, 0.0
     rings = [0.0] * len(degrees)
     for kind in model.kinds:

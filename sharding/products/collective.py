@@ -74,7 +74,7 @@ class RingProductsConfig:
         devices, here, rows = jax.lax.axis_size(names), jax.lax.axis_index(names), x.shape[1]
         whole = None
         for number in range(devices):
-            following = None if number + 1 == devices else _to_next(x, names)
+            following = x if number + 1 == devices else _to_next(x, names)
             products = multiply(x)
             if whole is None:
                 whole = jax.tree.map(lambda y: _room(y, devices), products)
@@ -92,12 +92,16 @@ class RingProductsConfig:
     def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
         """Return the rows of this device of a summed product; see `WholeProductsConfig`."""
         devices, here = jax.lax.axis_size(names), jax.lax.axis_index(names)
-        rows, total = hidden.shape[1] // devices, None
-        for number in range(devices):
-            arrived = None if total is None else _to_next(total, names)
+        rows = hidden.shape[1] // devices
+
+        def part(number: int) -> Array:
             start = (here - 1 - number) % devices * rows
-            addend = multiply(jax.lax.dynamic_slice_in_dim(hidden, start, rows, axis=1))
-            total = addend if arrived is None else arrived + addend
+            return multiply(jax.lax.dynamic_slice_in_dim(hidden, start, rows, axis=1))
+
+        total = part(0)
+        for number in range(1, devices):
+            arrived = _to_next(total, names)
+            total = arrived + part(number)
         return total
 
 
