@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.disk import replace_file
-from jaxmoe.run.assemble import check_mesh
+from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
