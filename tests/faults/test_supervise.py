@@ -269,7 +269,7 @@ def test_bad_input(tmp_path, capsys, more, message):
 
 
 def test_excluded_processes_are_not_started_and_the_others_are_numbered_anew(tmp_path, capsys):
-    """Of 0 to 3 the numbers 1 and 2 are left out: 0 and 3 become 0 and 1 of 2."""
+    """Without 1 and 2 of four processes, 0 and 3 become 0 and 1 of two."""
     script = "import os; print(*(os.environ[f'JAX_{x}'] for x in ('PROCESS_ID', 'NUM_PROCESSES')))"
     command = shlex.join([sys.executable, "-c", script])
     given = ["--supervise", "--processes", "4", "--exclude", "1", "2", "--command", command]
