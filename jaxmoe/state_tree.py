@@ -63,12 +63,19 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def pack(tree: Any) -> dict[str, Any]:
-    """Return a state as nested dicts of plain arrays."""
+    """Return a state, of arrays or shapes, as nested dicts of plain arrays or shapes."""
     leaves = {
-        path: jax.random.key_data(leaf) if is_key(leaf) else leaf
-        for path, leaf in flatten(tree).items()
+        path: _words_of(leaf) if is_key(leaf) else leaf for path, leaf in flatten(tree).items()
     }
     return traverse_util.unflatten_dict(leaves, sep=SEPARATOR)
+
+
+def _words_of(key: Any) -> Any:
+    """Return the words of a key, or their shape on the same devices."""
+    if not isinstance(key, jax.ShapeDtypeStruct):
+        return jax.random.key_data(key)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
 
 
 def unpack(packed: dict[str, Any], target: Any) -> Any:

@@ -26,6 +26,7 @@ from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.elastic.move import move_state, move_through_hosts
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots
 from sharding import MeshConfig, make_mesh
 from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
@@ -156,6 +157,23 @@ def test_snapshots_restore_on_another_mesh_or_other_processes(tmp_path, name):
     assert (found.step, found.rebuilt, found.saved_by) == (6, lost, saved)
     _is_same(found.state, wanted)
     assert f"step 6 from snapshots in memory of {saved} processes on another mesh" in found.words
+
+
+@pytest.mark.parametrize("move", [move_state, move_through_hosts])
+def test_a_state_moves_between_meshes_bit_for_bit(move):
+    """Eight devices of two processes; then six of them, three of each; without storage."""
+    wide, chosen = {"shape": (48, 12)}, [0, 1, 2, 4, 5, 6]
+    state, target = _state(5, 4, 2, **wide), _state(0, 3, 2, **wide)
+    mesh = make_mesh(MeshConfig(data=3, tensor=2), [jax.devices()[i] for i in chosen])
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)
+        ),
+        target,
+    )
+    wanted = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), state, target)
+    given = [lambda device: device.id // 4] if move is move_through_hosts else []
+    _is_same(move(jax.tree.leaves(state), target, *given), wanted)
 
 
 def test_two_lost_parts_are_not_restored_on_another_mesh(tmp_path, caplog, monkeypatch):

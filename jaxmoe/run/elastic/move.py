@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jaxmoe.resilience.parity import Peers
+from jaxmoe.resilience.pieces import num_words, pack_words, pieces_of
+from jaxmoe.resilience.relayout import Parts
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.state_tree import flatten
 from jaxmoe.training.state import TrainState
@@ -20,18 +24,13 @@ def check_movable(running: Assembly) -> None:
         running: Plan, devices and data of the run.
 
     Raises:
-        ValueError: The run has such a state, or several processes.
+        ValueError: The run has such a state.
     """
     replicas = running.plan.config.replicas
     if running.island is not None or replicas.exchanges != "nothing":
         raise ValueError(
             f"replicas {replicas.name!r} keeps a state for each worker: stop the run, and resume it"
             " on the other mesh"
-        )
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"the arrays of {jax.process_count()} processes cannot be moved to other devices: stop"
-            " the run, and resume it on the other mesh"
         )
 
 
@@ -55,15 +54,53 @@ def check_shapes(shapes: TrainState, target: TrainState) -> None:
 
 
 def move_state(leaves: list[Any], target: TrainState) -> TrainState:
-    """Return the arrays of a state on the devices of a target, and forget them one by one.
+    """Return the arrays of a state on the devices of a target.
+
+    One process moves array by array from the devices to the devices. JAX does not move arrays of
+    several processes to another set of devices: they go through the memory of the hosts.
 
     Args:
-        leaves: Arrays in the order of the tree; each is dropped when it has been moved.
+        leaves: Arrays in the order of the tree; dropped when they have been moved.
         target: Tree of shapes with the shardings wanted.
     """
+    if jax.process_count() > 1:
+        return move_through_hosts(leaves, target)
     wanted, tree = jax.tree.flatten(target)
     moved = []
     for place, leaf in enumerate(wanted):
         moved.append(jax.block_until_ready(jax.device_put(leaves[place], leaf.sharding)))
         leaves[place] = None
     return jax.tree.unflatten(tree, moved)
+
+
+def move_through_hosts(
+    leaves: list[Any],
+    target: TrainState,
+    process_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+) -> TrainState:
+    """Return the arrays of a state on the devices of a target, in other parts of each process.
+
+    Each process packs its parts; these go to all processes, one process after the other, and each
+    takes what it needs. A host holds its parts before and after, and the parts of one process.
+
+    Args:
+        leaves: Arrays in the order of the tree; emptied when they have been packed.
+        target: Tree of shapes with the shardings wanted.
+        process_of: Process of a device.
+    """
+    tree = jax.tree.structure(target)
+    groups: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        groups.setdefault(process_of(device), []).append(device)
+    devices = [groups[process] for process in sorted(groups)]
+    state = jax.tree.unflatten(tree, leaves)
+    pieces = pieces_of(state, devices)
+    size = max(map(num_words, pieces))
+    local = [own for own, group in enumerate(devices) if group[0] in jax.local_devices()]
+    words = {own: pack_words(state, pieces[own], size) for own in local}
+    del state
+    leaves.clear()
+    peers, parts = Peers([group[0] for group in devices]), Parts(target)
+    for own in range(len(devices)):
+        parts.fill(pieces[own], peers.shared(own, words))
+    return parts.state()
