@@ -25,6 +25,7 @@ class Documents:
     """Rows of documents of many lengths, whose tokens all differ."""
 
     vocab_size = 10**6
+    bytes_per_token = None
 
     def num_rows(self, split, sequence_length):
         return 20
@@ -38,6 +39,24 @@ class Documents:
         tokens = 100 * index + 1 + np.arange(sequence_length + 1, dtype=np.int32)
         weights = (tokens % 3 != 0).astype(np.float32)
         return Row(np.where(ids == 0, 0, tokens).astype(np.int32), ids, weights)
+
+    def fingerprint(self):
+        return {"kind": "documents"}
+
+    def entropy_bits_per_token(self, sequence_length):
+        return None
+
+    def describe(self, sequence_length):
+        return "documents"
+
+    def text(self, split):
+        return None
+
+    def encode(self, text):
+        return np.zeros(0, np.int32)
+
+    def decode(self, tokens):
+        return ""
 
 
 def loader_of(assigner, **given):
