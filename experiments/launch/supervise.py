@@ -52,6 +52,7 @@ from typing import Any, TextIO
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
+from experiments.cli.process import configure_logging
 from experiments.launch.config import SuperviseConfig
 from experiments.launch.signals import Signals
 from jaxmoe.resilience.shared_memory import SNAPSHOTS, memory_directories
@@ -82,6 +83,7 @@ class Ended:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code of the run."""
     prog = "python -m experiments.launch --supervise"
+    configure_logging()
     with flags.exit_on_bad_configuration():
         config = flags.parse_flags(SuperviseConfig(), argv, prog, __doc__ or "")
         directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
