@@ -81,7 +81,7 @@ class ExecutionConfig:
     optimizer_memory: Literal["device", "host"] = "device"
     """Memory of the optimiser state between two updates."""
     optimizer_parts: int = 1
-    """Parts in which state in host memory is updated, for each stack of layers: two of them are on
+    """Parts in which state in host memory is updated, for each stack of layers: two or three are on
     the device at once. 1 fetches the whole state."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster on

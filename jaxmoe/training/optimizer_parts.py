@@ -4,7 +4,7 @@
 
 The stacked layers of each scan are cut into `execution.optimizer_parts` parts; a module outside the
 layers (embedding, norm, head) is a part of its own. While part i is updated, part i + 1 is brought
-to the device and part i - 1 returns to the host, so that two parts of the state are on the device
+to the device and part i - 1 returns to the host, so that two or three parts are on the device
 instead of the whole:
 
     fetch 0    may start when the loss is known, beside the backward pass
