@@ -48,6 +48,7 @@ COMMANDS = {
     "bench kernels": "experiments.bench.kernels:KernelBenchConfig",
     "bench routers": "experiments.bench.routers:RouterBenchConfig",
     "bench chunks": "experiments.bench.chunks:ChunkBenchConfig",
+    "bench compiled": "experiments.bench.compiled:CompiledBenchConfig",
 }
 """The config class of each command; `describe` and `data` take the flags of `pretrain`."""
 

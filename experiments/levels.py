@@ -157,11 +157,12 @@ def draw_rows(lengths: LengthsConfig, length: int, rows: int) -> list[list[list[
     """
     rng, steps = np.random.default_rng(lengths.seed), []
     for _ in range(lengths.steps):
-        drawn: list[int] = []
-        while sum(drawn) < rows * length:
+        drawn, left = list[int](), rows * length
+        while left > 0:
             one = rng.lognormal(np.log(lengths.median), lengths.sigma)
             drawn.append(int(np.clip(one, 1, length)))
-        ordered = np.sort(np.array(drawn[:-1]))[::-1]
+            left -= drawn[-1]
+        ordered = np.sort(np.array(drawn[:-1] if left < 0 else drawn))[::-1]
         places = best_fit(ordered, length)
         packed = [ordered[places == row].tolist() for row in range(int(places.max()) + 1)]
         packed += [[] for _ in range(rows - len(packed))]

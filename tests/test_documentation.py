@@ -201,6 +201,8 @@ def fault_of_code(code: str, pages: dict[str, str]) -> str | None:
             return f"{code}: no such command"
         if words and words[0].startswith("--") and f"{command}_{words[0][2:]}" in pages:
             command = f"{command}_{words[0][2:]}"
+            if len(words) == 1 or words[1].startswith("--"):  # a switch, and no flag of the page
+                words = words[1:]
         if words and f"{command}_{words[0]}" in pages:
             command, words = f"{command}_{words[0]}", words[1:]
         fault = fault_of_words(words, pages[command])

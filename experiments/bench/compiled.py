@@ -44,10 +44,10 @@ class CompiledBenchConfig:
     """Sequences on each device."""
     peer: Literal["maxtext", "none"] = "maxtext"
     """Library to compare with."""
-    python: str = sys.executable
-    """Python that compiles this library's step."""
-    peer_python: str = sys.executable
-    """Python that has MaxText."""
+    python: str = ""
+    """Python that compiles this library's step; this one when empty."""
+    peer_python: str = ""
+    """Python that has MaxText; this one when empty."""
 
     def __post_init__(self):
         if self.recipe not in RECIPES:
@@ -75,10 +75,10 @@ def bench_compiled(config: CompiledBenchConfig) -> dict[str, Any]:
     """
     topology = parse_topology(config.topology)
     check_compiler(topology)
-    if config.peer == "maxtext" and not _version(config.peer_python, "maxtext"):
+    peer = config.peer_python or sys.executable
+    if config.peer == "maxtext" and not _version(peer, "maxtext"):
         raise ValueError(
-            f"peer_python={config.peer_python} has no MaxText: give a Python that has it, or"
-            " --peer none"
+            f"peer_python={peer} has no MaxText: give a Python that has it, or --peer none"
         )
     found = {"jaxmoe": _ours(config, topology)}
     if config.peer == "maxtext":
@@ -87,7 +87,7 @@ def bench_compiled(config: CompiledBenchConfig) -> dict[str, Any]:
 
 
 def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
-    number = topology.num_devices
+    number, python = topology.num_devices, config.python or sys.executable
     run = RECIPES[config.recipe]()
     execution = dataclasses.replace(run.execution, mesh=MeshConfig(data=number))
     training = dataclasses.replace(
@@ -96,15 +96,15 @@ def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
     planned = dataclasses.replace(run, execution=execution, training=training)
     job = {"config": to_json(planned), "topology": topology.text, "steps": 0}
     result = in_child(
-        "experiments.plan.child", job, topology, on_wait=_say("jaxmoe"), python=config.python
+        "experiments.plan.child", job, topology, on_wait=_say("jaxmoe"), python=python
     )
     if result["kind"] != "CompiledStep":
         raise ValueError(f"topology={topology.text}: {result['text']}")
-    return result | {"versions": _versions(config.python)}
+    return result | {"versions": _versions(python)}
 
 
 def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
-    run = RECIPES[config.recipe]()
+    run, python = RECIPES[config.recipe](), config.peer_python or sys.executable
     # MaxText counts the cores of a v5p, two on a chip.
     cores = topology.num_devices * (2 if topology.kind in ("v4", "v5p") else 1)
     words = {
@@ -126,9 +126,9 @@ def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
         job,
         topology,
         on_wait=_say("maxtext"),
-        python=config.peer_python,
+        python=python,
     )
-    return result | {"versions": _versions(config.peer_python)}
+    return result | {"versions": _versions(python)}
 
 
 def _say(name: str):

@@ -53,7 +53,7 @@ def check_shapes(shapes: TrainState, target: TrainState) -> None:
         )
 
 
-def move_state(leaves: list[Any], target: TrainState) -> TrainState:
+def move_state(leaves: list[Any], target: Any) -> Any:
     """Return the arrays of a state on the devices of a target.
 
     One process moves array by array from the devices to the devices. JAX does not move arrays of
@@ -75,9 +75,9 @@ def move_state(leaves: list[Any], target: TrainState) -> TrainState:
 
 def move_through_hosts(
     leaves: list[Any],
-    target: TrainState,
+    target: Any,
     process_of: Callable[[jax.Device], int] = lambda device: device.process_index,
-) -> TrainState:
+) -> Any:
     """Return the arrays of a state on the devices of a target, in other parts of each process.
 
     Each process packs its parts; these go to all processes, one process after the other, and each

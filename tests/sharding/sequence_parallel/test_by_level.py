@@ -93,7 +93,7 @@ def check_level(level, rules):
     (value, (out, seen)), gradients = jax.device_get(found)
     (wanted_value, (wanted_out, wanted_seen)), wanted_gradients = jax.device_get(wanted)
     is_real = np.asarray(segments != 0)
-    np.testing.assert_allclose(value, wanted_value, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
     np.testing.assert_allclose(out[:, back][is_real], wanted_out[is_real], atol=1e-6)
     for name, x in seen.items():
         x, y = np.moveaxis(x, 1, 2)[:, back], np.moveaxis(wanted_seen[name], 1, 2)
@@ -146,8 +146,8 @@ def test_level_of_d_devices_permutes_twice_d_minus_1_times():
 
 def test_form_cuts_the_mesh_and_leaves_an_open_axis():
     execution = ExecutionConfig(mesh=MeshConfig(data=-1, seq=8), sequence_parallel=FORM)
-    assert execution.placement.mesh_axes("act_seq_inner") == ("seq_0", "seq_1", "seq_2")
-    assert execution.placement.mesh_axes("act_batch") == ("replica", "data", "expert")
+    assert execution.axis_rules.mesh_axes("act_seq_inner") == ("seq_0", "seq_1", "seq_2")
+    assert execution.axis_rules.mesh_axes("act_batch") == ("replica", "data", "expert")
     assert FORM.mesh_fold(None, 2) is None  # one piece
     assert FORM.mesh_fold(MoEMesh(expert=4), 8) == MoEMesh(expert=4, seq_cuts=(2, 4))
     assert [LevelsConfig().degrees(n) for n in (1, 2, 8)] == [(1,), (1, 2), (1, 2, 4, 8)]
