@@ -10,7 +10,8 @@
     layers      activations saved of all layers, and the working set of one layer's backward pass
     head        the same activations, the head's matrix and its gradient, the logits of one chunk
     embedding   the table gathered, and its whole gradient
-    update      the optimiser's directions, and the matrices that a group brings together whole
+    update      the optimiser's directions, the matrices that a group brings together whole, and
+                state that is brought from host memory
 
 On a mesh with stages the layers are those of one group, and a pipeline holds, in every phase but
 the update, with a = T D b of one micro-batch,
@@ -67,6 +68,8 @@ _HEAD_ARRAYS = 10
 _STREAM_ARRAYS = 4
 _LOGIT_ARRAYS = 3
 _MASK_SHARE = 9 / 16
+# One part is updated while the next one arrives and the last one leaves.
+_PARTS_AT_ONCE = 3
 _LANES = 128
 
 
@@ -110,7 +113,7 @@ def estimate_memory(
         other_state=of(state) - parameters - optimizer - elsewhere,
         logits=_logits(sizes),
         embedding=_embedding(sizes),
-        update=_update(sizes),
+        update=_update(sizes) + elsewhere * _share_at_once(plan),
         **(_without_stages if plan.execution.mesh.stage == 1 else _with_stages)(sizes, platform),
     )
 
@@ -318,6 +321,11 @@ def _update(sizes: Sizes) -> float:
     matrices = [row for row in rows if optimizer.traits(row.hyper.group).has_whole_matrices]
     spread = max(map(sizes.local, matrices), default=0)
     return 4.0 * (2 * sum(map(sizes.local, rows)) + 4 * spread)
+
+
+def _share_at_once(plan: StepPlan) -> float:
+    """Return the share of state in host memory that is on the device at one time."""
+    return min(1.0, _PARTS_AT_ONCE / plan.execution.optimizer_parts)
 
 
 def _of_role(plan: StepPlan, role: str) -> list[ParameterSpec]:

@@ -37,6 +37,9 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
         execute("--execution.remat offload", remat="offload")
     if chip.platform != "cpu" and execution.optimizer_memory == "device":
         execute("--execution.optimizer_memory host", optimizer_memory="host")
+        if plan.execution.mesh.stage == 1:
+            flag = "--execution.optimizer_memory host --execution.optimizer_parts 8"
+            execute(flag, optimizer_memory="host", optimizer_parts=8)
     if not execution.loss_chunk and plan.sequence_length > 512:
         execute("--execution.loss_chunk 512", loss_chunk=512)
     if execution.rules != "fully_sharded":

@@ -230,6 +230,18 @@ def test_remedies_when_nothing_fits():
     assert all(need < found.closest.memory.total for need in ways.values())
 
 
+def test_state_in_host_memory_comes_to_the_device_in_parts():
+    """Counters stay; the rest arrives for the update, at once or three parts at a time."""
+    fields = {"mesh": MeshConfig(data=8), "batch_size": 8, "length": 64}
+    device = estimate_memory(plan_of(WIDE, **fields), "tpu")
+    whole = estimate_memory(plan_of(WIDE, **fields, optimizer_memory="host"), "tpu")
+    cut = plan_of(WIDE, **fields, optimizer_memory="host", optimizer_parts=12)
+    moments = device.optimizer - whole.optimizer
+    assert moments > 0.9 * device.optimizer
+    assert whole.update - device.update == moments
+    assert estimate_memory(cut, "tpu").update - device.update == pytest.approx(moments / 4)
+
+
 def test_a_mesh_that_does_not_divide_is_refused_with_its_reason():
     plan = plan_of(WIDE, batch_size=4, length=64)
     found = search(plan, [MeshConfig(tensor=8), MeshConfig(data=8)], CHIPS["cpu"])
