@@ -1,0 +1,67 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of the dense models that were trained on Frontier (arXiv 2312.12705), in closed form."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.optim import AdamWConfig
+from jaxmoe.optim.schedules import LinearConfig
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.planning.search import Space, enumerate_meshes, search, stages_of
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.scaling.initialize import parameter_table
+from sharding.mesh import MeshConfig
+
+LENGTH = 2048
+
+
+def planned(layers, width, batch, devices):
+    """Best mesh, and the share of the peak that its model FLOPs reach."""
+    model = ModelConfig(
+        vocab_size=51200,
+        num_layers=layers,
+        embed_dim=width,
+        moe=None,
+        dense_dim=8 * width // 3 // 256 * 256,
+        attention=AttentionConfig(num_heads=width // 128, num_kv_heads=width // 128, head_dim=128),
+    )
+    execution = ExecutionConfig(
+        mesh=MeshConfig(),
+        precision=PrecisionPolicy(compute="bfloat16"),
+        rules="zero1",
+        remat="full",
+        loss_chunk=512,
+    )
+    table = parameter_table(model, rules=execution.axis_rules)
+    plan = StepPlan(
+        model=model,
+        table=table,
+        optimizer=AdamWConfig().build(table, LinearConfig(warmup_steps=0).build(10)),
+        optimizer_config=AdamWConfig(),
+        execution=execution,
+        batch_size=batch,
+        sequence_length=LENGTH,
+    )
+    meshes = enumerate_meshes(devices, 1, [1, *stages_of(plan, devices)])
+    dense = [mesh for mesh in meshes if mesh.expert == mesh.replica == 1]
+    chip = CHIPS["mi250x"]
+    best = search(plan, dense, chip, space=Space(has_micro_batches=True)).fitting[0]
+    flops = flops_per_token(model, table, LENGTH) * plan.tokens
+    return best, flops / devices / chip.flops / best.time.step
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_stays_in_a_node_and_weak_scaling_is_flat():
+    """22 and 175 billion parameters: at most the 8 dies of a node, the smaller at a higher rate."""
+    small, small_rate = planned(48, 6144, 256, 128)
+    wide, wide_rate = planned(48, 6144, 1024, 512)
+    large, large_rate = planned(96, 12288, 640, 1024)
+    assert max(one.mesh.tensor for one in (small, wide, large)) <= 8
+    assert large.mesh.stage > 1 and small_rate > large_rate
+    assert wide_rate / small_rate > 0.9
