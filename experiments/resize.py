@@ -107,6 +107,10 @@ def check_request(
         ValueError: There is no run, or it cannot use the mesh.
     """
     config = directory.load_config(PretrainConfig)
+    if config.execution.precision.compute == "auto":  # would look for the devices, which are in use
+        precision = dataclasses.replace(config.execution.precision, compute="float32")
+        execution = dataclasses.replace(config.execution, precision=precision)
+        config = dataclasses.replace(config, execution=execution)
     recorded = directory.environment() or {}
     if "mesh" not in recorded:
         raise ValueError(

@@ -125,7 +125,7 @@ def place_words(
     return unpack(traverse_util.unflatten_dict(arrays, sep=SEPARATOR), target)
 
 
-def leaves_of(state: Any) -> dict[str, jax.Array]:
+def leaves_of(state: Any) -> dict[str, Any]:
     """Return the arrays of a state by path; random keys as their words."""
     return cast(dict[str, jax.Array], traverse_util.flatten_dict(pack(state), sep=SEPARATOR))
 

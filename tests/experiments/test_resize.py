@@ -32,7 +32,8 @@ def directory(tmp_path, monkeypatch):
         devices = [f"tpu:{number} kind" for number in range(8)]
         sizes = config.execution.mesh.by_axis
         made.write_environment(devices, mesh=sizes, spare_devices=[])
-    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("the run holds the devices"))
+    for name in ("devices", "default_backend"):
+        monkeypatch.setattr(jax, name, lambda *_: pytest.fail("the run holds the devices"))
     return made
 
 
