@@ -28,22 +28,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxmoe.configs import closest
+from jaxmoe.resilience.links.table import LinkRate, slowest
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
 GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AxisRate:
-    """Measured cost of a message along a mesh axis: latency + bytes / bandwidth."""
-
-    axis: str
-    """Mesh axis."""
-    latency: float
-    """Seconds."""
-    bandwidth: float
-    """Bytes per second that one device sends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +64,8 @@ class Chip:
     """Dimensions of the torus of a TPU; 0 for others."""
     efficiency: float = 0.6
     """Share of the peak that matrix products reach: an assumption, or measured by a run."""
-    rates: tuple[AxisRate, ...] = ()
-    """Measured rates of mesh axes, which replace the nominal ones."""
+    rates: tuple[tuple[str, LinkRate], ...] = ()
+    """Measured rates by mesh axis, which replace the nominal ones."""
 
     @property
     def available(self) -> int:
@@ -94,20 +83,14 @@ class Chip:
             return self.torus * (num_devices ** (1 / self.torus) - 1)
         return num_devices - 1
 
-    def measured_rate(self, axes: Sequence[str]) -> AxisRate | None:
+    def measured_rate(self, axes: Sequence[str]) -> LinkRate | None:
         """Return the slowest measured rate of some axes; None if one was not measured.
 
         Args:
             axes: Mesh axes.
         """
-        known = [rate for rate in self.rates if rate.axis in axes]
-        if len(known) < len(axes) or not known:
-            return None
-        return AxisRate(
-            axis=" x ".join(axes),
-            latency=max(rate.latency for rate in known),
-            bandwidth=min(rate.bandwidth for rate in known),
-        )
+        known = [rate for axis, rate in self.rates if axis in axes]
+        return slowest(known) if known and len(known) == len(axes) else None
 
     def bandwidth(self, reach: int) -> float:
         """Return the bytes per second that a device sends within a group.

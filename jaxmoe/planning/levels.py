@@ -79,7 +79,8 @@ def level_cost(plan: StepPlan, degrees: tuple[int, ...], chip: Chip) -> LevelCos
         chip: Properties of each device.
     """
     sizes, model = Sizes.of(plan), plan.model
-    again = 4 / 3 if plan.execution.remat in ("full", "offload") else 1.0
+    remats = [plan.execution.remat_of(kind.feed_forward.is_routed) for kind in model.kinds]
+    again = 1.0 + sum(remat in ("full", "offload") for remat in remats) / len(remats) / 3
     tensor = plan.execution.mesh.tensor
     second = chip.flops * chip.efficiency / again * tensor
     pair, windows = 0.0, 0.0

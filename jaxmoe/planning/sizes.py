@@ -161,10 +161,12 @@ class Sizes:
 
     def row_remat(self, row: ParameterSpec) -> Remat:
         """Return that of the layers of a parameter; the model's outside of layers."""
-        for stack in self.stacks:
-            if row.path.startswith(f"{stack.path}/"):
-                return self.remat(stack)
-        return self.plan.execution.remat
+        stack = self.stack_of(row)
+        return self.plan.execution.remat if stack is None else self.remat(stack)
+
+    def stack_of(self, row: ParameterSpec) -> LayerStack | None:
+        """Return the stack of layers of a parameter; None outside of layers."""
+        return next((one for one in self.stacks if row.path.startswith(f"{one.path}/")), None)
 
     def row_passes(self, row: ParameterSpec) -> Passes:
         """Return how often a step uses the parameters of one layer, or one that is not stacked."""

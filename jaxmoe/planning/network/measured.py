@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxmoe.planning.hardware import AxisRate, Chip
+from jaxmoe.planning.hardware import Chip
 from jaxmoe.resilience.links.table import LinkTable
 
 
@@ -18,9 +18,5 @@ def linked_chip(chip: Chip, table: LinkTable) -> Chip:
         table: Table of `python -m experiments.doctor --links`.
     """
     rates = [(size.axis, table.axis_rate(size.axis)) for size in table.mesh]
-    known = tuple(
-        AxisRate(axis=axis, latency=rate.latency, bandwidth=rate.bandwidth)
-        for axis, rate in rates
-        if rate is not None
-    )
+    known = tuple((axis, rate) for axis, rate in rates if rate is not None)
     return dataclasses.replace(chip, rates=known)

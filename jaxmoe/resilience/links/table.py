@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import statistics
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxmoe.configs import from_json, to_json
@@ -71,6 +72,14 @@ class LinkRate:
     """Seconds."""
     bandwidth: float
     """Bytes per second that one device sends."""
+
+
+def slowest(rates: Sequence[LinkRate]) -> LinkRate:
+    """Return the largest latency and the least bandwidth of some links."""
+    return LinkRate(
+        latency=max(rate.latency for rate in rates),
+        bandwidth=min(rate.bandwidth for rate in rates),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +142,7 @@ class LinkTable:
                 small = statistics.median(one.small_seconds for one in kind)
                 large = statistics.median(one.large_seconds for one in kind)
                 rates.append(self._rate(small, large))
-        if not rates:
-            return None
-        return LinkRate(
-            latency=max(rate.latency for rate in rates),
-            bandwidth=min(rate.bandwidth for rate in rates),
-        )
+        return slowest(rates) if rates else None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write links.json, with the rates of every link and axis for other readers.

@@ -94,11 +94,9 @@ def _product(sizes: Sizes, row: ParameterSpec) -> Product:
     if is_expert:
         dim = row.declaration.axes.index(ax.EXPERTS) - len(row.declaration.axes)
         held = _width(sizes, row, (dim,))
-        fed = max(
-            (stack.kind.feed_forward.sizes for stack in sizes.plan.model.stacks),
-            key=lambda one: (one.num_experts == row.shape[dim], one.top_k),
-        )
-        rows, count = sizes.rows(fed) / held, count * held
+        stack = sizes.stack_of(row)
+        assert stack is not None  # experts are in layers
+        rows, count = sizes.rows(stack.kind.feed_forward.sizes) / held, count * held
     return Product(
         path=row.path,
         count=count,
