@@ -41,6 +41,12 @@ def judge(
     found, factors = searching(), dict[Remat, float]()
     rejected: list[dict[str, Any]] = []
     lines: dict[Remat, Line] = {}
+    if config.calibrate and found.fitting:
+        best = found.fitting[0]
+        if (line := _calibrate(config, topology, best)) is not None:
+            remat, predicted = best.plan.execution.remat, line.at(config.model.num_layers)
+            lines[remat], factors[remat] = line, predicted / best.memory.temporaries
+            found = searching(factors=factors)
 
     def about() -> dict[str, Any]:
         return {
@@ -52,31 +58,22 @@ def judge(
             "rejected": rejected,
         }
 
-    for _ in range(max(config.compiles, 1) + 3 * config.calibrate):  # once for each remat
+    for _ in range(max(config.compiles, 1)):
         if not found.fitting:
             break
         candidate, compiled = found.fitting[0], None
-        remat = candidate.plan.execution.remat
-        if config.calibrate and remat not in lines:
-            line = _calibrate(config, topology, candidate)
-            if line is not None:
-                predicted = line.at(config.model.num_layers)
-                lines[remat] = line
-                factors[remat] = predicted / candidate.memory.temporaries
-                found = searching(factors=factors)
-                continue
         if config.compiles:
             compiled = _compile(config, topology, candidate)
             if not _fits(compiled, topology):
                 rejected.append({"plan": plan_in_words(candidate.plan), "compiled": compiled})
-                factors[remat] = _factor(candidate, compiled, topology)
+                factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
                 found = searching(factors=factors)
                 continue
         summary = about() | plan_summary(config, found, compiled, topology.chip, usual)
         summary["calibrated"] = None
-        if remat in lines:
+        if (line := lines.get(candidate.plan.execution.remat)) is not None:
             predicted = candidate.factor * candidate.memory.temporaries
-            summary["calibrated"] = dataclasses.asdict(lines[remat]) | {"predicted": predicted}
+            summary["calibrated"] = dataclasses.asdict(line) | {"predicted": predicted}
         return summary, page_of_plan(topology, found, compiled, summary, config.network)
     closest = found.closest or found.fitting[0]
     ways = remedies(closest, topology.chip)

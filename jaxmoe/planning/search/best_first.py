@@ -179,7 +179,7 @@ def _by_time(known: Sequence[Arrangement], searching: _Search) -> Iterator[tuple
         if place in ended:
             continue
         one = known[place]
-        if least_bytes(one.plan) > chip.available:
+        if place not in possible and least_bytes(one.plan) > chip.available:
             ended.add(place)
             continue
         candidate = searching.candidate(one.at(number, remat), time)
