@@ -6,17 +6,12 @@ from __future__ import annotations
 
 import pytest
 
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.optim import AdamWConfig
-from jaxmoe.optim.schedules import LinearConfig
-from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.planning.search import Space, enumerate_meshes, search, stages_of
-from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.scaling.initialize import parameter_table
 from sharding.mesh import MeshConfig
+from tests.jaxmoe.planning.test_planning import plan_of
 
 LENGTH = 2048
 
@@ -31,28 +26,21 @@ def planned(layers, width, batch, devices):
         dense_dim=8 * width // 3 // 256 * 256,
         attention=AttentionConfig(num_heads=width // 128, num_kv_heads=width // 128, head_dim=128),
     )
-    execution = ExecutionConfig(
-        mesh=MeshConfig(),
-        precision=PrecisionPolicy(compute="bfloat16"),
+    plan = plan_of(
+        model,
+        MeshConfig(),
+        batch_size=batch,
+        length=LENGTH,
+        compute="bfloat16",
         rules="zero1",
         remat="full",
         loss_chunk=512,
-    )
-    table = parameter_table(model, rules=execution.axis_rules)
-    plan = StepPlan(
-        model=model,
-        table=table,
-        optimizer=AdamWConfig().build(table, LinearConfig(warmup_steps=0).build(10)),
-        optimizer_config=AdamWConfig(),
-        execution=execution,
-        batch_size=batch,
-        sequence_length=LENGTH,
     )
     meshes = enumerate_meshes(devices, 1, [1, *stages_of(plan, devices)])
     dense = [mesh for mesh in meshes if mesh.expert == mesh.replica == 1]
     chip = CHIPS["mi250x"]
     best = search(plan, dense, chip, space=Space(has_micro_batches=True)).fitting[0]
-    flops = flops_per_token(model, table, LENGTH) * plan.tokens
+    flops = flops_per_token(model, plan.table, LENGTH) * plan.tokens
     return best, flops / devices / chip.flops / best.time.step
 
 

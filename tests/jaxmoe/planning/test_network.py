@@ -13,10 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.optim import AdamWConfig
-from jaxmoe.optim.schedules import LinearConfig
-from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.planning.network.fabric import (
     Fabric,
@@ -42,10 +38,9 @@ from jaxmoe.planning.network.page import NetworkConfig, network_lines
 from jaxmoe.planning.step_time import predict_time, seconds_of
 from jaxmoe.planning.traffic import Traffic, step_traffic
 from jaxmoe.resilience.links.table import AxisSize, Link, LinkTable
-from jaxmoe.scaling.initialize import parameter_table
 from sharding.expert_parallel import AllToAllConfig
 from sharding.mesh import MeshConfig
-from tests.support.models import TINY
+from tests.jaxmoe.planning.test_planning import plan_of
 
 
 def traffic(axes, sent, size, messages=0.0):
@@ -223,17 +218,7 @@ def test_an_unusable_fabric_is_refused():
 @pytest.fixture(scope="module")
 def plan():
     mesh = MeshConfig(replica=2, data=8, expert=2)
-    execution = ExecutionConfig(mesh=mesh, rules="hybrid", dispatcher=AllToAllConfig())
-    table = parameter_table(TINY, rules=execution.axis_rules)
-    return StepPlan(
-        model=TINY,
-        table=table,
-        optimizer=AdamWConfig().build(table, LinearConfig(warmup_steps=0).build(10)),
-        optimizer_config=AdamWConfig(),
-        execution=execution,
-        batch_size=64,
-        sequence_length=8,
-    )
+    return plan_of(mesh=mesh, batch_size=64, rules="hybrid", dispatcher=AllToAllConfig())
 
 
 def test_the_lines_of_a_plan(plan, tmp_path):
