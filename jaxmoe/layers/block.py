@@ -28,6 +28,7 @@ from jaxmoe.layers.mixers import Mixers
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.records import (
     FeedForwardOutputs,
+    LayerCache,
     LayerInputs,
     LayerOutputs,
     MixerOutputs,
@@ -86,7 +87,6 @@ class Block(nn.Module):
             indicators = mixed.indicators | fed.indicators
         outputs = LayerOutputs(
             statistics=fed.statistics,
-            cache=mixed.cache,
             losses=fed.losses,
             indicators=indicators,
         )
@@ -104,7 +104,9 @@ class Block(nn.Module):
         """
         residual = self.context.residual
         stream = residual.read(_named(stream), "mixer")
-        y, outputs = self._mixer(self._mixer_norm(stream.x), tokens, layer.cache)
+        cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
+        y, outputs = self._mixer(self._mixer_norm(stream.x), tokens, cache)
+        stream = dataclasses.replace(stream, cache=outputs.cache)
         stream = residual.write(stream, "mixer", y, self.context.multipliers.residual)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 

@@ -43,10 +43,10 @@ class LayerInputs:
 
     router_state: Any
     """State of the layer's router; an empty dict in a dense layer."""
-    cache: Any
-    """Cache of the layer's mixer, or None."""
     key: Array | None
     """PRNG key of this layer and step, for routers with noise."""
+    stack_layer: Int[Array, "*L"]
+    """Number among the layers of its stack, and of its cache."""
     moe_layer: Int[Array, "*L"]
     """Number among the MoE layers; meaningless in a dense layer."""
     is_kept: Bool[Array, "*L"] | None = None
@@ -69,6 +69,21 @@ class Stream:
     expert_device: Int[Array, "B S"] | None = None
     """Device of the expert axes with most of the token's experts in the last MoE layer, for
     dispatchers that move tokens; -1 before the first."""
+    cache: Any = None
+    """Caches of the mixers of a stack, with a leading dimension of its layers; in a period of
+    layers one by place in the period. Each layer writes its part. As the stream is what a loop over
+    layers carries, it is written in place."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class LayerCache:
+    """Cache that a mixer reads and writes."""
+
+    entries: Any
+    """Caches of all layers of its stack, with a leading dimension of the layers."""
+    layer: Int[Array, ""]
+    """Number of the layer among them."""
 
 
 @typing.no_type_check
@@ -77,7 +92,7 @@ class MixerOutputs:
     """Results of a mixer beside its activations."""
 
     cache: Any = None
-    """The cache with the new entries, if one was given."""
+    """`LayerCache.entries` with the new ones of the layer, if they were given."""
     indicators: Indicators | None = None
     """Indicators of the global batch, with detailed telemetry."""
 
@@ -129,8 +144,6 @@ class LayerOutputs:
 
     statistics: RouterStatistics | None
     """Routing statistics of the global batch; None for a dense layer."""
-    cache: Any
-    """Cache of the mixer, if one was given."""
     losses: dict[str, Float[Array, "*L"]]
     """Losses of the balancers that read the layer's weights."""
     indicators: Indicators | None = None

@@ -1,6 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of a model for decoding: one per stack of layers, of the kind that its mixer has."""
+"""Caches of a model for decoding: one per stack of layers, of the kind that its mixer has.
+
+They travel in the carry of the loop over layers, where each layer writes its part in place: see
+`jaxmoe.layers.records.Stream.cache`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import math
 from typing import Any
 
 import jax
-from jaxtyping import Array, Int
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -39,11 +42,6 @@ def initial_cache(
         )
         for stack in model.stacks
     }
-
-
-def cache_length(cache: Cache) -> Int[Array, ""]:
-    """Return the number of positions filled, which all layers have in common."""
-    return next(iter(cache.values())).length[0]
 
 
 def axis_devices(placement: Placement, name: str) -> int:

@@ -18,7 +18,6 @@ any mesh.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -185,7 +184,7 @@ class _State(NamedTuple):
     token: Int[Array, " B"]
     """Latest token, which the cache lacks."""
     length: Int[Array, " B"]
-    """Number of tokens in the cache."""
+    """Number of tokens in the cache, the position of `token`."""
     is_done: Array
     """Whether the row has ended [B]."""
     cache: Cache
@@ -238,7 +237,6 @@ def _compiled(
         given = {"positions": places, "token_mask": mask, "logits_at": lengths - 1}
         logits, cache = logits_of(params, tokens, cache, router_state, **given)
         token = pick(whole(logits[:, -1]), keys[0], limits)
-        cache = {path: _filled(part, lengths, execution) for path, part in cache.items()}
         return _State(token, lengths, jnp.isin(token, ends), cache)
 
     def write(
@@ -267,12 +265,6 @@ def _compiled(
         return jax.lax.fori_loop(jnp.int32(0), count, body, (state, nothing))
 
     return _Programs(jax.jit(read), jax.jit(write, donate_argnums=2))
-
-
-def _filled(part: Any, lengths: Array, execution: ExecutionConfig) -> Any:
-    """Return a cache whose rows are filled up to their own lengths."""
-    each = jnp.broadcast_to(lengths, (*part.length.shape[:1], *lengths.shape))
-    return dataclasses.replace(part, length=execution.placement.place(each, (None, ax.ACT_BATCH)))
 
 
 def _rows(prompt: Any, vocab_size: int) -> list[np.ndarray]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
+from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
 from jaxmoe.routing import RouterStatistics
@@ -52,7 +54,11 @@ class Cycle(nn.Module):
             layer = block(
                 kind.mixer, kind.feed_forward, self.context, self.execution, self.train, name=name
             )
-            stream, outputs[name] = layer(stream, inputs[name], tokens)
+            caches = stream.cache
+            own = dataclasses.replace(stream, cache=None if caches is None else caches[name])
+            stream, outputs[name] = layer(own, inputs[name], tokens)
+            if caches is not None:
+                stream = dataclasses.replace(stream, cache=caches | {name: stream.cache})
         return stream, outputs
 
 
@@ -111,17 +117,15 @@ def scan_inputs(
     model: ModelConfig,
     scan: Scan,
     router_state: Any,
-    cache: Any,
     key: Array | None,
     kept: Bool[Array, " groups"] | None = None,
 ) -> Any:
-    """Return the inputs of a scan's layers: a record, or in a cycle one by place in the period.
+    """Return the inputs of a scan's layers: a record, or in a period one by place in it.
 
     Args:
         model: Number of layers.
         scan: Layers to compute.
         router_state: State of the routers, stacked over MoE layers.
-        cache: Caches by path of the stack, or None.
         key: PRNG key of the step, or None.
         kept: Groups of layers of the longest scan that are not left out; None for all.
     """
@@ -133,20 +137,39 @@ def scan_inputs(
     def of(stack: LayerStack) -> LayerInputs:
         return LayerInputs(
             router_state=_part(router_state, stack.moe_layers) if stack.moe_layers else {},
-            cache=None if cache is None else cache[stack.path],
             key=None if keys is None else _part(keys, stack.layers),
             moe_layer=_numbers(stack),
             is_kept=is_kept,
+            stack_layer=jnp.arange(stack.num_layers, dtype=jnp.int32),
         )
 
-    if not scan.is_cycle:
-        return of(scan.stacks[0])
-    return {str(place): of(stack) for place, stack in enumerate(scan.stacks)}
+    return _by_place(scan, [of(stack) for stack in scan.stacks])
+
+
+def scan_cache(scan: Scan, cache: Cache) -> Any:
+    """Return what `Stream.cache` is in a scan: one cache, or in a period one by place in it.
+
+    Args:
+        scan: Layers to compute.
+        cache: Caches of the model.
+    """
+    return _by_place(scan, [cache[stack.path] for stack in scan.stacks])
+
+
+def cache_by_path(scan: Scan, held: Any) -> Cache:
+    """Return the caches of a scan by path of their stacks, from its `Stream.cache`."""
+    stacks = held.values() if scan.is_cycle else [held]
+    return {stack.path: part for stack, part in zip(scan.stacks, stacks, strict=True)}
+
+
+def _by_place(scan: Scan, parts: list[Any]) -> Any:
+    """Return the only part, or in a period the parts by place in it."""
+    return {str(place): part for place, part in enumerate(parts)} if scan.is_cycle else parts[0]
 
 
 def join_outputs(
     scans: tuple[Scan, ...], outputs: list[Any]
-) -> tuple[RouterStatistics | None, dict[str, Array], Any, Indicators | None]:
+) -> tuple[RouterStatistics | None, dict[str, Array], Indicators | None]:
     """Join what the scans return into arrays over the layers of the model.
 
     Args:
@@ -154,24 +177,22 @@ def join_outputs(
         outputs: Output of each, in order.
 
     Returns:
-        Statistics over MoE layers, losses of weights over MoE layers, caches by path of the stack,
-        and indicators over all layers.
+        Statistics over MoE layers, losses of weights over MoE layers, and indicators over all
+        layers.
     """
-    statistics, losses, caches, indicators = [], [], {}, []
+    statistics, losses, indicators = [], [], []
     for scan, output in zip(scans, outputs, strict=True):
         stacks = list(output.values()) if scan.is_cycle else [output]
         routed = [o for o in stacks if o.statistics is not None]
         if routed:
             statistics.append(_interleaved([o.statistics for o in routed]))
             losses.append(_interleaved([o.losses for o in routed]))
-        caches |= {stack.path: o.cache for stack, o in zip(scan.stacks, stacks, strict=True)}
         known = [o.indicators for o in stacks if o.indicators is not None]
         if known:
             indicators.append((interleave(known, scan.length), scan.num_layers))
     return (
         _concatenate(statistics),
         _concatenate(losses) or {},
-        caches,
         join_stacks(indicators) if indicators else None,
     )
 

@@ -30,7 +30,13 @@ from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, pla
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
-from jaxmoe.models.layer_scan import join_outputs, scan_inputs, scan_layers
+from jaxmoe.models.layer_scan import (
+    cache_by_path,
+    join_outputs,
+    scan_cache,
+    scan_inputs,
+    scan_layers,
+)
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
@@ -124,13 +130,16 @@ class Transformer(nn.Module):
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
-        outputs, is_gathered = [], WHOLE in self.variables
+        outputs, caches, is_gathered = [], {}, WHOLE in self.variables
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
-            inputs = scan_inputs(model, scan, router_state, cache, key, kept)
-            flow, output = layers(flow, inputs, about)
+            if cache is not None:
+                flow = dataclasses.replace(flow, cache=scan_cache(scan, cache))
+            flow, output = layers(flow, scan_inputs(model, scan, router_state, key, kept), about)
             outputs.append(output)
-        statistics, losses, caches, indicators = join_outputs(model.scans, outputs)
+            if cache is not None:
+                caches |= cache_by_path(scan, flow.cache)
+        statistics, losses, indicators = join_outputs(model.scans, outputs)
         x = model.residual.end(flow).x
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)

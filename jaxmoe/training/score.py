@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
-from jaxmoe.models.cache import cache_length, initial_cache
+from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.training.cross_entropy import token_nll
@@ -133,16 +133,17 @@ class Scorer:
             )
         self.num_truncated += len(context) > space
         left = [int(token) for token in context[-space:]]
-        cache, token, written = self._empty(), 0, list[int]()
+        cache, num_read, token, written = self._empty(), 0, 0, list[int]()
         while left:
             piece = max(_PIECE**power for power in range(8) if _PIECE**power <= len(left))
-            token, cache = self._read(left[:piece], cache)
-            left = left[piece:]
+            token, cache = self._read(left[:piece], num_read, cache)
+            left, num_read = left[piece:], num_read + piece
         while True:
             written.append(token)
             if len(written) == max_tokens or is_done(written):
                 return written
-            token, cache = self._read([token], cache)
+            token, cache = self._read([token], num_read, cache)
+            num_read += 1
 
     def _row(
         self, context: Sequence[int], continuation: Sequence[int]
@@ -187,15 +188,15 @@ class Scorer:
         return found
 
     def _empty(self) -> Any:
-        empty = initial_cache(
+        return initial_cache(
             self._model, self._execution, batch=self._shards, length=self.max_length
         )
-        return jax.tree.map(jnp.copy, empty)  # keys and values are one buffer there
 
-    def _read(self, piece: Sequence[int], cache: Any) -> tuple[int, Any]:
+    def _read(self, piece: Sequence[int], first: int, cache: Any) -> tuple[int, Any]:
+        """Return the likeliest token after a piece whose first token has the position `first`."""
         tokens = np.tile(np.asarray(piece, np.int32), (self._shards, 1))
         run = _continued(self._model, self._execution)
-        token, cache = run(self._params, self._router_state, tokens, cache)
+        token, cache = run(self._params, self._router_state, tokens, np.int32(first), cache)
         return int(token), cache
 
 
@@ -217,8 +218,8 @@ def _scored(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any
 def _continued(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
     """Return a jitted function to the likeliest next token and the cache."""
 
-    def run(params: Any, router_state: Any, tokens: Array, cache: Any) -> Any:
-        positions = cache_length(cache) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    def run(params: Any, router_state: Any, tokens: Array, first: Array, cache: Any) -> Any:
+        positions = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         output = forward(
             model,
             execution,
@@ -232,4 +233,4 @@ def _continued(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., 
         last = execution.placement.place(output.logits[:, -1], (None, None))
         return jnp.argmax(last[0]), output.cache
 
-    return jax.jit(run, donate_argnums=3)
+    return jax.jit(run, donate_argnums=4)

@@ -21,10 +21,9 @@ from sharding.sequence_parallel.cache_formats import as_cached as as_cached
 from sharding.sequence_parallel.cache_formats import bytes_per_token as bytes_per_token
 from sharding.sequence_parallel.cache_formats import empty_slots as empty_slots
 from sharding.sequence_parallel.cached import CACHE_AXES as CACHE_AXES
-from sharding.sequence_parallel.cached import CacheSlots as CacheSlots
+from sharding.sequence_parallel.cached import KVCache as KVCache
 from sharding.sequence_parallel.cached import attend_cached as attend_cached
 from sharding.sequence_parallel.cached_latent import LATENT_CACHE_AXES as LATENT_CACHE_AXES
-from sharding.sequence_parallel.cached_latent import LatentSlots as LatentSlots
 from sharding.sequence_parallel.cached_latent import attend_latent as attend_latent
 from sharding.sequence_parallel.form import Choice as Choice
 from sharding.sequence_parallel.form import SequenceForm as SequenceForm

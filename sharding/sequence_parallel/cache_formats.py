@@ -38,7 +38,7 @@ _SCALE_BITS = 32
 
 
 def into_cache(
-    new: Float[Array, "B S M H"], held: Float[Array, "B U M H"] | QuantizedArray
+    new: Float[Array, "B S M H"], held: Float[Array, "L B U M H"] | QuantizedArray
 ) -> Float[Array, "B S M H"] | QuantizedArray:
     """Return keys or values in the format of a cache.
 

@@ -7,16 +7,19 @@
     out = sum_r exp(lse_r - top) out_r / sum_r exp(lse_r - top)    top: the largest lse_r
 
 One all-reduce of the largest lse and one of the sums move S N (H + 2) values per sequence, whatever
-its length. An empty slot counts as a future position, with weight 0. Every rank has the new keys
-and values, and each slot is written by the rank that holds it. Slots may be quantised
-(`sharding/sequence_parallel/cache_formats.py`): new keys and values are rounded as they are
-written, and attention reads the rounded ones at once. Flash-decoding splits keys in the same way
-within one device.
+its length. The slot of a token is its position, so an empty slot is a future position and has
+weight 0. Every rank has the new keys and values, and each slot is written by the rank that holds
+it. Slots may be quantised (`sharding/sequence_parallel/cache_formats.py`): new keys and values are
+rounded as they are written, and attention reads the rounded ones at once. Flash-decoding splits
+keys in the same way within one device.
+
+A cache is stacked over layers, and a layer writes its part of the whole stack: a stack that is
+carried through a loop over layers is written in place, while one that is sliced by the loop would
+be copied by each token.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,16 +39,14 @@ from sharding.sequence_parallel.local_attention import (
 )
 
 
-class CacheSlots(NamedTuple):
-    """Cached keys and values of one layer, a slot per position."""
+class KVCache(NamedTuple):
+    """Cached keys and values of a stack of layers, a slot per position."""
 
-    k: Float[Array, "B U M H"] | QuantizedArray
-    v: Float[Array, "B U M H"] | QuantizedArray
-    length: Int[Array, "*B"]
-    """Filled slots, of all rows or of each."""
+    k: Float[Array, "L B U M H"] | QuantizedArray
+    v: Float[Array, "L B U M H"] | QuantizedArray
 
 
-CACHE_AXES = (ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)
+CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)
 """Logical axes of the keys and values."""
 
 
@@ -53,12 +54,13 @@ def attend_cached(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S M H"],
     v: Float[Array, "B S M H"],
-    cache: CacheSlots,
+    cache: KVCache,
+    layer: Int[Array, ""],
     *,
     placement: Placement,
     positions: Int[Array, "B S"],
     rules: AttentionRules,
-) -> tuple[Float[Array, "B S N H"], Seen, CacheSlots]:
+) -> tuple[Float[Array, "B S N H"], Seen, KVCache]:
     """Write new keys and values into the cache and attend to all of it.
 
     Args:
@@ -66,6 +68,7 @@ def attend_cached(
         k: Keys of the new tokens.
         v: Values of the new tokens.
         cache: Cache with slots for all tokens to come.
+        layer: Layer of the cache that is written and read.
         placement: Layout rules.
         positions: Positions of the new tokens; a token's slot is its position.
         rules: Mask and kernel.
@@ -76,64 +79,67 @@ def attend_cached(
     heads, kv_heads = ((ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS))
     axes = placement.mesh_axes(ax.ACT_CACHE)
     # Scales have as many dimensions as values.
-    slots: Any = jax.tree.map(lambda part: CACHE_AXES[: part.ndim], cache)
+    slots: Any = jax.tree.map(lambda _: CACHE_AXES, cache)
     seen = ("lse", "top") if rules.is_observed else ()
 
-    def run(q, k, v, cache, positions, *, batch_axes):
+    def run(q, k, v, cache, layer, positions, *, batch_axes):
         del batch_axes
-        first = jnp.int32(0)
-        if axes:
-            first = jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(cache.k.shape[1])
+        held = held_positions(cache.k.shape[2], axes)
 
-        def write(held: Any, new: Array) -> Any:
-            put = functools.partial(write_slots, start=cache.length - first, is_cut=bool(axes))
-            return jax.tree.map(put, held, into_cache(new, held))
+        def write(entries: Any, new: Array) -> Any:
+            def put(held_entries: Array, new: Array) -> Array:
+                return write_slots(held_entries, new, layer, positions - held[0])
 
-        number = jnp.int32(k.shape[1])
-        cache = CacheSlots(write(cache.k, k), write(cache.v, v), cache.length + number)
-        held = jnp.arange(cache.k.shape[1], dtype=jnp.int32) + first
-        keys, values = (out_of_cache(part, q.dtype) for part in (cache.k, cache.v))
+            return jax.tree.map(put, entries, into_cache(new, entries))
+
+        cache = KVCache(write(cache.k, k), write(cache.v, v))
+        keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in cache)
         given = HeldTokens(positions, None), HeldTokens(held, None)
         out, found = attend_and_merge(q, keys, values, *given, rules, axes)
         return out, found, cache
 
     island = placement.island(
         run,
-        in_axes=(heads, kv_heads, kv_heads, slots, (ax.ACT_BATCH, None)),
+        in_axes=(heads, kv_heads, kv_heads, slots, (), (ax.ACT_BATCH, None)),
         out_axes=(heads, dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
     )
-    return island(q, k, v, cache, positions)
+    return island(q, k, v, cache, layer, positions)
 
 
-def write_slots(held: Array, new: Array, start: Array, *, is_cut: bool) -> Array:
-    """Return the slots with the new entries from `start` on, which may be outside of them.
+def held_positions(slots: int, axes: tuple[str, ...]) -> Int[Array, " u"]:
+    """Return the positions whose entries this device holds.
 
     Args:
-        held: Slots of this device [B u M H]; or their scales.
-        new: New entries [B S M H] in the same dtype.
-        start: Slot of the first new entry, counted from the first that is held; of all rows, or of
-            each [B].
-        is_cut: Whether other devices hold other slots.
+        slots: Number of them.
+        axes: Mesh axes over which slots are cut.
     """
-    if start.ndim:
+    first = jnp.int32(0)
+    if axes:
+        first = jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(slots)
+    return jnp.arange(slots, dtype=jnp.int32) + first
 
-        def write_row(held: Array, new: Array, start: Array) -> Array:
-            return write_slots(held[None], new[None], start, is_cut=is_cut)[0]
 
-        return jax.vmap(write_row)(held, new, start)
-    slots, number = held.shape[1], new.shape[1]
-    if not is_cut:
-        return jax.lax.dynamic_update_slice_in_dim(held, new, start, axis=1)
-    if number == 1:  # touch one slot instead of all
-        at = jnp.clip(start, 0, slots - 1)
-        old = jax.lax.dynamic_slice_in_dim(held, at, 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(
-            held, jnp.where(at == start, new, old), at, axis=1
-        )
-    index = jnp.arange(slots, dtype=jnp.int32) - start
-    is_new = (index >= 0) & (index < number)
-    rows = new.at[:, jnp.clip(index, 0, number - 1)].get(mode="clip")
-    return jnp.where(is_new[None, :, None, None], rows, held)
+def layer_of(stacked: Any, layer: Int[Array, ""]) -> Any:
+    """Return one layer's part of arrays stacked over layers."""
+    return jax.tree.map(
+        lambda part: jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False), stacked
+    )
+
+
+def write_slots(held: Array, new: Array, layer: Int[Array, ""], slots: Int[Array, "B S"]) -> Array:
+    """Return the entries of all layers with the new ones of one layer.
+
+    Args:
+        held: Slots of this device [L B u M H]; or their scales.
+        new: New entries [B S M H] in the same dtype.
+        layer: Layer that they are of.
+        slots: Slot of each entry, counted from the first that is held; those outside of the held
+            ones are left out.
+    """
+    end = jnp.int32(held.shape[2])
+    slots = jnp.where(slots < 0, end, slots)  # a negative index would count from the end
+    rows = jnp.arange(held.shape[1], dtype=jnp.int32)[:, None]
+    return held.at[layer, rows, slots].set(new, mode="drop")
 
 
 def attend_and_merge(

@@ -13,46 +13,40 @@ Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1.2).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.sequence_parallel.cached import attend_and_merge, write_slots
+from sharding.sequence_parallel.cached import (
+    attend_and_merge,
+    held_positions,
+    layer_of,
+    write_slots,
+)
 from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
 
-
-class LatentSlots(NamedTuple):
-    """Cached latents of one layer, a slot per position."""
-
-    entries: Float[Array, "B U 1 H"]
-    length: Int[Array, "*B"]
-    """Filled slots, of all rows or of each."""
-
-
-LATENT_CACHE_AXES = (ax.ACT_BATCH, ax.ACT_CACHE, None, None)
+LATENT_CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, None, None)
 """Logical axes of the entries."""
 
 
 def attend_latent(
     q: Float[Array, "B S N H"],
     new: Float[Array, "B S H"],
-    cache: LatentSlots,
+    entries: Float[Array, "L B U 1 H"],
+    layer: Int[Array, ""],
     *,
     latent_dim: int,
     placement: Placement,
     positions: Int[Array, "B S"],
     rules: AttentionRules,
-) -> tuple[Float[Array, "B S N Hv"], Seen, LatentSlots]:
+) -> tuple[Float[Array, "B S N Hv"], Seen, Float[Array, "L B U 1 H"]]:
     """Write the entries of new tokens into the cache and attend to all of it.
 
     Args:
         q: Queries of the new tokens, as wide as an entry.
         new: Entries of the new tokens.
-        cache: Cache with slots for all tokens to come.
+        entries: Cache of a stack of layers, with slots for all tokens to come.
+        layer: Layer of the cache that is written and read.
         latent_dim: R, features of an entry that are its value.
         placement: Layout rules.
         positions: Positions of the new tokens; a token's slot is its position.
@@ -64,25 +58,30 @@ def attend_latent(
     """
     heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
     axes = placement.mesh_axes(ax.ACT_CACHE)
-    slots: Any = jax.tree.map(lambda part: LATENT_CACHE_AXES[: part.ndim], cache)
     seen = ("lse", "top") if rules.is_observed else ()
 
-    def run(q, new, cache, positions, *, batch_axes):
+    def run(q, new, entries, layer, positions, *, batch_axes):
         del batch_axes
-        first = jnp.int32(0)
-        if axes:
-            first = jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(cache.entries.shape[1])
-        entries = write_slots(cache.entries, new, cache.length - first, is_cut=bool(axes))
-        cache = LatentSlots(entries, cache.length + jnp.int32(new.shape[1]))
-        held = jnp.arange(entries.shape[1], dtype=jnp.int32) + first
-        keys = entries.astype(q.dtype)
+        held = held_positions(entries.shape[2], axes)
+        entries = write_slots(entries, new.astype(entries.dtype), layer, positions - held[0])
+        keys = layer_of(entries, layer).astype(q.dtype)
         given = HeldTokens(positions, None), HeldTokens(held, None)
         out, found = attend_and_merge(q, keys, keys[..., :latent_dim], *given, rules, axes)
-        return out, found, cache
+        return out, found, entries
 
     island = placement.island(
         run,
-        in_axes=(heads, (ax.ACT_BATCH, None, None, None), slots, (ax.ACT_BATCH, None)),
-        out_axes=(heads, dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
+        in_axes=(
+            heads,
+            (ax.ACT_BATCH, None, None, None),
+            LATENT_CACHE_AXES,
+            (),
+            (ax.ACT_BATCH, None),
+        ),
+        out_axes=(
+            heads,
+            dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)),
+            LATENT_CACHE_AXES,
+        ),
     )
-    return island(q, new[:, :, None], cache, positions)
+    return island(q, new[:, :, None], entries, layer, positions)

@@ -14,14 +14,12 @@ Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06
 from __future__ import annotations
 
 import dataclasses
-import typing
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
@@ -29,18 +27,17 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
-from jaxmoe.layers.records import MixerOutputs, TokenInputs
+from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
-from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.products.quantized import Packed
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 from sharding.sequence_parallel import (
     CACHE_AXES,
     AttentionRules,
-    CacheSlots,
+    KVCache,
     as_cached,
     attend,
     attend_cached,
@@ -137,9 +134,12 @@ class AttentionConfig(AttentionMixer):
         """
         shape = (layers, batch, slots, self.num_kv_heads, self.head_dim)
         precision, placement = execution.precision, execution.placement
-        empty = empty_slots(shape, precision.cache, precision.compute_dtype)
-        empty = jax.tree.map(lambda part: placement.place(part, (None, *CACHE_AXES)), empty)
-        return KVCache(k=empty, v=empty, length=jnp.zeros((layers,), jnp.int32))
+
+        def empty() -> Any:  # a buffer of its own for each, which a step may take over
+            slots = empty_slots(shape, precision.cache, precision.compute_dtype)
+            return jax.tree.map(lambda part: placement.place(part, CACHE_AXES), slots)
+
+        return KVCache(k=empty(), v=empty())
 
     def build(
         self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
@@ -154,18 +154,6 @@ class AttentionConfig(AttentionMixer):
         return Attention(self, context, execution, name=name)
 
 
-# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
-@typing.no_type_check
-@struct.dataclass
-class KVCache:
-    """Keys and values of earlier tokens; stacked over layers it has a leading L."""
-
-    k: Float[Array, "*L B U M H"] | QuantizedArray
-    v: Float[Array, "*L B U M H"] | QuantizedArray
-    length: Int[Array, "*L"]
-    """Number of positions filled; with a trailing B where rows have their own."""
-
-
 class Attention(nn.Module):
     """One layer of attention."""
 
@@ -175,17 +163,17 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: KVCache | None
+        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Attend.
 
         Args:
             x: Normed input.
             tokens: Positions, segments and padding.
-            cache: Cache of this layer; the new keys and values are written at its length.
+            cache: Cache of this layer; the new keys and values are written at their positions.
 
         Returns:
-            The output [B S D] in the compute dtype, and the new cache and indicators.
+            The output [B S D] in the compute dtype, and the new `KVCache` and indicators.
         """
         positions = tokens.positions
         config, placement = self.config, self.execution.placement
@@ -202,7 +190,7 @@ class Attention(nn.Module):
             where = places_of(order, x.shape[1])
         angles = rotary_angles(where, config.head_dim, config.rope_theta)
         q, k = rotate(q, angles), rotate(k, angles)
-        out, logits, cache = self._attend(q, k, v.astype(dtype), tokens, cache)
+        out, logits, entries = self._attend(q, k, v.astype(dtype), tokens, cache)
         if config.is_gated:
             out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
         weight = self._declare(
@@ -223,7 +211,7 @@ class Attention(nn.Module):
         )
         y = into_stream(out, product, placement, form=form)
         indicators = observe_attention(logits, tokens.token_mask) if logits else None
-        return y, MixerOutputs(cache=cache, indicators=indicators)
+        return y, MixerOutputs(cache=entries, indicators=indicators)
 
     def _attend(
         self,
@@ -231,7 +219,7 @@ class Attention(nn.Module):
         k: Array,
         v: Array,
         tokens: TokenInputs,
-        cache: KVCache | None,
+        cache: LayerCache | None,
     ) -> tuple[Array, dict[str, Array], KVCache | None]:
         """Compute the softmax, over the tokens themselves or over a cache."""
         config, placement = self.config, self.execution.placement
@@ -268,11 +256,8 @@ class Attention(nn.Module):
                 "model.attention.is_causal=False: without causality a token's keys and values"
                 " change with every later token, and a cache of them would be wrong"
             )
-        slots = CacheSlots(cache.k, cache.v, cache.length)
-        out, logits, slots = attend_cached(
-            q, k, v, slots, placement=placement, positions=positions, rules=rules
-        )
-        return out, logits, KVCache(k=slots.k, v=slots.v, length=slots.length)
+        given = {"placement": placement, "positions": positions, "rules": rules}
+        return attend_cached(q, k, v, cache.entries, cache.layer, **given)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Array | Packed:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)

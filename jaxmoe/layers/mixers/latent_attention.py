@@ -27,13 +27,11 @@ Windows and gates are not implemented.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
@@ -41,7 +39,7 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
-from jaxmoe.layers.records import MixerOutputs, TokenInputs
+from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import YarnConfig, rotary_angles, rotate, yarn_size
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
@@ -50,7 +48,6 @@ from sharding.products.tensor_parallel import Product, along_stream, into_stream
 from sharding.sequence_parallel import (
     LATENT_CACHE_AXES,
     AttentionRules,
-    LatentSlots,
     attend,
     attend_latent,
     sequence_ranks,
@@ -165,8 +162,8 @@ class LatentAttentionConfig(AttentionMixer):
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
-    ) -> LatentCache:
-        """Return an empty cache, cut as the mesh is.
+    ) -> Float[Array, "L B U 1 H"]:
+        """Return an empty cache, cut as the mesh is: of every token [latent, key turned by RoPE].
 
         Args:
             execution: Precision and placement of the cache.
@@ -176,8 +173,7 @@ class LatentAttentionConfig(AttentionMixer):
         """
         shape = (layers, batch, slots, 1, self.cache_dim)
         entries = jnp.zeros(shape, execution.precision.compute_dtype)
-        entries = execution.placement.place(entries, (None, *LATENT_CACHE_AXES))
-        return LatentCache(entries=entries, length=jnp.zeros((layers,), jnp.int32))
+        return execution.placement.place(entries, LATENT_CACHE_AXES)
 
     def build(
         self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
@@ -192,18 +188,6 @@ class LatentAttentionConfig(AttentionMixer):
         return LatentAttention(self, context, execution, name=name)
 
 
-# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
-@typing.no_type_check
-@struct.dataclass
-class LatentCache:
-    """Latents and turned keys of earlier tokens; stacked over layers it has a leading L."""
-
-    entries: Float[Array, "*L B U 1 H"]
-    """[latent, key turned by RoPE]."""
-    length: Int[Array, "*L"]
-    """Number of positions filled."""
-
-
 class LatentAttention(nn.Module):
     """One layer of latent attention."""
 
@@ -213,7 +197,7 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LatentCache | None
+        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Attend; see `jaxmoe.layers.mixers.attention.Attention`."""
         self.config.check_precision(self.execution.precision)
@@ -244,6 +228,7 @@ class LatentAttention(nn.Module):
             implementation=self.execution.kernels.attention,
             is_observed=self.execution.telemetry == "detailed",
         )
+        entries = None
         if cache is None:
             product = Product("bsr,rnh->bsnh", kv_b, (None, ax.HEADS, None), _HEADS)
             kv = out_of_stream(latent, {"kv": product}, placement, form=form)["kv"]
@@ -256,7 +241,7 @@ class LatentAttention(nn.Module):
         else:
             if positions is None or tokens.segment_ids is not None:
                 raise ValueError("a cache needs positions, and cannot hold packed segments")
-            out, logits, cache = self._attend_cached(
+            out, logits, entries = self._attend_cached(
                 (q_nope, q_rope), (latent, rope_key[:, :, 0]), kv_b, cache, positions, rules
             )
         shape = (config.num_heads, config.value_dim, self.context.embed_dim)
@@ -265,7 +250,7 @@ class LatentAttention(nn.Module):
         product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _HEADS)
         y = into_stream(out, product, placement, form=form)
         indicators = observe_attention(logits, tokens.token_mask) if logits else None
-        return y, MixerOutputs(cache=cache, indicators=indicators)
+        return y, MixerOutputs(cache=entries, indicators=indicators)
 
     def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
         """Return queries [B S N H]; latent [B S R] and RoPE's key, both cut as the stream."""
@@ -323,10 +308,10 @@ class LatentAttention(nn.Module):
         q: tuple[Array, Array],
         entry: tuple[Array, Array],
         kv_b: Array,
-        cache: LatentCache,
+        cache: LayerCache,
         positions: Array,
         rules: AttentionRules,
-    ) -> tuple[Array, dict[str, Array], LatentCache]:
+    ) -> tuple[Array, dict[str, Array], Array]:
         """Compute the softmax over a cache; Wkvb multiplies queries and results, not latents."""
         config, placement = self.config, self.execution.placement
         if not config.is_causal:
@@ -336,17 +321,18 @@ class LatentAttention(nn.Module):
             )
         q_nope = self._per_head("bsnh,rnh->bsnr", q[0], kv_b[..., : config.nope_dim])
         latent = placement.place(entry[0], (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))
-        out, logits, slots = attend_latent(
+        out, logits, entries = attend_latent(
             jnp.concatenate([q_nope, q[1]], axis=-1),
             jnp.concatenate([latent, entry[1]], axis=-1),
-            LatentSlots(cache.entries, cache.length),
+            cache.entries,
+            cache.layer,
             latent_dim=config.latent_dim,
             placement=placement,
             positions=positions,
             rules=rules,
         )
         out = self._per_head("bsnr,rnh->bsnh", out, kv_b[..., config.nope_dim :])
-        return out, logits, LatentCache(entries=slots.entries, length=slots.length)
+        return out, logits, entries
 
     def _per_head(self, subscripts: str, x: Array, weight: Array) -> Array:
         """Multiply each head's activations by its own part of Wkvb."""

@@ -102,7 +102,7 @@ class Layers:
             train=self.train,
             is_gathered=WHOLE in params,
         )
-        inputs = scan_inputs(self.model, full, self.router_state, None, self.key)
+        inputs = scan_inputs(self.model, full, self.router_state, self.key)
         length = self.scan.length
 
         def cut(leaf: Array) -> Array:
@@ -111,7 +111,7 @@ class Layers:
         if length < full.length:
             inputs = jax.tree.map(cut, inputs)
         stream, outputs = layers.apply(params, stream, inputs, tokens)
-        statistics, losses, _, _ = join_outputs((self.scan,), [outputs])
+        statistics, losses, _ = join_outputs((self.scan,), [outputs])
         losses = {name: self.share * jnp.sum(values) for name, values in losses.items()}
         if statistics is not None and self.train:
             losses |= self._balance(statistics, full, first, before)

@@ -10,9 +10,10 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import ForwardMultipliers, LayerContext
-from jaxmoe.layers.mixers.attention import Attention, AttentionConfig, KVCache
-from jaxmoe.layers.records import TokenInputs
+from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
+from jaxmoe.layers.records import LayerCache, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate
+from sharding.sequence_parallel import KVCache
 from tests.support.tolerances import assert_close
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 7, 16, 4
@@ -179,8 +180,8 @@ def test_rotation_keeps_lengths_and_the_dtype():
 
 def test_a_cache_without_positions_is_refused():
     module = _module(CASES["plain"])
-    empty = jnp.zeros((BATCH, LENGTH, 2, HEAD), jnp.float32)
-    cache = KVCache(k=empty, v=empty, length=jnp.zeros((), jnp.int32))
+    empty = jnp.zeros((1, BATCH, LENGTH, 2, HEAD), jnp.float32)
+    cache = LayerCache(entries=KVCache(k=empty, v=empty), layer=jnp.int32(0))
     x, positions = _normal(8, BATCH, LENGTH, WIDTH), jnp.asarray(POSITIONS)
     with pytest.raises(ValueError, match="a cache needs positions"):
         jax.eval_shape(module.init, jax.random.key(0), x, _tokens(), cache)

@@ -128,7 +128,7 @@ def products_behind_sums(residual, halves):
     mesh = mesh_of(execution)
     (stack,) = model.stacks
     block = Block(stack.kind.mixer, stack.kind.feed_forward, model.context, execution, train=False)
-    layer = LayerInputs(router_state={}, cache=None, key=None, moe_layer=jnp.int32(0))
+    layer = LayerInputs(router_state={}, key=None, stack_layer=jnp.int32(0), moe_layer=jnp.int32(0))
     place = execution.placement.place
 
     def run(params, x):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.cache import cache_length, initial_cache
+from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.quantize import stored_bytes
@@ -68,19 +68,20 @@ def step_by_step(execution, params, tokens):
     def run(params, tokens):
         cache = initial_cache(MODEL, execution, batch=BATCH, length=PROMPT + NEW)
 
-        def decode(cache, new):
-            places = cache_length(cache) + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+        def decode(carry, new):
+            first, cache = carry
+            places = first + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
             output = Transformer(MODEL, execution).apply(
                 {"params": params},
                 new,
                 positions=jnp.broadcast_to(places, new.shape),
                 cache=cache,
             )
-            return output.cache, output.logits
+            return (first + new.shape[1], output.cache), output.logits
 
-        cache, first = decode(cache, tokens[:, :PROMPT])
-        cache, rest = jax.lax.scan(
-            lambda cache, new: decode(cache, new[:, None]), cache, tokens[:, PROMPT:].T
+        carry, first = decode((jnp.int32(0), cache), tokens[:, :PROMPT])
+        (_, cache), rest = jax.lax.scan(
+            lambda carry, new: decode(carry, new[:, None]), carry, tokens[:, PROMPT:].T
         )
         return jnp.concatenate([first, rest[:, :, 0].swapaxes(0, 1)], axis=1), cache
 

@@ -288,7 +288,9 @@ def test_scan_equals_a_loop(plain):
     flow, counts = Stream(x=jnp.asarray(params["embedding"]["weight"])[TOKENS]), []
     for layer in range(PLAIN.num_layers):
         weights = jax.tree.map(lambda w, i=layer: w[i], params["moe_blocks_0"])
-        given = LayerInputs(router_state={}, cache=None, key=None, moe_layer=jnp.int32(layer))
+        given = LayerInputs(
+            router_state={}, key=None, stack_layer=jnp.int32(layer), moe_layer=jnp.int32(layer)
+        )
         flow, outputs = apply(weights, flow, (given, about))
         counts.append(outputs.statistics.counts)
     x = rms_norm(flow.x, jnp.asarray(params["final_norm"]["gain"]), PLAIN.norm_epsilon)
