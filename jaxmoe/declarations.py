@@ -43,12 +43,13 @@ Role = Literal[
     "constant",
     "constant_mix",
     "norm",
+    "state",
     "head",
 ]
 ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttributeAccessIssue]
 
 _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
-    ("router", "router_residual", "router_noise", "constant", "constant_mix")
+    ("router", "router_residual", "router_noise", "constant", "constant_mix", "state")
 )
 
 Dims = tuple[int, ...]
@@ -65,7 +66,10 @@ class Declaration:
     role: Role
     matrix: MatrixAxes | None = ((-2,), (-1,))
     """Input and output dimensions of the matrix, negative; None for a vector of gains."""
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "ones", "zeros", "fan_in", "log_range", "softplus_range"] = "normal"
+    """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
+    +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; or the inverse of softplus of
+    values whose logarithm is uniform from log(1e-3) to log(0.1)."""
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -75,9 +79,28 @@ class Declaration:
         """Return the number of inputs (0) or outputs (1) of the matrix; 1 for a vector."""
         return 1 if self.matrix is None else math.prod(self.shape[d] for d in self.matrix[side])
 
-    def constant(self, dtype: Any) -> Array:
-        """Return the initial value of a parameter that starts at ones or zeros."""
-        return (jnp.ones if self.init == "ones" else jnp.zeros)(self.shape, dtype)
+    def own_values(self, key: Array) -> Array:
+        """Return the initial f32 values of a parameter for which no parameterisation has others.
+
+        Args:
+            key: PRNG key of the parameter.
+        """
+        match self.init:
+            case "ones" | "zeros":
+                return (jnp.ones if self.init == "ones" else jnp.zeros)(self.shape, jnp.float32)
+            case "log_range":
+                numbers = jnp.arange(1, self.shape[-1] + 1, dtype=jnp.float32)
+                return jnp.broadcast_to(jnp.log(numbers), self.shape)
+            case "fan_in":
+                edge = 1.0 / math.sqrt(self.fan(0))
+                return jax.random.uniform(key, self.shape, jnp.float32, minval=-edge, maxval=edge)
+            case "softplus_range":
+                low, high = (math.log(end) for end in (1e-3, 0.1))
+                logs = jax.random.uniform(key, self.shape, jnp.float32, minval=low, maxval=high)
+                steps = jnp.exp(logs)
+                return steps + jnp.log(-jnp.expm1(-steps))
+            case _:
+                return jax.random.normal(key, self.shape, jnp.float32) / math.sqrt(self.fan(0))
 
     @property
     def is_stacked(self) -> bool:
@@ -141,7 +164,7 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
     """
 
     def initialise(key: Array) -> Declared:
-        return Declared(value=_draw_one(declaration, key), declaration=declaration)
+        return Declared(value=declaration.own_values(key), declaration=declaration)
 
     value = module.param(name, initialise)
     if isinstance(value, Deferred):
@@ -182,15 +205,9 @@ def as_factor(matrix: Array | Packed, dtype: Any) -> Array | Packed:
 def draw(declarations: Mapping[str, Declaration], key: Array) -> dict[str, Array]:
     """Return parameters outside a model: normal of variance 1/fan_in, ones, or zeros."""
     return {
-        name: _draw_one(declaration, fold_path(key, name))
+        name: declaration.own_values(fold_path(key, name))
         for name, declaration in declarations.items()
     }
-
-
-def _draw_one(declaration: Declaration, key: Array) -> Array:
-    if declaration.init != "normal":
-        return declaration.constant(jnp.float32)
-    return jax.random.normal(key, declaration.shape, jnp.float32) / math.sqrt(declaration.fan(0))
 
 
 def fold_path(key: Array, path: str) -> Array:

@@ -45,6 +45,10 @@ class KernelsConfig:
     """Implementation of `pallas_kernels.quantized_matmul`, dense products in few bits."""
     grouped_matmul: Implementation | None = None
     """Implementation of `pallas_kernels.grouped_matmul`, the experts in few bits."""
+    state_space_dual: Implementation | None = None
+    """Implementation of `pallas_kernels.state_space_dual`, the states of Mamba-2."""
+    selective_scan: Implementation | None = None
+    """Implementation of `pallas_kernels.selective_scan`, the states of Mamba."""
 
 
 @with_field_docs

@@ -87,7 +87,7 @@ class ParameterSpec:
 
     @property
     def init_std(self) -> float:
-        """Standard deviation of the initial values; 0 for constant ones."""
+        """Standard deviation of the initial values; 0 for those that the declaration fixes."""
         if self.declaration.init != "normal":
             return 0.0
         return self.hyper.init_std * self.declaration.fan(0) ** self.hyper.fan_in_power
@@ -99,9 +99,9 @@ class ParameterSpec:
 
     def initial_value(self, key: Array, dtype: Any) -> Array:
         """Return the initial value, which depends on the key and the path and not on the mesh."""
-        if self.declaration.init != "normal":
-            return self.declaration.constant(dtype)
         key = fold_path(key, self.path)
+        if self.declaration.init != "normal":
+            return self.declaration.own_values(key).astype(dtype)
         if self.hyper.distribution == "uniform":
             edge = math.sqrt(3.0)
             noise = jax.random.uniform(key, self.shape, jnp.float32, minval=-edge, maxval=edge)

@@ -12,6 +12,8 @@
     quantize              array in 8 or 4 bits with scales, a QuantizedArray; dequantize undoes it
     quantize_mixed        4-bit weights with 8-bit activations for outliers, a MixedArray
     quantized_matmul      product of two matrices of which one or both are quantised
+    selective_scan        recurrence with a decay per channel and value of the state (Mamba)
+    state_space_dual      recurrence with a decay per head, as products in chunks (Mamba-2)
     hadamard              orthonormal rotation along one axis, which spreads outliers
     halo                  products of weights and activations in few bits, forward and backward
 
@@ -39,6 +41,9 @@ from pallas_kernels.quantized_matmul import OPERATION as _QUANTIZED_MATMUL
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul.mixed_array import MixedArray, quantize_mixed
 from pallas_kernels.ring_attention import ring_attention
+from pallas_kernels.selective_scan import DUAL as _DUAL
+from pallas_kernels.selective_scan import SCAN as _SCAN
+from pallas_kernels.selective_scan import selective_scan, state_space_dual
 from pallas_kernels.sequence_layout import sequence_order
 from pallas_kernels.token_ring_attention import token_ring_attention
 
@@ -50,6 +55,8 @@ OPERATIONS: dict[str, Operation] = {
         _GROUPED_OUTER,
         _GROUPED_SWIGLU,
         _QUANTIZED_MATMUL,
+        _DUAL,
+        _SCAN,
     )
 }
 
@@ -70,6 +77,8 @@ __all__ = [
     "quantize_mixed",
     "quantized_matmul",
     "ring_attention",
+    "selective_scan",
     "sequence_order",
+    "state_space_dual",
     "token_ring_attention",
 ]

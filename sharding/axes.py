@@ -43,6 +43,9 @@ ROUTER_DIM: Final = "router_dim"  # inner width of a router of two factors
 CONSTANTS: Final = "constants"  # the constant experts, which every device has
 ROUTER_SLOTS: Final = "router_slots"  # P, slots of one expert in a sequence
 NORM: Final = "norm"  # the gains of a norm
+TAPS: Final = "taps"  # the taps of a convolution over positions
+STATE_GROUPS: Final = "state_groups"  # G, groups of heads that share the inputs of their states
+STATE: Final = "state"  # values of a recurrent state per channel
 
 # Dimensions of activations.
 ACT_BATCH: Final = "act_batch"  # B or T
@@ -85,6 +88,9 @@ LOGICAL_AXES: Final = (
     CONSTANTS,
     ROUTER_SLOTS,
     NORM,
+    TAPS,
+    STATE_GROUPS,
+    STATE,
     *ACTIVATION_AXES,
 )
 

@@ -7,6 +7,7 @@ hardware, time and the number to expect), and `_ALL` in `experiments/recipes/__i
 """
 
 from experiments.recipes.diffusion import diffusion
+from experiments.recipes.hybrid import hybrid
 from experiments.recipes.hyperp import hyperp
 from experiments.recipes.ladder import d8, d12, d16, d20, d24
 from experiments.recipes.languages import languages
@@ -17,7 +18,7 @@ from experiments.recipes.tiny import tiny
 DEFAULT = "tiny"
 
 _ALL = (
-    *(tiny, hyperp, markov, languages, diffusion, d8, d12, d16, d20, d24),
+    *(tiny, hybrid, hyperp, markov, languages, diffusion, d8, d12, d16, d20, d24),
     *(olmoe_1b_7b, mixtral_8x7b, qwen3_30b_a3b),
 )
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}

@@ -57,6 +57,8 @@ ADDED: tuple[Added, ...] = (
     Added("execution.tensor_products", {"kind": "whole"}),
     Added("training.assign", {"kind": "buckets"}),
     Added("execution.fold.seq_cuts", []),
+    Added("execution.kernels.state_space_dual", None),
+    Added("execution.kernels.selective_scan", None),
 )
 """Fields in the order in which they were added."""
 

@@ -8,6 +8,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
+from jaxmoe.precision import PrecisionPolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,8 @@ class AttentionMixer:
     __slots__ = ()
 
     module_name: ClassVar[str] = "attention"
+    operation: ClassVar[str] = "flash_attention"
+    is_recurrent: ClassVar[bool] = False
     window: int | None = None
 
     @property
@@ -86,6 +89,58 @@ class AttentionMixer:
             length: Positions of a sequence.
         """
         return self.heads.flops_per_token(length)
+
+
+class RecurrentMixer:
+    """Base class of the configs of mixers that carry a state from token to token."""
+
+    __slots__ = ()
+
+    is_recurrent: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = True
+    can_quantize: ClassVar[bool] = False
+    name: ClassVar[str]
+    num_heads: int
+    head_dim: int
+
+    @property
+    def heads(self) -> AttentionHeads:
+        """Sizes as those of attention with as wide projections, for plans."""
+        return AttentionHeads(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            is_causal=True,
+        )
+
+    def check_precision(self, precision: PrecisionPolicy) -> None:
+        """Refuse products in few bits, which these layers do not implement.
+
+        Args:
+            precision: Precision of the execution.
+
+        Raises:
+            ValueError: Quantised weights, or products in 8 bits.
+        """
+        found = {"weights": (precision.weights, "floating")}
+        found["matmul"] = (precision.matmul.name, "full")
+        for field, (value, only) in found.items():
+            if value != only:
+                raise ValueError(
+                    f"execution.precision.{field}={value} is not for {self.name} layers, whose"
+                    f" products are in the compute dtype: set it to {only}"
+                )
+
+    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
+        """Return 0: the state of a sequence does not grow with its tokens.
+
+        Args:
+            precision: Format of the cache.
+            layers: Layers with this mixer.
+        """
+        del precision, layers
+        return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +171,8 @@ class LayerContext:
     """Forward multipliers of the parameterisation."""
     heads: tuple[AttentionHeads, ...] = ()
     """Distinct head counts of the mixers, in the order of the layers."""
+    recurrent: tuple[str, ...] = ()
+    """Names of the mixers that need the whole row of a sequence on a device, in its order."""
     keeps_order: bool = False
     """Whether a feed-forward needs rows in the order of their tokens."""
     residual: Residuals = StandardResidualConfig()

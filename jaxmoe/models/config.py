@@ -109,7 +109,8 @@ class ModelConfig:
                 )
             scale = self.multipliers.attention_scale
             own, usual = (mixer or self.attention).heads.head_dim, self.attention.heads.head_dim
-            if scale is not None and own != usual:
+            attends = not (mixer or self.attention).is_recurrent
+            if attends and scale is not None and own != usual:
                 raise ValueError(
                     f"{path}.mixer has heads of {own} and model.attention of {usual}, and"
                     f" model.multipliers.attention_scale={scale} is for one width: make them"
@@ -168,6 +169,9 @@ def _context(model: ModelConfig) -> LayerContext:
         norm_epsilon=model.norm_epsilon,
         multipliers=model.multipliers,
         heads=tuple(dict.fromkeys(kind.mixer.heads for kind in kinds)),
+        recurrent=tuple(
+            dict.fromkeys(kind.mixer.name for kind in kinds if kind.mixer.is_recurrent)
+        ),
         keeps_order=any(kind.feed_forward.keeps_order for kind in kinds),
         residual=model.residual,
     )

@@ -146,18 +146,22 @@ def scan_inputs(
     return _by_place(scan, [of(stack) for stack in scan.stacks])
 
 
-def scan_cache(scan: Scan, cache: Cache) -> Any:
+def scan_cache(scan: Scan, cache: Cache | None) -> Any:
     """Return what `Stream.cache` is in a scan: one cache, or in a period one by place in it.
 
     Args:
         scan: Layers to compute.
-        cache: Caches of the model.
+        cache: Caches of the model, or None.
     """
+    if cache is None:
+        return None
     return _by_place(scan, [cache[stack.path] for stack in scan.stacks])
 
 
 def cache_by_path(scan: Scan, held: Any) -> Cache:
-    """Return the caches of a scan by path of their stacks, from its `Stream.cache`."""
+    """Return the caches of a scan by path of their stacks, from its `Stream.cache`; {} of None."""
+    if held is None:
+        return {}
     stacks = held.values() if scan.is_cycle else [held]
     return {stack.path: part for stack, part in zip(scan.stacks, stacks, strict=True)}
 

@@ -133,12 +133,10 @@ class Transformer(nn.Module):
         outputs, caches, is_gathered = [], {}, WHOLE in self.variables
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
-            if cache is not None:
-                flow = dataclasses.replace(flow, cache=scan_cache(scan, cache))
+            flow = dataclasses.replace(flow, cache=scan_cache(scan, cache))
             flow, output = layers(flow, scan_inputs(model, scan, router_state, key, kept), about)
             outputs.append(output)
-            if cache is not None:
-                caches |= cache_by_path(scan, flow.cache)
+            caches |= cache_by_path(scan, flow.cache)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
         x = model.residual.end(flow).x
         x = x if places is not None else lay_back(x, order, execution)

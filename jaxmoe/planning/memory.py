@@ -272,7 +272,8 @@ def _masks(sizes: Sizes, scans: Sequence[Scan], platform: Platform) -> float:
     parts = sizes.shards(ax.ACT_SEQ_INNER)  # by queries or by heads
     # One for each kind of mixer in a loop, as long as the loop runs.
     heads = max(
-        sum(map(sizes.heads, {stack.kind.mixer.heads for stack in scan.stacks})) for scan in scans
+        sum(map(sizes.heads, {mixer.heads for mixer in mixers if not mixer.is_recurrent}))
+        for mixers in ([stack.kind.mixer for stack in scan.stacks] for scan in scans)
     )
     return sizes.sequences * heads * plan.sequence_length**2 * _MASK_SHARE / parts
 

@@ -119,7 +119,7 @@ def out_of_stream(
 
 def along_stream(
     x: Float[Array, "B S D"], products: dict[str, Product], placement: Placement
-) -> dict[str, Float[Array, "B S _"]]:
+) -> dict[str, Float[Array, "B S ..."]]:
     """Return products of the residual stream in its own layout: no activation travels.
 
     Args:

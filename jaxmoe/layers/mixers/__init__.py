@@ -9,6 +9,8 @@ jaxmoe/layers/mixers/attention.py shows the attributes and methods of a config.
 
 from jaxmoe.layers.mixers.attention import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers.latent_attention import LatentAttentionConfig as LatentAttentionConfig
+from jaxmoe.layers.mixers.mamba import MambaConfig as MambaConfig
+from jaxmoe.layers.mixers.mamba2 import Mamba2Config as Mamba2Config
 
-Mixers = AttentionConfig | LatentAttentionConfig
+Mixers = AttentionConfig | LatentAttentionConfig | MambaConfig | Mamba2Config
 """The mixer configs."""

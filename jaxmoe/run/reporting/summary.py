@@ -167,7 +167,14 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     else:
         names = ("quantized_matmul", "grouped_matmul")
         asked = {name: getattr(kernels, name) for name in names}
-    asked["flash_attention"] = kernels.attention
+    of_mixers = {
+        "flash_attention": kernels.attention,
+        "state_space_dual": kernels.state_space_dual,
+        "selective_scan": kernels.selective_scan,
+    }
+    asked |= {
+        kind.mixer.operation: of_mixers[kind.mixer.operation] for kind in assembly.plan.model.kinds
+    }
     found: dict[str, str]
     found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
     if choice := assembly.execution.dispatcher.transport_choice():

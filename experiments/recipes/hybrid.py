@@ -1,0 +1,25 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`tiny` with Mamba-2 in place of attention in three layers of four, at equal FLOPs per token."""
+
+import dataclasses
+
+from experiments.recipes.recipe import recipe
+from experiments.recipes.tiny import tiny
+from jaxmoe.layers.mixers import Mamba2Config
+from jaxmoe.models.config import LayerConfig
+from jaxmoe.run.config import PretrainConfig
+
+
+@recipe
+def hybrid() -> PretrainConfig:
+    """A small byte-level MoE of Mamba-2 and attention on the source of Python's standard library.
+
+    python -m experiments.pretrain hybrid
+
+    2 CPU cores; experiments/README.md has its bits per byte beside those of `tiny`.
+    """
+    config = tiny()
+    recurrent = LayerConfig(mixer=Mamba2Config(num_heads=6, head_dim=32, state_dim=32))
+    layers = (recurrent, recurrent, LayerConfig(), recurrent)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, layers=layers))

@@ -1,0 +1,249 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba: a recurrent state per channel whose step, input and output depend on the token.
+
+    x, z      = u Wx, u Wz
+    x         = silu(convolve(x))
+    r, b, c   = x Wr, x Wb, x Wc
+    step      = softplus(r Wdt + dt_bias)
+    h_t       = exp(-exp(a_log) step_t) h_{t-1} + step_t x_t b_t^T        [C H]
+    out       = ((h_t c_t + skip x_t) silu(z)) Wo
+
+Channels are split over the tensor axis; rows stay whole.
+Source: arXiv 2312.00752 (section 3); initial values as in transformers' `MambaMixer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from jaxmoe.declarations import Declaration, declare
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
+from jaxmoe.layers.convolution import convolve, last_inputs
+from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
+from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
+from pallas_kernels import selective_scan
+from sharding import axes as ax
+from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MambaConfig(RecurrentMixer):
+    """Mamba: a selective state per channel in place of attention."""
+
+    name: ClassVar[str] = "mamba"
+    module_name: ClassVar[str] = "mamba"
+    operation: ClassVar[str] = "selective_scan"
+    width_fields: ClassVar[tuple[str, ...]] = ("inner_dim", "step_rank")
+
+    inner_dim: int = 256
+    """Channels (C); usually twice model.embed_dim."""
+    state_dim: int = 16
+    """Values of the state per channel (H)."""
+    step_rank: int = 8
+    """Width through which the step of a channel is computed; usually model.embed_dim / 16."""
+    conv_length: int = 4
+    """Positions that the convolution before the state reads, the own one included."""
+    chunk: int = 64
+    """Tokens that are computed together between two states; changes the speed only."""
+
+    def __post_init__(self):
+        fields = ("inner_dim", "state_dim", "step_rank", "conv_length", "chunk")
+        require_positive("mamba", self, *fields)
+
+    @property
+    def num_heads(self) -> int:
+        """Channels, each with a state of its own."""
+        return self.inner_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one channel."""
+        return 1
+
+    def projection_parameters(self, embed_dim: int) -> int:
+        """Return the number of parameters in the projections of one layer.
+
+        Args:
+            embed_dim: D.
+        """
+        inside = 2 * self.state_dim + 2 * self.step_rank
+        return self.inner_dim * (3 * embed_dim + inside)
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of writing and reading the state per token, forward and backward.
+
+        Args:
+            length: Positions of a sequence, on which they do not depend.
+        """
+        del length
+        return 18.0 * self.inner_dim * self.state_dim
+
+    def initial_cache(
+        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
+    ) -> MambaCache:
+        """Return the state before a sequence, cut as the mesh is.
+
+        Args:
+            execution: Precision and placement of the cache.
+            layers: Layers that the cache is stacked over.
+            batch: Sequences.
+            slots: Positions to come, on which the size does not depend.
+        """
+        del slots
+        inputs = (layers, batch, self.conv_length - 1, self.inner_dim)
+        state = (layers, batch, self.inner_dim, self.state_dim)
+        place, dtype = execution.placement.place, execution.precision.compute_dtype
+        return MambaCache(
+            x=place(jnp.zeros(inputs, dtype), (None, *_X)),
+            state=place(jnp.zeros(state, jnp.float32), (None, *_STATE)),
+        )
+
+    def build(
+        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+    ) -> Mamba:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            name: Name among the parameters.
+        """
+        return Mamba(self, context, execution, name=name)
+
+
+class MambaCache(NamedTuple):
+    """State of earlier tokens, and the last inputs of the convolution, by layer."""
+
+    x: Float[Array, "L B R C"]
+    state: Float[Array, "L B C H"]
+
+
+_X = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
+_STATE = (ax.ACT_BATCH, ax.ACT_MLP, None)
+_TOKENS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+
+
+class Mamba(nn.Module):
+    """One layer of Mamba."""
+
+    config: MambaConfig
+    context: LayerContext
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
+        """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
+        config, placement, width = self.config, self.execution.placement, self.context.embed_dim
+        dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
+        products = {}
+        for name in "xz":
+            weight = self._declare(name, (width, config.inner_dim), (ax.EMBED, ax.MLP))
+            products[name] = Product("bsd,dc->bsc", weight.astype(dtype), (None, ax.MLP), _X)
+        given = out_of_stream(x.astype(dtype), products, placement, form=form)
+        weights, axes = self._weights(dtype)
+        segments = placement.place(document_ids(tokens, cache), _TOKENS)
+        held = held_of_layer(cache)
+        held_axes = {"x": _X, "state": _STATE} if held else {}
+        island = placement.island(
+            functools.partial(self._scan, axes=placement.mesh_axes(ax.ACT_MLP)),
+            in_axes=(dict.fromkeys("xz", _X), axes, _TOKENS, held_axes),
+            out_axes=(_X, held_axes),
+        )
+        y, new = island(given, weights, segments, held)
+        weight = self._declare(
+            "o", (config.inner_dim, width), (ax.MLP, ax.EMBED), role="attention_out"
+        )
+        product = Product("bsc,cd->bsd", weight.astype(dtype), (ax.MLP, None), _X)
+        y = into_stream(y, product, placement, form=form)
+        return y, MixerOutputs(cache=with_layer(cache, new))
+
+    def _scan(
+        self,
+        given: dict[str, Array],
+        weights: dict[str, Array],
+        segments: Array,
+        held: dict[str, Array],
+        *,
+        axes: tuple[str, ...],
+        batch_axes: tuple[str, ...],
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the gated output of the channels of this device, and the new state."""
+        del batch_axes
+        new, before = {}, held.get("x")
+        x = convolve(
+            given["x"], weights["taps"], weights["bias"], segment_ids=segments, before=before
+        )
+        x = jax.nn.silu(x)
+        found = {
+            name: jnp.einsum("bsc,ch->bsh", x, weights[name], preferred_element_type=jnp.float32)
+            for name in "rbc"
+        }
+        if axes:
+            found = jax.lax.psum(found, axes)
+        low = found["r"].astype(x.dtype)
+        step = jnp.einsum("bsr,rc->bsc", low, weights["dt"], preferred_element_type=jnp.float32)
+        y, state = selective_scan(
+            *(
+                x,
+                jax.nn.softplus(step + weights["dt_bias"][None, None]),
+                -jnp.exp(weights["a_log"]),
+            ),
+            *(found["b"].astype(x.dtype), found["c"].astype(x.dtype)),
+            segment_ids=segments,
+            initial=held.get("state"),
+            chunk=self.config.chunk,
+            implementation=self.execution.kernels.selective_scan,
+        )
+        if before is not None:
+            lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
+            new = {"x": last_inputs(given["x"], before, lengths), "state": state}
+        y = y.astype(jnp.float32) + weights["skip"][None, None] * x.astype(jnp.float32)
+        y = y * jax.nn.silu(given["z"].astype(jnp.float32))
+        return y.astype(x.dtype), new
+
+    def _weights(self, dtype: Any) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Return what is used beside the projections of the stream, and its axes in use."""
+        config, channels = self.config, self.config.inner_dim
+        found = {
+            name: self._declare(name, (channels, size), (ax.MLP, ax.STATE)).astype(dtype)
+            for name, size in (("r", config.step_rank), ("b", config.state_dim))
+            + (("c", config.state_dim),)
+        }
+        dt = self._declare("dt", (config.step_rank, channels), (ax.STATE, ax.MLP))
+        found["dt"] = dt.astype(dtype)
+        taps = Declaration(
+            shape=(config.conv_length, channels),
+            axes=(ax.TAPS, ax.MLP),
+            role="state",
+            init="fan_in",
+        )
+        found["taps"] = declare(self, "taps", taps)
+        for name, shape, init in (
+            ("bias", (channels,), "zeros"),
+            ("skip", (channels,), "ones"),
+            ("dt_bias", (channels,), "softplus_range"),
+            ("a_log", (channels, config.state_dim), "log_range"),
+        ):
+            axes = (ax.MLP, ax.STATE)[: len(shape)]
+            row = Declaration(shape=shape, axes=axes, role="state", matrix=None, init=init)
+            found[name] = declare(self, name, row)
+        by_last = {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
+        by_first = {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
+        vectors = {name: (ax.MLP,) for name in ("bias", "skip", "dt_bias")}
+        return found, by_last | by_first | vectors
+
+    def _declare(self, name, shape, axes, role: Any = "attention_in") -> Array:
+        return declare(self, name, Declaration(shape=shape, axes=axes, role=role))

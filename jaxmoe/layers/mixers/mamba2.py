@@ -1,0 +1,337 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2: a recurrent state per head that decays, is written and is read at each token.
+
+    z, x, b, c, dt = u Wz, u Wx, u Wb, u Wc, u Wdt
+    x, b, c        = silu(convolve(x)), silu(convolve(b)), silu(convolve(c))
+    step           = softplus(dt + dt_bias)
+    h_t            = exp(-exp(a_log) step_t) h_{t-1} + step_t x_t b_t^T        [P H] per head
+    y_t            = h_t c_t + skip x_t
+    out            = RMSNorm over each group of heads(y silu(z)) Wo
+
+The heads of a group share b and c. Heads are split over the tensor axis; rows stay whole.
+Sources: arXiv 2405.21060 (sections 6 and 7); layout of the norm: transformers' `Mamba2Mixer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.declarations import Declaration, declare
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
+from jaxmoe.layers.convolution import convolve, last_inputs
+from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
+from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
+from pallas_kernels import state_space_dual
+from sharding import axes as ax
+from sharding.products.tensor_parallel import Product, along_stream, into_stream, out_of_stream
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Config(RecurrentMixer):
+    """Mamba-2: a decaying state per head in place of attention."""
+
+    name: ClassVar[str] = "mamba2"
+    module_name: ClassVar[str] = "mamba2"
+    operation: ClassVar[str] = "state_space_dual"
+    width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
+
+    num_heads: int = 8
+    """Heads (N), each with a state of its own."""
+    head_dim: int = 32
+    """Channels of one head (P); num_heads * head_dim is usually twice model.embed_dim."""
+    state_dim: int = 64
+    """Values of the state per channel (H)."""
+    num_groups: int = 1
+    """Groups of heads that share what is written into and read from their states (G)."""
+    conv_length: int = 4
+    """Positions that the convolution before the state reads, the own one included."""
+    chunk: int = 64
+    """Tokens that are multiplied together between two states; changes the speed only."""
+
+    def __post_init__(self):
+        fields = ("num_heads", "head_dim", "state_dim", "num_groups", "conv_length", "chunk")
+        require_positive("mamba2", self, *fields)
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"mamba2.num_heads={self.num_heads} must be a multiple of"
+                f" mamba2.num_groups={self.num_groups}"
+            )
+
+    @property
+    def inner_dim(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    def projection_parameters(self, embed_dim: int) -> int:
+        """Return the number of parameters in the projections of one layer.
+
+        Args:
+            embed_dim: D.
+        """
+        read = 2 * self.num_groups * self.state_dim + self.num_heads
+        return embed_dim * (3 * self.inner_dim + read)
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of writing and reading the state per token, forward and backward.
+
+        Args:
+            length: Positions of a sequence, on which they do not depend.
+        """
+        del length
+        return 12.0 * self.inner_dim * self.state_dim
+
+    def initial_cache(
+        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
+    ) -> Mamba2Cache:
+        """Return the state before a sequence, cut as the mesh is.
+
+        Args:
+            execution: Precision and placement of the cache.
+            layers: Layers that the cache is stacked over.
+            batch: Sequences.
+            slots: Positions to come, on which the size does not depend.
+        """
+        del slots
+        reach, groups = self.conv_length - 1, (self.num_groups, self.state_dim)
+        heads = (self.num_heads, self.head_dim)
+        dtype, placement = execution.precision.compute_dtype, execution.placement
+
+        def empty(shape: tuple[int, ...], axes: Any, dtype: Any) -> Array:
+            return placement.place(jnp.zeros((layers, batch, *shape), dtype), (None, *axes))
+
+        return Mamba2Cache(
+            x=empty((reach, *heads), _X, dtype),
+            b=empty((reach, *groups), _SHARED, dtype),
+            c=empty((reach, *groups), _SHARED, dtype),
+            state=empty((*heads, self.state_dim), _STATE, jnp.float32),
+        )
+
+    def build(
+        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+    ) -> Mamba2:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            name: Name among the parameters.
+        """
+        return Mamba2(self, context, execution, name=name)
+
+
+class Mamba2Cache(NamedTuple):
+    """State of earlier tokens, and the last inputs of the convolutions, by layer."""
+
+    x: Float[Array, "L B R N P"]
+    b: Float[Array, "L B R G H"]
+    c: Float[Array, "L B R G H"]
+    state: Float[Array, "L B N P H"]
+
+
+_X = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
+_SHARED = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None)
+_STATE = (ax.ACT_BATCH, ax.ACT_HEADS, None, None)
+_TOKENS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+
+
+class Mamba2(nn.Module):
+    """One layer of Mamba-2."""
+
+    config: Mamba2Config
+    context: LayerContext
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
+        """Mix the tokens of each document.
+
+        Args:
+            x: Normed input.
+            tokens: Segments and padding.
+            cache: State of this layer, which follows the last token that is not padding.
+
+        Returns:
+            The output [B S D] in the compute dtype, and the new `Mamba2Cache`.
+        """
+        placement = self.execution.placement
+        dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
+        x = x.astype(dtype)
+        given = out_of_stream(x, self._of_heads(dtype), placement, form=form)
+        given |= along_stream(x, self._of_groups(dtype), placement)
+        vectors, axes = self._vectors()
+        segments = placement.place(document_ids(tokens, cache), _TOKENS)
+        held = held_of_layer(cache)
+        held_axes = {"x": _X, "b": _SHARED, "c": _SHARED, "state": _STATE} if held else {}
+        heads = placement.mesh_axes(ax.ACT_HEADS)
+        island = placement.island(
+            functools.partial(self._scan, axes=heads),
+            in_axes=(dict.fromkeys("zx", _X) | dict.fromkeys("bc", _SHARED) | {"dt": _X[:3]},)
+            + (axes, _TOKENS, held_axes),
+            out_axes=(_X, held_axes),
+        )
+        y, new = island(given, vectors, segments, held)
+        weight = self._matrix(
+            "o", (*self._heads, self.context.embed_dim), ((-3, -2), (-1,)), is_output=True
+        )
+        product = Product("bsnp,npd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _X)
+        out = into_stream(y, product, placement, form=form)
+        return out, MixerOutputs(cache=with_layer(cache, new))
+
+    def _scan(
+        self,
+        given: dict[str, Array],
+        vectors: dict[str, Array],
+        segments: Array,
+        held: dict[str, Array],
+        *,
+        axes: tuple[str, ...],
+        batch_axes: tuple[str, ...],
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the gated and normed output of the heads of this device, and the new state.
+
+        Args:
+            given: Projections of the stream.
+            vectors: Parameters of heads and channels.
+            segments: Document of each token, 0 for padding.
+            held: Arrays of the layer's cache; none without one.
+            axes: Mesh axes over which heads are split.
+            batch_axes: Mesh axes over which sequences are split.
+        """
+        del batch_axes
+        config, new = self.config, {}
+        mixed = {}
+        for name in "xbc":
+            taps, bias = vectors[f"{name}_taps"], vectors[f"{name}_bias"]
+            before = held.get(name)
+            convolved = convolve(given[name], taps, bias, segment_ids=segments, before=before)
+            mixed[name] = jax.nn.silu(convolved)
+            if before is not None:
+                lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
+                new[name] = last_inputs(given[name], before, lengths)
+        groups = self._groups_of_heads(given["x"].shape[2], axes)
+        b, c = (self._own_groups(mixed[name], groups) for name in "bc")
+        step = jax.nn.softplus(given["dt"].astype(jnp.float32) + vectors["dt_bias"][None, None])
+        y, state = state_space_dual(
+            *(mixed["x"], step, -jnp.exp(vectors["a_log"]), b, c),
+            segment_ids=segments,
+            initial=held.get("state"),
+            chunk=config.chunk,
+            implementation=self.execution.kernels.state_space_dual,
+        )
+        if held:
+            new["state"] = state
+        skip = vectors["skip"][None, None, :, None]
+        y = y.astype(jnp.float32) + skip * mixed["x"].astype(jnp.float32)
+        y = y * jax.nn.silu(given["z"].astype(jnp.float32))
+        y = self._normed(y, groups, axes) * vectors["norm"][None, None]
+        return y.astype(given["x"].dtype), new
+
+    def _normed(
+        self, y: Float[Array, "B S n P"], groups: Int[Array, " n"], axes: tuple[str, ...]
+    ) -> Float[Array, "B S n P"]:
+        """Divide by the root mean square of each group of heads, some on other devices."""
+        config = self.config
+        own = jax.nn.one_hot(groups, config.num_groups, dtype=jnp.float32)
+        sums = jnp.einsum("bsn,ng->bsg", jnp.sum(jnp.square(y), axis=-1), own)
+        if axes:
+            sums = jax.lax.psum(sums, axes)
+        mean = sums * jnp.float32(config.num_groups / config.inner_dim)
+        scale = jax.lax.rsqrt(mean + jnp.float32(self.context.norm_epsilon))
+        return y * jnp.einsum("bsg,ng->bsn", scale, own)[..., None]
+
+    def _groups_of_heads(self, number: int, axes: tuple[str, ...]) -> Int[Array, " n"]:
+        """Return the group of each head of this device."""
+        first = jax.lax.axis_index(axes).astype(jnp.int32) * number if axes else 0
+        heads = jnp.arange(number, dtype=jnp.int32) + first
+        return heads // (self.config.num_heads // self.config.num_groups)
+
+    def _own_groups(self, shared: Float[Array, "B S G H"], groups: Int[Array, " n"]) -> Array:
+        """Return the groups of the heads of this device."""
+        number, size = groups.shape[0], self.config.num_heads // self.config.num_groups
+        if number == self.config.num_heads:
+            return shared
+        if number % size and size % number:
+            raise ValueError(
+                f"mamba2.num_groups={self.config.num_groups} and mesh.tensor="
+                f"{self.config.num_heads // number}: one must divide the other"
+            )
+        return jax.lax.dynamic_slice_in_dim(shared, groups[0], max(1, number // size), axis=2)
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        return self.config.num_heads, self.config.head_dim
+
+    @property
+    def _groups(self) -> tuple[int, int]:
+        return self.config.num_groups, self.config.state_dim
+
+    def _of_heads(self, dtype: Any) -> dict[str, Product]:
+        """Return the products for gates, inputs and steps of the heads."""
+        shape, products = (self.context.embed_dim, *self._heads), {}
+        for name in "zx":
+            weight = self._matrix(name, shape, ((-3,), (-2, -1))).astype(dtype)
+            products[name] = Product("bsd,dnp->bsnp", weight, (None, ax.HEADS, None), _X)
+        weight = self._matrix("dt", shape[:2], ((-2,), (-1,))).astype(dtype)
+        steps = Product("bsd,dn->bsn", weight, (None, ax.HEADS), _X[:3], jnp.float32)
+        return products | {"dt": steps}
+
+    def _of_groups(self, dtype: Any) -> dict[str, Product]:
+        """Return the products for what groups of heads write and read, which no axis splits."""
+        shape, products = (self.context.embed_dim, *self._groups), {}
+        for name in "bc":
+            weight = self._matrix(name, shape, ((-3,), (-2, -1))).astype(dtype)
+            products[name] = Product("bsd,dgh->bsgh", weight, (None, None, None), _SHARED)
+        return products
+
+    def _matrix(self, name: str, shape: tuple[int, ...], matrix: Any, *, is_output=False) -> Array:
+        shared = (ax.STATE_GROUPS, ax.STATE) if name in "bc" else (ax.HEADS, ax.HEAD_DIM)
+        axes = (*shared, ax.EMBED) if is_output else (ax.EMBED, *shared)[: len(shape)]
+        role = "attention_out" if is_output else "attention_in"
+        return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))
+
+    def _vectors(self) -> tuple[dict[str, Array], dict[str, tuple[str | None, ...]]]:
+        """Return the f32 parameters of each head or channel, and their axes in use."""
+        config = self.config
+        heads, groups = self._heads, self._groups
+        of_heads, of_groups = (ax.HEADS, ax.HEAD_DIM), (ax.STATE_GROUPS, ax.STATE)
+        rows: dict[str, Declaration] = {
+            "a_log": _vector(heads[:1], of_heads[:1], "log_range"),
+            "dt_bias": _vector(heads[:1], of_heads[:1], "softplus_range"),
+            "skip": _vector(heads[:1], of_heads[:1], "ones"),
+            "norm": _vector(heads, of_heads, "ones"),
+        }
+        for name, sizes, axes in (
+            ("x", heads, of_heads),
+            ("b", groups, of_groups),
+            ("c", groups, of_groups),
+        ):
+            rows[f"{name}_taps"] = Declaration(
+                shape=(config.conv_length, *sizes),
+                axes=(ax.TAPS, *axes),
+                role="state",
+                matrix=((-3,), (-2, -1)),
+                init="fan_in",
+            )
+            rows[f"{name}_bias"] = _vector(sizes, axes, "zeros")
+        in_use = {
+            name: tuple(axis if axis == ax.HEADS else None for axis in row.axes)
+            for name, row in rows.items()
+        }
+        return {name: declare(self, name, row) for name, row in rows.items()}, in_use
+
+
+def _vector(shape: tuple[int, ...], axes: tuple[str, ...], init: Any) -> Declaration:
+    return Declaration(shape=shape, axes=axes, role="state", matrix=None, init=init)
