@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
+from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.selective_scan import reference, xla
 from pallas_kernels.selective_scan.documents import number_documents
 
@@ -123,4 +124,6 @@ def _run(
     x, dt, decay, b, c = given
     documents, dt = number_documents(segment_ids, dt)
     state = jnp.zeros(shape, jnp.float32) if initial is None else initial
+    # Both are carried from position to position, with values that vary as the arrays do.
+    documents, state = match_varying((documents, state), given, documents, state)
     return operation.function(implementation)(x, dt, decay, b, c, documents, state, chunk)

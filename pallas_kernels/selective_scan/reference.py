@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
-from pallas_kernels.jax_versions import match_varying
 
 
 def state_space_dual(
@@ -62,5 +61,5 @@ def _over_positions(body, arrays, documents, initial) -> tuple[Array, Array]:
     is_new = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))
     given = [*(array.astype(jnp.float32) for array in arrays), is_new]
     given = [jnp.moveaxis(array, 1, 0) for array in given]
-    h, y = jax.lax.scan(body, match_varying(initial, arrays, documents), tuple(given))
+    h, y = jax.lax.scan(body, initial, tuple(given))
     return jnp.moveaxis(y, 0, 1).astype(arrays[0].dtype), h

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
-from pallas_kernels.jax_versions import match_varying
 
 
 def state_space_dual(
@@ -117,8 +116,7 @@ def _over_chunks(
         return jnp.moveaxis(array.reshape(rows, -1, chunk, *array.shape[2:]), 1, 0)
 
     given = (*map(cut, arrays), cut(documents, "edge"))
-    start = match_varying((initial, documents[:, 0]), arrays, documents, initial)
-    (h, _), y = jax.lax.scan(jax.checkpoint(body), start, given)
+    (h, _), y = jax.lax.scan(jax.checkpoint(body), (initial, documents[:, 0]), given)
     y = jnp.moveaxis(y, 0, 1)
     return y.reshape(rows, -1, *y.shape[3:])[:, :length], h
 
