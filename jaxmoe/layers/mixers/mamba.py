@@ -231,19 +231,20 @@ class Mamba(nn.Module):
             init="fan_in",
         )
         found["taps"] = declare(self, "taps", taps)
-        for name, shape, init in (
-            ("bias", (channels,), "zeros"),
-            ("skip", (channels,), "ones"),
-            ("dt_bias", (channels,), "softplus_range"),
-            ("a_log", (channels, config.state_dim), "log_range"),
-        ):
+        vectors: dict[str, tuple[tuple[int, ...], Any]] = {
+            "bias": ((channels,), "zeros"),
+            "skip": ((channels,), "ones"),
+            "dt_bias": ((channels,), "softplus_range"),
+            "a_log": ((channels, config.state_dim), "log_range"),
+        }
+        for name, (shape, init) in vectors.items():
             axes = (ax.MLP, ax.STATE)[: len(shape)]
             row = Declaration(shape=shape, axes=axes, role="state", matrix=None, init=init)
             found[name] = declare(self, name, row)
         by_last = {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
         by_first = {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
-        vectors = {name: (ax.MLP,) for name in ("bias", "skip", "dt_bias")}
-        return found, by_last | by_first | vectors
+        by_channel = {name: (ax.MLP,) for name in ("bias", "skip", "dt_bias")}
+        return found, by_last | by_first | by_channel
 
     def _declare(self, name, shape, axes, role: Any = "attention_in") -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role))

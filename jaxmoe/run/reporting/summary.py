@@ -167,7 +167,7 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     else:
         names = ("quantized_matmul", "grouped_matmul")
         asked = {name: getattr(kernels, name) for name in names}
-    of_mixers = {
+    of_mixers: dict[str, Implementation | None] = {
         "flash_attention": kernels.attention,
         "state_space_dual": kernels.state_space_dual,
         "selective_scan": kernels.selective_scan,
