@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.declarations import Declaration, declare
+from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
@@ -311,7 +311,7 @@ class Mamba2(nn.Module):
             "a_log": _vector(heads[:1], of_heads[:1], "log_range"),
             "dt_bias": _vector(heads[:1], of_heads[:1], "softplus_range"),
             "skip": _vector(heads[:1], of_heads[:1], "ones"),
-            "norm": _vector(heads, of_heads, "ones"),
+            "norm": _vector(heads, of_heads, "ones", "norm"),
         }
         for name, sizes, axes in (
             ("x", heads, of_heads),
@@ -333,5 +333,7 @@ class Mamba2(nn.Module):
         return {name: declare(self, name, row) for name, row in rows.items()}, in_use
 
 
-def _vector(shape: tuple[int, ...], axes: tuple[str, ...], init: Any) -> Declaration:
-    return Declaration(shape=shape, axes=axes, role="state", matrix=None, init=init)
+def _vector(
+    shape: tuple[int, ...], axes: tuple[str, ...], init: Any, role: Role = "state"
+) -> Declaration:
+    return Declaration(shape=shape, axes=axes, role=role, matrix=None, init=init)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.layers.mixers import Mamba2Config
 from jaxmoe.layers.residual import LadderResidualConfig
+from jaxmoe.models.config import LayerConfig
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
@@ -34,6 +36,15 @@ DENSE_LAST = dataclasses.replace(FULL, num_layers=5, dense_layers=(4,), has_tied
 DEFERRED = InterleavedConfig(weight_gradients="deferred")
 SPLIT = KernelsConfig(grouped_swiglu="reference")
 """Experts whose backward pass can be split: not the fused one that CPUs use."""
+
+HYBRID = dataclasses.replace(
+    FOUR,
+    layers=(
+        LayerConfig(mixer=Mamba2Config(num_heads=4, head_dim=4, state_dim=4, chunk=4)),
+        LayerConfig(),
+    ),
+)
+"""Two repeats of a recurrent and an attending layer, one in each of two stages."""
 
 HALF = SkippingConfig(groups=2, ratio=0.5)
 """Each micro-batch passes through one of two stages."""
@@ -121,6 +132,9 @@ SLOW = {
     "ladder": Row(
         model=dataclasses.replace(DENSE_FIRST, residual=LadderResidualConfig()),
         mesh=MeshConfig(stage=2, data=2),
+    ),
+    "recurrent and attending layers": Row(
+        model=HYBRID, mesh=MeshConfig(stage=2, data=2, tensor=2), execution={"remat": "full"}
     ),
     "dense last": Row(model=DENSE_LAST, mesh=MeshConfig(stage=4, data=2)),
     "tensor, remat": Row(mesh=MeshConfig(stage=2, data=2, tensor=2), execution={"remat": "full"}),
