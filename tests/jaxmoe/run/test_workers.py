@@ -99,6 +99,7 @@ def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
     assert len(opened.generate("1 2", length=3).text.split()) == 3
 
 
+@pytest.mark.slow
 def test_an_island_that_is_left_out_ends_in_order_and_resumes(tmp_path, monkeypatch, caplog):
     """One island of one: its second round fails after the step has donated the state."""
     monkeypatch.setenv(VARIABLE, f"member=0 of=1 transport=directory:{tmp_path / 'exchange'}")

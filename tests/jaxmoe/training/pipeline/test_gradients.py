@@ -73,14 +73,14 @@ FAST = {
     "interleaved, dense first": Row(
         model=DENSE_FIRST, mesh=MeshConfig(stage=2, data=2, tensor=2), form="two_pass"
     ),
+}
+SLOW = {
     "two chunks": Row(
         parts=2,
         mesh=MeshConfig(stage=2, data=2, expert=2),
         execution={"pipeline": InterleavedConfig(chunks=2), "dispatcher": AllToAllConfig()},
     ),
     "skipping": Row(mesh=MeshConfig(stage=2, data=2), skipping=HALF),
-}
-SLOW = {
     "skipping, four stages": Row(mesh=MeshConfig(stage=4, data=2), skipping=SkippingConfig()),
     "skipping, experts, bias": Row(
         model=_method("loss_free"),

@@ -57,6 +57,7 @@ def _state(params, model):
     )
 
 
+@pytest.mark.slow
 def test_a_step_is_the_mean_of_those_of_models_without_the_layers():
     """Micro-batch 0 leaves out layer 0, and micro-batch 1 layer 1."""
     params = one_step.params_of(TWO)
