@@ -187,9 +187,8 @@ def in_child(
             json.dump(job, stream)
         started = time.perf_counter()
         environment = child_environment(topology)
-        if python != sys.executable:  # which need not have this library
-            paths = (str(pathlib.Path(__file__).parents[2]), environment.get("PYTHONPATH", ""))
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if python != sys.executable:
+            environment = _for_other_python(environment)
         with subprocess.Popen(
             [python, "-m", module, file],
             env=environment,
@@ -212,6 +211,21 @@ def in_child(
             raise RuntimeError(f"{module} ended with {child.returncode}:\n{last}")
         with open(f"{file}.result", encoding="utf-8") as stream:
             return json.load(stream)
+
+
+def _for_other_python(environment: dict[str, str]) -> dict[str, str]:
+    """Return an environment in which another Python finds this library and its own libtpu.
+
+    Importing libtpu sets TPU_LIBRARY_PATH for the children too; a path set by a user stays.
+    """
+    paths = (str(pathlib.Path(__file__).parents[2]), environment.get("PYTHONPATH", ""))
+    changed = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    spec = importlib.util.find_spec("libtpu")
+    if spec is not None and spec.origin is not None:
+        own = os.path.join(os.path.dirname(spec.origin), "libtpu.so")
+        if changed.get("TPU_LIBRARY_PATH") == own:
+            del changed["TPU_LIBRARY_PATH"]
+    return changed
 
 
 def _phase(file: str) -> str:

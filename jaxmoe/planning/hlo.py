@@ -42,6 +42,7 @@ from jaxmoe.planning.hlo_text import (
     bytes_of,
     constant_value,
     elements_of,
+    operand_shapes,
     parse_module,
     source,
 )
@@ -137,11 +138,11 @@ class _Walk:
         result = instruction.shape
         if instruction.opcode.endswith("-start") and kind != "all-reduce":
             result = elements_of(result)[1]
-        operands = instruction.operands[:1] if kind.startswith("ragged") else instruction.operands
+        operands = operand_shapes(instruction, computation)
         return Collective(
             kind=kind,
             result_bytes=bytes_of(result),
-            operand_bytes=sum(bytes_of(computation[name].shape) for name in operands),
+            operand_bytes=sum(map(bytes_of, operands[:1] if kind.startswith("ragged") else operands)),
             groups=self.groups(instruction.attributes),
             trip_count=turns,
             name=instruction.name,

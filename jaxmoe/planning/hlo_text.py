@@ -140,6 +140,36 @@ def elements_of(shape: str) -> list[str]:
     return parts
 
 
+def operand_shapes(instruction: Instruction, computation: Computation) -> list[str]:
+    """Return the shapes of the operands; `%pair#1` is the second element of a tuple.
+
+    Args:
+        instruction: The instruction.
+        computation: Computation that has it.
+    """
+    text = instruction.arguments
+    if "%" in text:
+        named = re.findall(r"%([\w.\-]+)(?:#(\d+))?", text)
+    else:
+        named = [(name, "") for name in instruction.operands]
+    shapes = [(computation[name].shape, part) for name, part in named]
+    return [elements_of(shape)[int(part)] if part else shape for shape, part in shapes]
+
+
+def sizes_of(shape: str) -> list[int]:
+    """Return the sizes of an array's dimensions."""
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(size) for size in (found[1].split(",") if found else ()) if size]
+
+
+_ON_CHIP = re.compile(r"\b[a-z]\w*\[[\d,]*\]\{[^}]*S\(\d+\)[^}]*\}")
+
+
+def memory_bytes_of(shape: str) -> int:
+    """Return `bytes_of` without the arrays that a layout places outside device memory (`S(1)`)."""
+    return bytes_of(_ON_CHIP.sub("", shape))
+
+
 def bytes_of(shape: str) -> int:
     """Return the bytes of an array or of all arrays in a tuple, by the bits in the type's name."""
     total = 0
