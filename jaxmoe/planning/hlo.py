@@ -142,7 +142,9 @@ class _Walk:
         return Collective(
             kind=kind,
             result_bytes=bytes_of(result),
-            operand_bytes=sum(map(bytes_of, operands[:1] if kind.startswith("ragged") else operands)),
+            operand_bytes=sum(
+                map(bytes_of, operands[:1] if kind.startswith("ragged") else operands)
+            ),
             groups=self.groups(instruction.attributes),
             trip_count=turns,
             name=instruction.name,

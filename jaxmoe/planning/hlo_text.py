@@ -23,7 +23,7 @@ class Instruction:
     def operands(self) -> list[str]:
         """Names of the operands, which old texts type (`f32[8] %x`) and lowered ones print bare."""
         if "%" in self.arguments:
-            return re.findall(r"%([\w.\-]+)", self.arguments)
+            return re.findall(r"%([\w.\-]+(?:#\d+)?)", self.arguments)
         return [name.strip() for name in self.arguments.split(",") if name.strip()]
 
     def attribute(self, name: str) -> str | None:
@@ -71,6 +71,7 @@ def parse_module(text: str) -> Module:
             entry = current if head[1] else entry
         elif current and (found := _LINE.match(line)):
             instruction = _instruction(found[2], line[found.end() :])
+            _add_elements(instruction, computations[current])
             computations[current][found[2]] = instruction
             if found[1]:
                 roots[current] = instruction
@@ -91,6 +92,17 @@ def _instruction(name: str, text: str) -> Instruction:
     opens = rest.find("(")
     closes = _closing(rest, opens)
     return Instruction(name, shape, rest[:opens], rest[opens + 1 : closes], rest[closes + 1 :])
+
+
+def _add_elements(instruction: Instruction, computation: Computation) -> None:
+    """Add a get-tuple-element for each operand `%pair#1`, as newer texts write it."""
+    for name in instruction.operands if "#" in instruction.arguments else ():
+        pair, _, index = name.partition("#")
+        if index and pair in computation and name not in computation:
+            shape = elements_of(computation[pair].shape)[int(index)]
+            computation[name] = Instruction(
+                name, shape, "get-tuple-element", f"%{pair}", f", index={index}"
+            )
 
 
 def _closing(text: str, start: int) -> int:
@@ -141,19 +153,13 @@ def elements_of(shape: str) -> list[str]:
 
 
 def operand_shapes(instruction: Instruction, computation: Computation) -> list[str]:
-    """Return the shapes of the operands; `%pair#1` is the second element of a tuple.
+    """Return the shapes of the operands.
 
     Args:
         instruction: The instruction.
         computation: Computation that has it.
     """
-    text = instruction.arguments
-    if "%" in text:
-        named = re.findall(r"%([\w.\-]+)(?:#(\d+))?", text)
-    else:
-        named = [(name, "") for name in instruction.operands]
-    shapes = [(computation[name].shape, part) for name, part in named]
-    return [elements_of(shape)[int(part)] if part else shape for shape, part in shapes]
+    return [computation[name].shape for name in instruction.operands]
 
 
 def sizes_of(shape: str) -> list[int]:

@@ -82,9 +82,7 @@ class _Walk:
         self.module = parse_module(text)
         self.computations = self.module.computations
 
-    def instructions(
-        self, name: str, turns: int
-    ) -> Iterator[tuple[Instruction, Computation, int]]:
+    def instructions(self, name: str, turns: int) -> Iterator[tuple[Instruction, Computation, int]]:
         """Yield the instructions that a computation runs, without those inside fusions."""
         computation = self.computations.get(name, {})
         for instruction in computation.values():
@@ -169,7 +167,9 @@ class _Walk:
             for one in computation.values()
             if one.opcode == "parameter" and one.arguments.strip() == str(index)
         )
-        return sum(self.taken(user, used, computation) for user, used in _users(origin, computation))
+        return sum(
+            self.taken(user, used, computation) for user, used in _users(origin, computation)
+        )
 
     def taken(self, user: Instruction, used: str, computation: Computation) -> int:
         """Return the bytes that an instruction in a fusion takes of an operand."""

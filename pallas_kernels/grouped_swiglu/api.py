@@ -49,6 +49,7 @@ def grouped_swiglu(
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
+    down_is_turned: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "R k"]:
     """Return each group of consecutive rows through the group's own SwiGLU.
@@ -60,6 +61,8 @@ def grouped_swiglu(
         down: Matrix of the down projection of each group, in the dtype of `rows`; or quantised,
             along -2 or by one scale.
         group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
+        down_is_turned: Whether `down` lies in memory with k before n, as matrices that are gathered
+            along k do. The result is the same; kernels that can read both orders need no copy.
         implementation: Implementation to run; None picks the fastest that runs here.
 
     Returns:
@@ -73,7 +76,8 @@ def grouped_swiglu(
     arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
     if 0 in (*rows.shape, *gate_up.shape):
         return match_varying(jnp.zeros_like(rows), arrays)
-    return OPERATION.function(implementation)(*match_varying(arrays, arrays))
+    function = OPERATION.function(implementation)
+    return function(*match_varying(arrays, arrays), down_is_turned=down_is_turned)
 
 
 def _check(rows: Array, gate_up: Any, down: Any, group_sizes: Array) -> None:

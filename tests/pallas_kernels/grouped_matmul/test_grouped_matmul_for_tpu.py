@@ -168,9 +168,13 @@ def _swiglu_inputs(num_rows=75, sizes=(3, 0, 43, 1), width=24, hidden=20, dtype=
     return (*arrays[:3], jnp.array(sizes, jnp.int32), arrays[3])
 
 
-def _swiglu_gradients(rows, gate_up, down, group_sizes, d_out, implementation):
-    def apply(rows, gate_up, down):
-        return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)
+def _swiglu_gradients(rows, gate_up, down, group_sizes, d_out, implementation, is_turned=False):
+    apply = functools.partial(
+        grouped_swiglu,
+        group_sizes=group_sizes,
+        down_is_turned=is_turned,
+        implementation=implementation,
+    )
 
     out, pull = jax.vjp(apply, rows, gate_up, down)
     return out, *pull(d_out)
@@ -180,10 +184,11 @@ _compiled = functools.partial(jax.jit, static_argnames="implementation")
 
 
 @pytest.mark.usefixtures("small_tiles", "values")
-def test_swiglu():
+@pytest.mark.parametrize("is_turned", [False, True], ids=["", "down_turned"])
+def test_swiglu(is_turned):
     """One compiled function serves all sizes."""
     functions = [
-        jax.jit(functools.partial(_swiglu_gradients, implementation=name))
+        jax.jit(functools.partial(_swiglu_gradients, implementation=name, is_turned=is_turned))
         for name in ("pallas_tpu", "reference")
     ]
     for name, sizes in SIZES.items():

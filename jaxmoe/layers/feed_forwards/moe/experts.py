@@ -80,6 +80,7 @@ def apply_experts(
     activations: QuantizedDtype | None = None,
     halo: HaloProduct | None = None,
     expert_tensor: tuple[str, ...] = (),
+    gathers_width: bool = False,
 ) -> Float[Array, "R D"]:
     """Apply to each row its expert.
 
@@ -92,6 +93,7 @@ def apply_experts(
         activations: Dtype that rows are rounded to before a quantised weight; None for none.
         halo: Product in few bits, in place of the others.
         expert_tensor: Mesh axes over which the hidden units of an expert are cut.
+        gathers_width: Whether the weights were gathered along D.
     """
     if halo is not None:
         return _in_few_bits(weights, rows, group_sizes, halo, expert_tensor)
@@ -100,7 +102,14 @@ def apply_experts(
     gate_up, down = (as_factor(weights[name], rows.dtype) for name in ("gate_up", "down"))
     is_floating = isinstance(gate_up, QuantizedArray) and activations is None
     if is_floating or not isinstance(gate_up, Packed):
-        return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)
+        return grouped_swiglu(
+            rows,
+            gate_up,
+            down,
+            group_sizes,
+            down_is_turned=gathers_width,
+            implementation=implementation,
+        )
 
     def multiply(rows: Array, weight: Any) -> Array:
         return quantized_groups(
