@@ -39,6 +39,7 @@ from jaxmoe.planning.abstract_step import StepPlan, trace_step
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Topology
 from jaxmoe.planning.hlo import collectives
+from jaxmoe.planning.hlo_work import Work, work
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
 from sharding.mesh import make_mesh
 
@@ -62,6 +63,8 @@ class CompiledProgram:
     """Bytes read and written by the same analysis."""
     traffic: list[AxisBytes] | None
     """None if this jaxlib cannot parse the program (v5p with a newer libtpu)."""
+    work: Work | None
+    """FLOPs and bytes with loops counted; None as `traffic`."""
 
     @property
     def total(self) -> int:
@@ -78,6 +81,7 @@ class CompiledProgram:
             seconds: Time that it took.
         """
         memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        text = _text(compiled)
         return cls(
             seconds=seconds,
             arguments=int(memory.argument_size_in_bytes),
@@ -87,7 +91,8 @@ class CompiledProgram:
             peak=getattr(memory, "peak_memory_in_bytes", None) or None,
             flops=costs.get("flops"),
             bytes_accessed=costs.get("bytes accessed"),
-            traffic=_traffic(compiled, mesh),
+            traffic=None if text is None else bytes_by_axes(collectives(text), mesh),
+            work=None if text is None else work(text),
         )
 
 
@@ -99,6 +104,10 @@ class CompiledStep(CompiledProgram):
     """Closed form: `device_bytes` of the results and the table of their addresses."""
 
 
+_SIZES = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DoesNotFit:
     """A step that the compiler refused for lack of memory."""
@@ -108,6 +117,25 @@ class DoesNotFit:
     available: float | None
     text: str
     """First line of the compiler's error."""
+
+    @classmethod
+    def of(cls, error: Exception) -> DoesNotFit:
+        """Return what the compiler's error says; another error is raised again.
+
+        Args:
+            error: Error of a compilation.
+        """
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text:
+            raise error
+        found = _SIZES.search(text)
+        used, limit = (
+            (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])
+            if found
+            else (None, None)
+        )
+        line = next((line for line in text.splitlines() if "Used" in line), text.splitlines()[0])
+        return cls(needed=used, available=limit, text=line.strip()[:300])
 
 
 def check_compiler(topology: Topology) -> None:
@@ -295,9 +323,7 @@ def compile_step(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return _out_of_memory(str(error))
+        return DoesNotFit.of(error)
     seconds = time.perf_counter() - started
     on_phase("reading the compiled program")
     program = CompiledProgram.of(compiled, dict(mesh.shape), seconds)
@@ -307,12 +333,11 @@ def compile_step(
     return CompiledStep(**figures, expected_results=result_bytes(traced.out_info, topology))
 
 
-def _traffic(compiled: Any, mesh: Mapping[str, int]) -> list[AxisBytes] | None:
+def _text(compiled: Any) -> str | None:
     try:
-        text = compiled.as_text()
+        return compiled.as_text()
     except jax.errors.JaxRuntimeError:  # jaxlib cannot parse the program of a newer libtpu
         return None
-    return bytes_by_axes(collectives(text), mesh)
 
 
 def result_bytes(results: Any, topology: Topology) -> int:
@@ -337,18 +362,3 @@ def result_bytes(results: Any, topology: Topology) -> int:
 
 def _known(leaf: Any) -> Any:
     return leaf.sharding if hasattr(leaf.sharding, "spec") else None
-
-
-_SIZES = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def _out_of_memory(text: str) -> DoesNotFit:
-    found = _SIZES.search(text)
-    used, limit = (
-        (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])
-        if found
-        else (None, None)
-    )
-    line = next((line for line in text.splitlines() if "Used" in line), text.splitlines()[0])
-    return DoesNotFit(needed=used, available=limit, text=line.strip()[:300])

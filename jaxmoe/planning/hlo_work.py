@@ -5,10 +5,13 @@
 XLA's own cost analysis counts the body of a loop once, and so favours the program with more loops.
 Here a computation counts as often as it runs. Per device:
 
-    FLOPs    of products (dot, convolution), and of kernels by their own estimate
+    FLOPs    of products (dot, convolution), and apart from them of kernels by their own estimate
     bytes    read and written in device memory by each instruction outside a fusion; what lies in
              on-chip memory (`S(1)` in a layout) is free, a slice counts what it takes, an update
              in place what it writes, a kernel its operands and results once
+
+A collective that is fused with the work beside it counts where it starts: the fusions that continue
+it (`continuation_config` of the TPU) count their own operands and results only.
 
 A loop with an unknown trip count counts once, and every branch of a conditional does. Padding of
 tiles is not counted.
@@ -48,8 +51,10 @@ _SAME = ("bitcast", "reshape")
 class Work:
     """Work of one device in one run of a program."""
 
-    flops: float
-    """Operations of products, and of kernels by their own estimate."""
+    product_flops: float
+    """Operations of products that XLA compiles."""
+    kernel_flops: float
+    """Operations of kernels by their own estimate."""
     bytes_accessed: float
     """Bytes read and written in device memory."""
     unestimated: int
@@ -66,13 +71,17 @@ def work(text: str) -> Work:
         ValueError: The text has no entry computation.
     """
     walk = _Walk(text)
-    flops, moved, unestimated = 0.0, 0.0, 0
+    products, kernels, moved, unestimated = 0.0, 0.0, 0.0, 0
     for instruction, computation, turns in walk.instructions(walk.module.entry, 1):
-        operations, unknown = walk.flops(instruction, computation)
-        flops += turns * operations
-        unestimated += turns * unknown
+        products += turns * walk.product_flops(instruction, computation)
         moved += turns * walk.bytes_moved(instruction, computation)
-    return Work(flops=flops, bytes_accessed=moved, unestimated=unestimated)
+        if '"tpu_custom_call"' in instruction.attributes:
+            estimate = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes)
+            kernels += turns * int(estimate[1]) if estimate else 0
+            unestimated += 0 if estimate else turns
+    return Work(
+        product_flops=products, kernel_flops=kernels, bytes_accessed=moved, unestimated=unestimated
+    )
 
 
 class _Walk:
@@ -96,21 +105,16 @@ class _Walk:
             elif instruction.opcode not in _FREE:
                 yield instruction, computation, turns
 
-    def flops(self, instruction: Instruction, computation: Computation) -> tuple[int, int]:
-        """Return the operations of an instruction, and its kernels without an estimate."""
-        opcode = instruction.opcode
-        if opcode == "dot":
-            return dot_flops(instruction, computation), 0
-        if opcode == "convolution":
-            return convolution_flops(instruction, computation), 0
-        if opcode == "custom-call" and '"tpu_custom_call"' in instruction.attributes:
-            estimate = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes)
-            return (int(estimate[1]), 0) if estimate else (0, 1)
-        if opcode != "fusion":
-            return 0, 0
+    def product_flops(self, instruction: Instruction, computation: Computation) -> int:
+        """Return the operations of a product, or of the products in a fusion."""
+        if instruction.opcode == "dot":
+            return dot_flops(instruction, computation)
+        if instruction.opcode == "convolution":
+            return convolution_flops(instruction, computation)
+        if instruction.opcode != "fusion":
+            return 0
         inner = self.computations.get(instruction.attribute("calls") or "", {})
-        found = [self.flops(one, inner) for one in inner.values()]
-        return sum(one for one, _ in found), sum(unknown for _, unknown in found)
+        return sum(self.product_flops(one, inner) for one in inner.values())
 
     def bytes_moved(self, instruction: Instruction, computation: Computation) -> int:
         """Return the bytes that an instruction outside a fusion reads and writes."""
@@ -137,19 +141,22 @@ class _Walk:
         """Return the bytes that a fusion takes of its operands and writes of its results."""
         name = fusion.attribute("calls") or ""
         inner = self.computations[name]
+        if _ends_collective(inner):
+            return 0
+        results = elements_of(fusion.shape)
+        own, written = _own(fusion, "operand", operands), _own(fusion, "output_tuple", results)
         read = sum(
-            min(memory_bytes_of(shape), self.taken_of_parameter(name, index))
-            for index, shape in enumerate(operands)
-            if memory_bytes_of(shape)
+            min(memory_bytes_of(operands[index]), self.taken_of_parameter(name, index))
+            for index in own
+            if memory_bytes_of(operands[index])
         )
         root = _behind(self.module.roots[name], inner)
         roots = [root]
         if root.opcode == "tuple":
             roots = [_behind(inner[operand], inner) for operand in root.operands]
-        results = elements_of(fusion.shape)
         if len(roots) != len(results):
-            return read + memory_bytes_of(fusion.shape)
-        return read + sum(map(self.written, roots, results, [inner] * len(roots)))
+            return read + sum(memory_bytes_of(results[index]) for index in written)
+        return read + sum(self.written(roots[at], results[at], inner) for at in written)
 
     def written(self, root: Instruction, result: str, computation: Computation) -> int:
         """Return the bytes that one result of a fusion writes."""
@@ -266,6 +273,22 @@ def _behind(instruction: Instruction, computation: Computation) -> Instruction:
     while instruction.opcode in _SAME:
         instruction = computation[instruction.operands[0]]
     return instruction
+
+
+def _own(fusion: Instruction, name: str, shapes: list[str]) -> range:
+    """Return the numbers of operands or results that are no part of a collective in flight."""
+    if "continuation_config" not in fusion.attributes:
+        return range(len(shapes))
+    ends = (
+        re.search(rf'"{name}_original_{end}":"?(\d+)', fusion.attributes)
+        for end in ("start", "end")
+    )
+    first, last = (int(end[1]) if end else -1 for end in ends)
+    return range(first, last + 1) if first >= 0 else range(0)
+
+
+def _ends_collective(computation: Computation) -> bool:
+    return any('"AsyncCollectiveDone"' in one.attributes for one in computation.values())
 
 
 def _taken(shape: str, of: str) -> int:

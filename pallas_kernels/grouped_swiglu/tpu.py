@@ -17,7 +17,10 @@ A W_out that lies in memory as [G k n] (`down_is_turned`) is read so, and its gr
 the TPU gathers the last dimension of an array into another order than it is read in, and would copy
 all matrices of a layer, 0.94 GB of Mixtral 8x7B, before each of its three products.
 
-W_in comes as [G k 2 n] and is taken as [G 2 k n]: separate halves have their own tiles. XLA makes
+W_in may come in two arrays [G k n], gate and up, which are read where they lie, and get their
+gradients as two: where they are gathered, and their gradients reduced, buffers are half as large.
+
+W_in that comes as [G k 2 n] is taken as [G 2 k n]: separate halves have their own tiles. XLA makes
 that copy together with the cast from the dtype of parameters. Rows are neither gathered nor
 combined here, for the reasons in grouped_matmul/tpu/kernels.py.
 
@@ -36,10 +39,12 @@ from pallas_kernels.grouped_matmul.tpu.factors import factors_of
 from pallas_kernels.grouped_matmul.tpu.multiply import multiply_and
 from pallas_kernels.quantized_array import QuantizedArray
 
+Halves = tuple[Float[Array, "G k n"], Float[Array, "G k n"]]
+
 
 def grouped_swiglu(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
@@ -54,7 +59,7 @@ def grouped_swiglu(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _experts(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
     down: Array | QuantizedArray,
     group_sizes: Int[Array, " G"],
     is_turned: bool,
@@ -102,10 +107,13 @@ def _backward(is_turned, residuals, d_out):
         name="grouped_swiglu_d_rows",
     )
     d_gate_up = d_down = None
-    if not isinstance(gate_up, QuantizedArray):
-        d_gate_up = contract_parts(
-            rows, d_z, group_sizes, out_dtype=gate_up.dtype, name="grouped_swiglu_d_in"
-        ).swapaxes(1, 2)
+    contract = functools.partial(
+        contract_parts, rows, d_z, group_sizes, out_dtype=rows.dtype, name="grouped_swiglu_d_in"
+    )
+    if isinstance(gate_up, tuple):
+        d_gate_up = tuple(contract(part=part)[:, 0] for part in range(2))
+    elif not isinstance(gate_up, QuantizedArray):
+        d_gate_up = contract().swapaxes(1, 2)
     if not isinstance(down, QuantizedArray):
         first, second = (d_out, hidden) if is_turned else (hidden[0], d_out[None])
         d_down = contract_parts(
@@ -152,8 +160,12 @@ def _stacked(weights: Array | QuantizedArray) -> Array | QuantizedArray:
     return jax.tree.map(lambda leaf: leaf[:, None], weights)
 
 
-def _apart(gate_up: Array | QuantizedArray) -> Array | QuantizedArray:
-    """Return [G k 2 n] as two parts, [G 2 k n]."""
+def _apart(
+    gate_up: Array | QuantizedArray | Halves,
+) -> Array | QuantizedArray | tuple[Array, Array]:
+    """Return [G k 2 n] as two parts, [G 2 k n]; halves as one part each, [G 1 k n]."""
+    if isinstance(gate_up, tuple):
+        return gate_up[0][:, None], gate_up[1][:, None]
     parts = jax.tree.map(lambda leaf: leaf.swapaxes(1, 2), gate_up)
     if isinstance(parts, QuantizedArray) and parts.axis is not None:
         parts = dataclasses.replace(parts, axis=-2)
