@@ -55,6 +55,9 @@ class CompiledProgram:
     aliased: int
     """Results stored in the memory of arguments."""
     temporaries: int
+    """XLA's figure, which for TPUs holds some arguments a second time."""
+    allocated: int | None
+    """Bytes that the program allocates, all included, if this jaxlib reports them."""
     peak: int | None
     """Most bytes alive at once, if this jaxlib reports them."""
     flops: float | None
@@ -88,6 +91,7 @@ class CompiledProgram:
             results=int(memory.output_size_in_bytes),
             aliased=int(memory.alias_size_in_bytes),
             temporaries=int(memory.temp_size_in_bytes),
+            allocated=getattr(memory, "total_allocation_bytes", None) or None,
             peak=getattr(memory, "peak_memory_in_bytes", None) or None,
             flops=costs.get("flops"),
             bytes_accessed=costs.get("bytes accessed"),
