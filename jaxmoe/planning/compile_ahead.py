@@ -38,8 +38,7 @@ from jaxmoe.optional import MissingPackageError
 from jaxmoe.planning.abstract_step import StepPlan, trace_step
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Topology
-from jaxmoe.planning.hlo import collectives
-from jaxmoe.planning.hlo_work import Work, work
+from jaxmoe.planning.hlo import Work, collectives, work
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
 from sharding.mesh import make_mesh
 

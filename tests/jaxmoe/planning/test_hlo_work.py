@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmoe.planning.hlo import collectives
-from jaxmoe.planning.hlo_text import parse_module
-from jaxmoe.planning.hlo_work import convolution_flops, work
+from jaxmoe.planning.hlo.text import parse_module
+from jaxmoe.planning.hlo.work import convolution_flops, work
 
 
 def compiled(function, *shapes):
-    """Compiled program on f32 arrays of these shapes."""
+    """Work and XLA's costs of a program on f32 arrays of these shapes."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return jax.jit(function).lower(*arguments).compile()
+    program = jax.jit(function).lower(*arguments).compile()
+    return work(program.as_text() or ""), program.cost_analysis() or {}
 
 
 def test_a_product_counts_as_often_as_its_loop_turns():
@@ -26,19 +27,17 @@ def test_a_product_counts_as_often_as_its_loop_turns():
     def repeated(x, w):
         return jax.lax.scan(lambda x, _: (product(x, w), None), x, None, length=7)[0]
 
-    one, seven = (compiled(f, (64, 32), (32, 32)) for f in (product, repeated))
+    (one, _), (seven, costs) = (compiled(f, (64, 32), (32, 32)) for f in (product, repeated))
     flops = 2 * 64 * 32 * 32
-    assert work(one.as_text()).product_flops == flops
-    found = work(seven.as_text())
-    assert found.product_flops == 7 * flops
-    assert seven.cost_analysis()["flops"] < 2.5 * flops, "XLA counts the loop once"
+    assert (one.product_flops, seven.product_flops) == (flops, 7 * flops)
+    assert costs["flops"] < 2.5 * flops, "XLA counts the loop once"
     # Each turn reads x and w and writes x at least.
-    assert found.bytes_accessed >= 7 * 4 * (2 * 64 * 32 + 32 * 32)
+    assert seven.bytes_accessed >= 7 * 4 * (2 * 64 * 32 + 32 * 32)
 
 
 def test_bytes_of_a_program_without_loops_are_those_of_the_cost_analysis():
-    program = compiled(lambda x, y: jnp.tanh(x) * y + 1.0, (128, 64), (128, 64))
-    assert work(program.as_text()).bytes_accessed == program.cost_analysis()["bytes accessed"]
+    found, costs = compiled(lambda x, y: jnp.tanh(x) * y + 1.0, (128, 64), (128, 64))
+    assert found.bytes_accessed == costs["bytes accessed"]
 
 
 def entry(*lines: str, computations: str = "") -> str:

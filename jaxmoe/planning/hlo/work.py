@@ -27,8 +27,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxmoe.planning.hlo import called_by, trip_count
-from jaxmoe.planning.hlo_text import (
+from jaxmoe.planning.hlo.collectives import called_by, trip_count
+from jaxmoe.planning.hlo.text import (
     Computation,
     Instruction,
     elements_of,

@@ -24,7 +24,8 @@ Remote copies in kernels (custom calls) are not counted, and every branch of a c
 When comparing backends: the CPU widens bf16 collectives to f32 and prints an all-reduce where
 others reduce-scatter; the GPU combines several into one tuple, so compare bytes there, not counts.
 
-To add a kind of collective: KINDS and `Collective.wire_bytes` in `jaxmoe/planning/hlo.py`.
+To add a kind of collective: KINDS and `Collective.wire_bytes` in
+`jaxmoe/planning/hlo/collectives.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from jaxmoe.planning.hlo_groups import Groups, parse_groups, parse_lists
-from jaxmoe.planning.hlo_text import (
+from jaxmoe.planning.hlo.groups import Groups, parse_groups, parse_lists
+from jaxmoe.planning.hlo.text import (
     Computation,
     Instruction,
     Module,
