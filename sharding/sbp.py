@@ -18,7 +18,7 @@ all n together send, with the best algorithm for each:
     S     P      none, zeros      0               none, a slice
 
 On the CPU, P to S is an all-reduce and a slice, |T| 2(n-1): XLA forms no reduce-scatter there. The
-GPU prints one, and the TPU a fusion of its own (`jaxmoe/planning/hlo.py` reads all three).
+GPU prints one, and the TPU a fusion of its own (`jaxmoe/planning/hlo/` reads all three).
 
 `changes` breaks a change between two layouts of an array into these rows;
 `python -m experiments.describe` prints them for every parameter of a recipe with a mesh.

@@ -6,6 +6,9 @@ Model, topology, batch, optimiser (AdamW), dtypes and remat are the same, parame
 over all devices, and no device is needed. MaxText's step is that of its own `train_compile`; its
 Python may be another one (`--peer_python`), and `--python` gives this library the same compiler.
 
+    pip install "maxtext[tpu]==0.2.5" jax==0.11.2 jaxlib==0.11.2      in a venv of Python 3.12
+    python -m experiments.bench compiled --python VENV/bin/python --peer_python VENV/bin/python
+
 To add a model: a row of MODELS in `experiments/bench/compiled.py`.
 """
 
@@ -74,12 +77,18 @@ def bench_compiled(config: CompiledBenchConfig) -> dict[str, Any]:
         ValueError: The step does not fit the topology, or MaxText is not installed.
     """
     topology = parse_topology(config.topology)
-    check_compiler(topology)
+    if not config.python:
+        check_compiler(topology)
+    elif topology.chip.platform == "tpu" and not _version("python", config.python, "libtpu"):
+        raise ValueError(f"python={config.python} has no libtpu: pip install libtpu there")
     peer = config.peer_python or sys.executable
-    if config.peer == "maxtext" and not _version(peer, "maxtext"):
-        raise ValueError(
-            f"peer_python={peer} has no MaxText: give a Python that has it, or --peer none"
-        )
+    if config.peer == "maxtext":
+        for package in ("maxtext", "libtpu"):
+            if not _version("peer_python", peer, package):
+                raise ValueError(
+                    f"peer_python={peer} has no {package}: give a Python that has MaxText and"
+                    " libtpu, or --peer none"
+                )
     found = {"jaxmoe": _ours(config, topology)}
     if config.peer == "maxtext":
         found["maxtext"] = _maxtext(config, topology)
@@ -98,9 +107,7 @@ def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
     result = in_child(
         "experiments.plan.child", job, topology, on_wait=_say("jaxmoe"), python=python
     )
-    if result["kind"] != "CompiledStep":
-        raise ValueError(f"topology={topology.text}: {result['text']}")
-    return result | {"versions": _versions(python)}
+    return _of(result, "python", python)
 
 
 def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
@@ -120,30 +127,62 @@ def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
         "enable_checkpointing": "false",
         "skip_jax_distributed_system": "true",
     }
-    job = {"words": [f"{name}={value}" for name, value in words.items()]}
-    result = in_child(
-        "experiments.bench.maxtext_step",
-        job,
-        topology,
-        on_wait=_say("maxtext"),
-        python=python,
-    )
-    return result | {"versions": _versions(python)}
+    job = {
+        "words": [f"{name}={value}" for name, value in words.items()],
+        "shape": "x".join(map(str, topology.shape)),
+    }
+    try:
+        result = in_child(
+            "experiments.bench.maxtext_step",
+            job,
+            topology,
+            on_wait=_say("maxtext"),
+            python=python,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"peer_python={python}: MaxText's step was not compiled: {error}"
+        ) from error
+    return _of(result, "peer_python", python) | {"words": job["words"]}
+
+
+def _of(result: dict[str, Any], field: str, python: str) -> dict[str, Any]:
+    """Return the record of a child process, with versions.
+
+    Args:
+        result: The record.
+        field: Field of the config that names the Python.
+        python: The Python.
+
+    Raises:
+        ValueError: The child refused the job.
+    """
+    if "refused" in result:
+        raise ValueError(result["refused"])
+    packages = ("jax", "libtpu", "maxtext")
+    return result | {"versions": {name: _version(field, python, name) for name in packages}}
 
 
 def _say(name: str):
     return lambda seconds, phase: write(f"  {name}, {seconds:.0f} s: {phase}")
 
 
-def _version(python: str, package: str) -> str:
+def _version(field: str, python: str, package: str) -> str:
     """Return the version of a package under a Python; empty if it is not installed."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ValueError(f"{field}={python} is no Python that can be run: {error}") from error
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _versions(python: str) -> dict[str, str]:
-    return {package: _version(python, package) for package in ("jax", "libtpu", "maxtext")}
+_MEMORY = {
+    "arguments": "arguments",
+    "allocated": "allocated in all",
+    "peak": "alive at the peak",
+    "temporaries": "temporaries (XLA's figure)",
+}
 
 
 def in_words(summary: dict[str, Any]) -> str:
@@ -161,22 +200,34 @@ def in_words(summary: dict[str, Any]) -> str:
     each = list(programs.values())
     for package in ("jax", "libtpu"):
         row(package, [one["versions"][package] for one in each])
-    for name in ("arguments", "temporaries", "peak", "bytes_accessed"):
-        row(name.replace("_", " "), [_size(one[name]) for one in each])
-    row("FLOPs, loops once", [f"{one['flops']:.4g}" if one["flops"] else "-" for one in each])
-    kinds = sorted({line["kind"] for one in each for line in one["traffic"] or ()})
+    row("compiled in", [f"{one['seconds']:.0f} s" if "seconds" in one else "-" for one in each])
+    if any("needed" in one for one in each):
+        row("does not fit, needs", [_size(one.get("needed")) for one in each])
+    for name, words in _MEMORY.items():
+        row(words, [_size(one.get(name)) for one in each])
+    works = [one.get("work") or {} for one in each]
+    row("bytes accessed, loops counted", [_size(one.get("bytes_accessed")) for one in works])
+    row("FLOPs of products, loops counted", [_number(one.get("product_flops")) for one in works])
+    row("FLOPs of kernels, by estimate", [_number(one.get("kernel_flops")) for one in works])
+    row("kernels without an estimate", [str(one.get("unestimated", "-")) for one in works])
+    row("bytes accessed, loops once", [_size(one.get("bytes_accessed")) for one in each])
+    row("FLOPs, loops once", [_number(one.get("flops")) for one in each])
+    kinds = sorted({line["kind"] for one in each for line in one.get("traffic") or ()})
     for kind in kinds:
         for of, words in (("result_bytes", "results"), ("wire_bytes", "sent")):
             row(f"{kind}, {words}", [_size(_of_kind(one, kind, of)) for one in each])
     row("sent in all", [_size(_of_kind(one, None, "wire_bytes")) for one in each])
-    row("compiled in", [f"{one['seconds']:.0f} s" for one in each])
     return f"{summary['recipe']} on {summary['topology']}\n{text_table(rows)}"
 
 
 def _of_kind(program: dict[str, Any], kind: str | None, of: str) -> float | None:
-    if program["traffic"] is None:
+    if program.get("traffic") is None:
         return None
     return sum(line[of] for line in program["traffic"] if kind in (None, line["kind"]))
+
+
+def _number(value: float | None) -> str:
+    return f"{value:.4g}" if value else "-"
 
 
 def _size(value: float | None) -> str:

@@ -20,29 +20,60 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmoe.planning.compile_ahead import CompiledProgram
+import jax
+
+from jaxmoe.planning.compile_ahead import CompiledProgram, DoesNotFit
 
 
 def main(argv: Sequence[str]) -> int:
     """Do one job and return the exit code."""
-    train_compile: Any = importlib.import_module("maxtext.trainers.pre_train.train_compile")
     file = pathlib.Path(argv[0])
+    phase, answer = pathlib.Path(f"{file}.phase"), pathlib.Path(f"{file}.result")
     job = json.loads(file.read_text(encoding="utf-8"))
+    phase.write_text("importing MaxText")
+    train_compile: Any = importlib.import_module("maxtext.trainers.pre_train.train_compile")
+    if refusal := _refusal(train_compile, job):
+        answer.write_text(json.dumps({"refused": refusal}), encoding="utf-8")
+        return 0
     compile_step, kept = train_compile.jit_and_compile, list[Any]()
 
     def keeping(function: Any, inputs: Any, keywords: Any, mesh: Any, *more: Any) -> Any:
         started = time.perf_counter()
+        phase.write_text("tracing the step and compiling with XLA")
         compiled = compile_step(function, inputs, keywords, mesh, *more)
         kept.extend((compiled, mesh, time.perf_counter() - started))
         return compiled
 
     train_compile.jit_and_compile = keeping
     base = os.path.join(os.path.dirname(str(train_compile.__file__)), "../../configs/base.yml")
-    train_compile.main(["train_compile", os.path.normpath(base), *job["words"]])
-    compiled, mesh, seconds = kept
-    result = dataclasses.asdict(CompiledProgram.of(compiled, dict(mesh.shape), seconds))
-    pathlib.Path(f"{file}.result").write_text(json.dumps(result), encoding="utf-8")
+    phase.write_text("building the model")
+    try:
+        train_compile.main(["train_compile", os.path.normpath(base), *job["words"]])
+    except jax.errors.JaxRuntimeError as error:
+        result: Any = DoesNotFit.of(error)
+    else:
+        phase.write_text("reading the compiled program")
+        compiled, mesh, seconds = kept
+        result = CompiledProgram.of(compiled, dict(mesh.shape), seconds)
+    record = {"kind": type(result).__name__} | dataclasses.asdict(result)
+    answer.write_text(json.dumps(record), encoding="utf-8")
     return 0
+
+
+def _refusal(train_compile: Any, job: dict[str, Any]) -> str:
+    """Return why MaxText has no such topology; empty if it has."""
+    name = dict(word.split("=", 1) for word in job["words"])["compile_topology"]
+    known = train_compile.accelerator_to_spec_map.UserFacingNameToSystemCharacteristics
+    if name not in known:
+        sizes = [one for one in known if one.partition("-")[0] == name.partition("-")[0]]
+        return f"topology: MaxText has no {name}; it has {', '.join(sizes) or 'no such chip'}"
+    shape = known[name].topology_name.partition(":")[2]
+    if shape != job["shape"]:
+        return (
+            f"topology: MaxText's {name} has the shape {shape}, not {job['shape']}:"
+            f" choose {shape}, or --peer none"
+        )
+    return ""
 
 
 if __name__ == "__main__":

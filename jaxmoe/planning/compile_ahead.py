@@ -38,7 +38,7 @@ from jaxmoe.optional import MissingPackageError
 from jaxmoe.planning.abstract_step import StepPlan, trace_step
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Topology
-from jaxmoe.planning.hlo import collectives
+from jaxmoe.planning.hlo import Work, collectives, work
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
 from sharding.mesh import make_mesh
 
@@ -54,6 +54,9 @@ class CompiledProgram:
     aliased: int
     """Results stored in the memory of arguments."""
     temporaries: int
+    """XLA's figure, which for TPUs holds some arguments a second time."""
+    allocated: int | None
+    """Bytes that the program allocates, all included, if this jaxlib reports them."""
     peak: int | None
     """Most bytes alive at once, if this jaxlib reports them."""
     flops: float | None
@@ -62,6 +65,8 @@ class CompiledProgram:
     """Bytes read and written by the same analysis."""
     traffic: list[AxisBytes] | None
     """None if this jaxlib cannot parse the program (v5p with a newer libtpu)."""
+    work: Work | None
+    """FLOPs and bytes with loops counted; None as `traffic`."""
 
     @property
     def total(self) -> int:
@@ -78,16 +83,19 @@ class CompiledProgram:
             seconds: Time that it took.
         """
         memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        text = _text(compiled)
         return cls(
             seconds=seconds,
             arguments=int(memory.argument_size_in_bytes),
             results=int(memory.output_size_in_bytes),
             aliased=int(memory.alias_size_in_bytes),
             temporaries=int(memory.temp_size_in_bytes),
+            allocated=getattr(memory, "total_allocation_bytes", None) or None,
             peak=getattr(memory, "peak_memory_in_bytes", None) or None,
             flops=costs.get("flops"),
             bytes_accessed=costs.get("bytes accessed"),
-            traffic=_traffic(compiled, mesh),
+            traffic=None if text is None else bytes_by_axes(collectives(text), mesh),
+            work=None if text is None else work(text),
         )
 
 
@@ -99,6 +107,10 @@ class CompiledStep(CompiledProgram):
     """Closed form: `device_bytes` of the results and the table of their addresses."""
 
 
+_SIZES = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DoesNotFit:
     """A step that the compiler refused for lack of memory."""
@@ -108,6 +120,25 @@ class DoesNotFit:
     available: float | None
     text: str
     """First line of the compiler's error."""
+
+    @classmethod
+    def of(cls, error: Exception) -> DoesNotFit:
+        """Return what the compiler's error says; another error is raised again.
+
+        Args:
+            error: Error of a compilation.
+        """
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text:
+            raise error
+        found = _SIZES.search(text)
+        used, limit = (
+            (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])
+            if found
+            else (None, None)
+        )
+        line = next((line for line in text.splitlines() if "Used" in line), text.splitlines()[0])
+        return cls(needed=used, available=limit, text=line.strip()[:300])
 
 
 def check_compiler(topology: Topology) -> None:
@@ -187,9 +218,8 @@ def in_child(
             json.dump(job, stream)
         started = time.perf_counter()
         environment = child_environment(topology)
-        if python != sys.executable:  # which need not have this library
-            paths = (str(pathlib.Path(__file__).parents[2]), environment.get("PYTHONPATH", ""))
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if python != sys.executable:
+            environment = _for_other_python(environment)
         with subprocess.Popen(
             [python, "-m", module, file],
             env=environment,
@@ -212,6 +242,21 @@ def in_child(
             raise RuntimeError(f"{module} ended with {child.returncode}:\n{last}")
         with open(f"{file}.result", encoding="utf-8") as stream:
             return json.load(stream)
+
+
+def _for_other_python(environment: dict[str, str]) -> dict[str, str]:
+    """Return an environment in which another Python finds this library and its own libtpu.
+
+    Importing libtpu sets TPU_LIBRARY_PATH for the children too; a path set by a user stays.
+    """
+    paths = (str(pathlib.Path(__file__).parents[2]), environment.get("PYTHONPATH", ""))
+    changed = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    spec = importlib.util.find_spec("libtpu")
+    if spec is not None and spec.origin is not None:
+        own = os.path.join(os.path.dirname(spec.origin), "libtpu.so")
+        if changed.get("TPU_LIBRARY_PATH") == own:
+            del changed["TPU_LIBRARY_PATH"]
+    return changed
 
 
 def _phase(file: str) -> str:
@@ -281,9 +326,7 @@ def compile_step(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return _out_of_memory(str(error))
+        return DoesNotFit.of(error)
     seconds = time.perf_counter() - started
     on_phase("reading the compiled program")
     program = CompiledProgram.of(compiled, dict(mesh.shape), seconds)
@@ -293,12 +336,11 @@ def compile_step(
     return CompiledStep(**figures, expected_results=result_bytes(traced.out_info, topology))
 
 
-def _traffic(compiled: Any, mesh: Mapping[str, int]) -> list[AxisBytes] | None:
+def _text(compiled: Any) -> str | None:
     try:
-        text = compiled.as_text()
+        return compiled.as_text()
     except jax.errors.JaxRuntimeError:  # jaxlib cannot parse the program of a newer libtpu
         return None
-    return bytes_by_axes(collectives(text), mesh)
 
 
 def result_bytes(results: Any, topology: Topology) -> int:
@@ -323,18 +365,3 @@ def result_bytes(results: Any, topology: Topology) -> int:
 
 def _known(leaf: Any) -> Any:
     return leaf.sharding if hasattr(leaf.sharding, "spec") else None
-
-
-_SIZES = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def _out_of_memory(text: str) -> DoesNotFit:
-    found = _SIZES.search(text)
-    used, limit = (
-        (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])
-        if found
-        else (None, None)
-    )
-    line = next((line for line in text.splitlines() if "Used" in line), text.splitlines()[0])
-    return DoesNotFit(needed=used, available=limit, text=line.strip()[:300])

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies each group's own SwiGLU to rows sorted by group: the experts of a dropless MoE."""
 
-from pallas_kernels.grouped_swiglu.api import OPERATION, grouped_swiglu
+from pallas_kernels.grouped_swiglu.api import OPERATION, grouped_swiglu, reads_halves
 
-__all__ = ["OPERATION", "grouped_swiglu"]
+__all__ = ["OPERATION", "grouped_swiglu", "reads_halves"]

@@ -20,6 +20,7 @@ To add an implementation: `pallas_kernels/grouped_swiglu/<name>.py` with `groupe
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
@@ -28,6 +29,7 @@ from pallas_kernels.grouped_matmul.api import sizes_within
 from pallas_kernels.grouped_swiglu import gpu as pallas_gpu
 from pallas_kernels.grouped_swiglu import reference, xla
 from pallas_kernels.grouped_swiglu import tpu as pallas_tpu
+from pallas_kernels.grouped_swiglu.tpu import Halves
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
@@ -45,10 +47,11 @@ OPERATION = Operation(
 
 def grouped_swiglu(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
+    down_is_turned: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "R k"]:
     """Return each group of consecutive rows through the group's own SwiGLU.
@@ -56,10 +59,13 @@ def grouped_swiglu(
     Args:
         rows: Rows sorted by group; rows past the last group are not read.
         gate_up: Matrices of gate and up projection of each group, in the dtype of `rows`; or
-            quantised, along -3 or by one scale.
+            quantised, along -3 or by one scale; or a pair of arrays, which `reads_halves`
+            implementations take as they are, and others join first.
         down: Matrix of the down projection of each group, in the dtype of `rows`; or quantised,
             along -2 or by one scale.
         group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
+        down_is_turned: Whether `down` lies in memory with k before n, as matrices that are gathered
+            along k do. The result is the same; kernels that can read both orders need no copy.
         implementation: Implementation to run; None picks the fastest that runs here.
 
     Returns:
@@ -69,11 +75,34 @@ def grouped_swiglu(
     Raises:
         ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
-    _check(rows, gate_up, down, group_sizes)
+    whole: Any = gate_up
+    if isinstance(gate_up, tuple):
+        whole = jax.eval_shape(_joined, *gate_up)
+        if not reads_halves(implementation):
+            gate_up = _joined(*gate_up)
+    _check(rows, whole, down, group_sizes)
     arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
-    if 0 in (*rows.shape, *gate_up.shape):
+    if 0 in (*rows.shape, *whole.shape):
         return match_varying(jnp.zeros_like(rows), arrays)
-    return OPERATION.function(implementation)(*match_varying(arrays, arrays))
+    function = OPERATION.function(implementation)
+    return function(*match_varying(arrays, arrays), down_is_turned=down_is_turned)
+
+
+def reads_halves(implementation: Implementation | None) -> bool:
+    """Return whether the implementation that runs reads gate and up from two arrays.
+
+    Args:
+        implementation: As for `grouped_swiglu`.
+    """
+    return OPERATION.choose(implementation).implementation == "pallas_tpu"
+
+
+def _joined(gate: Array, up: Array) -> Array:
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"grouped_swiglu: gate {gate.shape} and up {up.shape} must have the same shape."
+        )
+    return jnp.stack((gate, up), axis=2)
 
 
 def _check(rows: Array, gate_up: Any, down: Any, group_sizes: Array) -> None:

@@ -30,9 +30,11 @@ def grouped_swiglu(
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
+    down_is_turned: bool = False,
     products: Products = PRODUCTS,
 ) -> Float[Array, "R k"]:
     """Return what `pallas_kernels.grouped_swiglu` returns."""
+    del down_is_turned
     if isinstance(gate_up, QuantizedArray):
         # One scale is [G 1 1 1], and scales of channels are [G blocks 2 n].
         w_in = jax.tree.map(_flat, gate_up)

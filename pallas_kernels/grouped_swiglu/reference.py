@@ -18,8 +18,11 @@ def grouped_swiglu(
     gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    *,
+    down_is_turned: bool = False,
 ) -> Float[Array, "R k"]:
     """Return what `pallas_kernels.grouped_swiglu` returns."""
+    del down_is_turned  # the compiler chooses the order
     has_group = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
     rows = jnp.where(has_group[:, None], rows, jnp.zeros_like(rows))
     gate = grouped_matmul(rows, _one_of(gate_up, 0), group_sizes, rows.dtype)

@@ -13,7 +13,14 @@ product that would recompute it takes 4 k n operations, 42 ns and 18 ns at their
 4 n bytes per row beside the rows equal those of the `xla` implementation; a model that cannot hold
 them recomputes its layers. h is recomputed from z in the kernel that reads z anyway.
 
-W_in comes as [G k 2 n] and is taken as [G 2 k n]: separate halves have their own tiles. XLA makes
+A W_out that lies in memory as [G k n] (`down_is_turned`) is read so, and its gradient written so:
+the TPU gathers the last dimension of an array into another order than it is read in, and would copy
+all matrices of a layer, 0.94 GB of Mixtral 8x7B, before each of its three products.
+
+W_in may come in two arrays [G k n], gate and up, which are read where they lie, and get their
+gradients as two: where they are gathered, and their gradients reduced, buffers are half as large.
+
+W_in that comes as [G k 2 n] is taken as [G 2 k n]: separate halves have their own tiles. XLA makes
 that copy together with the cast from the dtype of parameters. Rows are neither gathered nor
 combined here, for the reasons in grouped_matmul/tpu/kernels.py.
 
@@ -21,6 +28,7 @@ Quantised matrices are taken as in `grouped_matmul`, and have no gradient.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +39,32 @@ from pallas_kernels.grouped_matmul.tpu.factors import factors_of
 from pallas_kernels.grouped_matmul.tpu.multiply import multiply_and
 from pallas_kernels.quantized_array import QuantizedArray
 
+Halves = tuple[Float[Array, "G k n"], Float[Array, "G k n"]]
 
-@jax.custom_vjp
+
 def grouped_swiglu(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    *,
+    down_is_turned: bool = False,
 ) -> Float[Array, "R k"]:
     """Return what `pallas_kernels.grouped_swiglu` returns."""
+    if isinstance(down, QuantizedArray) or not down_is_turned:
+        return _experts(rows, gate_up, down, group_sizes, False)
+    return _experts(rows, gate_up, down.swapaxes(1, 2), group_sizes, True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _experts(
+    rows: Float[Array, "R k"],
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
+    down: Array | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    is_turned: bool,
+) -> Float[Array, "R k"]:
+    """Return the result with `down` [G n k], or [G k n] if it is turned."""
     (hidden,) = multiply_and(
         lambda sums, extras: [[_activated(*sums)]],
         factors_of(rows, _apart(gate_up), is_turned=False),
@@ -47,10 +72,10 @@ def grouped_swiglu(
         [(1, rows.dtype)],
         name="grouped_swiglu_in",
     )
-    return _project(hidden, down, group_sizes)
+    return _project(hidden, down, group_sizes, is_turned=is_turned)
 
 
-def _forward(rows, gate_up, down, group_sizes):
+def _forward(rows, gate_up, down, group_sizes, is_turned):
     hidden, z = multiply_and(
         lambda sums, extras: [[_activated(*sums)], sums],
         factors_of(rows, _apart(gate_up), is_turned=False),
@@ -58,18 +83,19 @@ def _forward(rows, gate_up, down, group_sizes):
         [(1, rows.dtype), (2, rows.dtype)],
         name="grouped_swiglu_in",
     )
-    return _project(hidden, down, group_sizes), (rows, z, gate_up, down, group_sizes)
+    out = _project(hidden, down, group_sizes, is_turned=is_turned)
+    return out, (rows, z, gate_up, down, group_sizes)
 
 
-def _backward(residuals, d_out):
+def _backward(is_turned, residuals, d_out):
     rows, z, gate_up, down, group_sizes = residuals
     d_z, hidden = multiply_and(
         lambda sums, extras: _gradients(sums[0], *extras[0].astype(jnp.float32)),
-        factors_of(d_out, _stacked(down), is_turned=True),
+        factors_of(d_out, _stacked(down), is_turned=not is_turned),
         group_sizes,
         [(2, rows.dtype), (1, rows.dtype)],
         extras=[z],
-        is_turned=True,
+        is_turned=not is_turned,
         name="grouped_swiglu_d_hidden",
     )
     (d_rows,) = multiply_and(
@@ -81,18 +107,22 @@ def _backward(residuals, d_out):
         name="grouped_swiglu_d_rows",
     )
     d_gate_up = d_down = None
-    if not isinstance(gate_up, QuantizedArray):
-        d_gate_up = contract_parts(
-            rows, d_z, group_sizes, out_dtype=gate_up.dtype, name="grouped_swiglu_d_in"
-        ).swapaxes(1, 2)
+    contract = functools.partial(
+        contract_parts, rows, d_z, group_sizes, out_dtype=rows.dtype, name="grouped_swiglu_d_in"
+    )
+    if isinstance(gate_up, tuple):
+        d_gate_up = tuple(contract(part=part)[:, 0] for part in range(2))
+    elif not isinstance(gate_up, QuantizedArray):
+        d_gate_up = contract().swapaxes(1, 2)
     if not isinstance(down, QuantizedArray):
+        first, second = (d_out, hidden) if is_turned else (hidden[0], d_out[None])
         d_down = contract_parts(
-            hidden[0], d_out[None], group_sizes, out_dtype=down.dtype, name="grouped_swiglu_d_out"
+            first, second, group_sizes, out_dtype=down.dtype, name="grouped_swiglu_d_out"
         )[:, 0]
     return d_rows[0], d_gate_up, d_down, None
 
 
-grouped_swiglu.defvjp(_forward, _backward)
+_experts.defvjp(_forward, _backward)
 
 
 def _activated(gate: Array, up: Array) -> Array:
@@ -108,25 +138,34 @@ def _gradients(d_hidden: Array, gate: Array, up: Array) -> tuple[list[Array], li
 
 
 def _project(
-    hidden: Float[Array, "1 R n"], down: Array | QuantizedArray, group_sizes: Int[Array, " G"]
+    hidden: Float[Array, "1 R n"],
+    down: Array | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    *,
+    is_turned: bool,
 ) -> Float[Array, "R k"]:
     (out,) = multiply_and(
         lambda sums, extras: [sums],
-        factors_of(hidden, _stacked(down), is_turned=False),
+        factors_of(hidden, _stacked(down), is_turned=is_turned),
         group_sizes,
         [(1, hidden.dtype)],
+        is_turned=is_turned,
         name="grouped_swiglu_out",
     )
     return out[0]
 
 
 def _stacked(weights: Array | QuantizedArray) -> Array | QuantizedArray:
-    """Return [G n k] as one part, [G 1 n k]."""
+    """Return [G ...] as one part, [G 1 ...]."""
     return jax.tree.map(lambda leaf: leaf[:, None], weights)
 
 
-def _apart(gate_up: Array | QuantizedArray) -> Array | QuantizedArray:
-    """Return [G k 2 n] as two parts, [G 2 k n]."""
+def _apart(
+    gate_up: Array | QuantizedArray | Halves,
+) -> Array | QuantizedArray | tuple[Array, Array]:
+    """Return [G k 2 n] as two parts, [G 2 k n]; halves as one part each, [G 1 k n]."""
+    if isinstance(gate_up, tuple):
+        return gate_up[0][:, None], gate_up[1][:, None]
     parts = jax.tree.map(lambda leaf: leaf.swapaxes(1, 2), gate_up)
     if isinstance(parts, QuantizedArray) and parts.axis is not None:
         parts = dataclasses.replace(parts, axis=-2)

@@ -70,8 +70,11 @@ def grouped_swiglu(
     gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    *,
+    down_is_turned: bool = False,
 ) -> Float[Array, "R k"]:
     """Return what `pallas_kernels.grouped_swiglu` returns."""
+    del down_is_turned  # the compiler chooses the order
     if not any(isinstance(weights, QuantizedArray) for weights in (gate_up, down)):
         return _in_one_layout(rows, gate_up, down, group_sizes)
     w_in = jax.tree.map(_flat, gate_up)

@@ -208,6 +208,29 @@ def test_a_long_compile_shows_its_phase(tmp_path, monkeypatch):
     assert 0.2 <= seen[0][0] < seen[-1][0]
 
 
+def test_a_child_of_another_python_loads_its_own_libtpu(tmp_path, monkeypatch):
+    """Importing libtpu sets TPU_LIBRARY_PATH for the children; the path of a user stays."""
+    (tmp_path / "libtpu.py").write_text("")
+    (tmp_path / "tell.py").write_text(
+        "import json, os, pathlib, sys\n"
+        "told = {'path': os.environ.get('TPU_LIBRARY_PATH')}\n"
+        "pathlib.Path(sys.argv[1] + '.result').write_text(json.dumps(told))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spec = importlib.util.spec_from_file_location("libtpu", tmp_path / "libtpu.py")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: spec if name == "libtpu" else find(name)
+    )
+    other, topology = tmp_path / "python", parse_topology("cpu:2")
+    other.symlink_to(sys.executable)
+    for path, seen in ((tmp_path / "libtpu.so", None), ("/a/libtpu.so", "/a/libtpu.so")):
+        monkeypatch.setenv("TPU_LIBRARY_PATH", str(path))
+        assert in_child("tell", {}, topology, python=str(other)) == {"path": seen}
+        assert in_child("tell", {}, topology) == {"path": str(path)}
+
+
 def test_nothing_fits_prints_remedies(tmp_path, capsys):
     argv = ("--topology", "tpu:v5e:2x2", "--compiles", "0", "--training.batch_size", "4")
     argv += ("--training.accumulation", "1", "--training.sequence_length", "128")

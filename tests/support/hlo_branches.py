@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of the branches of a conditional."""
 
-from jaxmoe.planning.hlo import Collective, _Walk, called_by
+from jaxmoe.planning.hlo.collectives import Collective, _Walk, called_by
 
 
 def branch_collectives(text: str) -> list[list[Collective]]:

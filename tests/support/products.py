@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from jaxmoe.planning.hlo import called_by, trip_count
-from jaxmoe.planning.hlo_text import Computation, Instruction, Module, parse_module
+from jaxmoe.planning.hlo.text import Computation, Instruction, Module, parse_module
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ def contract_parts(
     out_dtype: Any,
     dtypes: tuple[Any, Any] | None = None,
     scale: Float[Array, ""] | None = None,
+    part: int | None = None,
     name: str = "grouped_outer",
 ) -> Float[Array, "G p k n"]:
     """Run the kernel.
@@ -53,9 +54,11 @@ def contract_parts(
         out_dtype: Dtype of the result.
         dtypes: Dtypes in which tiles of both are multiplied; None keeps them.
         scale: Factor of the result.
+        part: Number of the only part of `others` to contract; None takes all.
         name: Name of the kernel in profiles.
     """
     (num_rows, k), (parts, _, n), groups = rows.shape, others.shape, group_sizes.shape[0]
+    first, parts = (0, parts) if part is None else (part, 1)
     dtypes = dtypes or (rows.dtype, others.dtype)
     each = Bytes(
         left=2 * rows.dtype.itemsize,
@@ -70,7 +73,8 @@ def contract_parts(
     specs = [
         pl.BlockSpec((tile.rows, tile.summed), lambda i, j, v, *at: (at[1][v], i)),
         pl.BlockSpec(
-            (None, tile.rows, tile.out), lambda i, j, v, *at: (j // wide, at[1][v], j % wide)
+            (None, tile.rows, tile.out),
+            lambda i, j, v, *at: (first + j // wide, at[1][v], j % wide),
         ),
     ]
     if scale is not None:

@@ -43,21 +43,34 @@ class Factors(NamedTuple):
     """c = 1 for `end`; one per block for `chunks`."""
     weight_scales: Float[Array, "G q c o"] | None = None
     """c = 1 for `end`, per column of the result; else one per block and column of weights."""
+    more: tuple[Array, ...] = ()
+    """Further parts of the weights, [G 1 k n] each, in arrays of their own."""
+
+    @property
+    def parts(self) -> int:
+        """Parts of the weights."""
+        return self.weights.shape[1] + len(self.more)
 
 
 def factors_of(
-    rows: Array | QuantizedArray, weights: Array | QuantizedArray, *, is_turned: bool
+    rows: Array | QuantizedArray,
+    weights: Array | QuantizedArray | tuple[Array, ...],
+    *,
+    is_turned: bool,
 ) -> Factors:
     """Return the factors, with the place where scales enter.
 
     Args:
         rows: [p R k], transposed [p R n]; quantised: [R k] or [R n].
-        weights: [G q k n], with scales along k or one scale.
+        weights: [G q k n], with scales along k or one scale; or floating parts [G 1 k n].
         is_turned: Whether the sum runs over n.
 
     Raises:
         ValueError: A block size cannot be unpacked.
     """
+    if isinstance(weights, tuple):
+        first, *more = weights
+        return factors_of(rows, first, is_turned=is_turned)._replace(more=tuple(more))
     if not isinstance(weights, QuantizedArray):
         wide = constant(rows).astype(weights.dtype)
         return Factors(_in_parts(wide), weights, "none", (wide.dtype, weights.dtype))

@@ -100,7 +100,8 @@ def multiply_and(
     Returns:
         The outputs, [parts R o] each.
     """
-    (_, num_rows, summed), (_, parts, k, n) = factors.rows.shape, factors.weights.shape
+    (_, num_rows, summed), (_, _, k, n) = factors.rows.shape, factors.weights.shape
+    parts = factors.parts
     width = k if is_turned else n
     tile = _tile(factors, width, outs, extras, is_turned=is_turned)
     visits = visit_rows(group_sizes, num_rows, tile.rows)
@@ -148,7 +149,7 @@ def multiply_and(
             flops=2 * parts * num_rows * k * n,
             transcendentals=0,
             bytes_accessed=factors.rows.nbytes * -(-width // tile.out)
-            + factors.weights.nbytes
+            + sum(x.nbytes for x in (factors.weights, *factors.more))
             + num_rows * width * (result_bytes + sum(x.shape[0] * x.itemsize for x in extras)),
         ),
         name=name,
@@ -165,7 +166,8 @@ def _tile(
     is_turned: bool,
 ) -> Tile:
     """Return the tile; all copied arrays are double-buffered."""
-    (arrays, num_rows, summed), (_, parts, k, _) = factors.rows.shape, factors.weights.shape
+    (arrays, num_rows, summed), k = factors.rows.shape, factors.weights.shape[2]
+    parts = factors.parts
     decoded = factors.dtypes[1].itemsize if factors.mode != "none" else 0
     result = sum(c * jnp.dtype(d).itemsize for c, d in outs)
     result += sum(x.shape[0] * x.itemsize for x in extras)
@@ -199,11 +201,9 @@ def _operands(call: _Call) -> tuple[list[Array], list[pl.BlockSpec]]:
     def matrix(o: Any, v: Any, s: Any, group: Any, *rest: Any) -> Any:
         return group[v], 0, *((o, s) if call.is_turned else (s, o))
 
-    arrays = [f.rows, f.weights]
-    specs = [
-        pl.BlockSpec((f.rows.shape[0], tile.rows, tile.summed), rows),
-        pl.BlockSpec((None, call.parts, across, along), matrix),
-    ]
+    arrays = [f.rows, f.weights, *f.more]
+    specs = [pl.BlockSpec((f.rows.shape[0], tile.rows, tile.summed), rows)]
+    specs += [pl.BlockSpec((None, x.shape[1], across, along), matrix) for x in arrays[1:]]
     if f.row_scales is not None:
         pieces = call.steps if f.mode == "chunks" else 1
         scales = f.row_scales.reshape(f.row_scales.shape[0], pieces, -1).swapaxes(0, 1)
@@ -241,6 +241,7 @@ def _kernel(
     f, tile = call.factors, call.tile
     given = iter(refs)
     rows, weights = next(given), next(given)
+    more = [next(given) for _ in f.more]
     row_scales: Any = next(given) if f.row_scales is not None else None
     weight_scales: Any = next(given) if f.weight_scales is not None else None
     extras = [next(given) for _ in range(call.num_extras)]
@@ -273,7 +274,11 @@ def _kernel(
     def sums_of(at: Any) -> list[Array]:
         products = [
             _product(call, rows, matrices, row_scales, weight_scales, part, at)
-            for part in range(call.parts)
+            for part in range(call.parts - len(more))
+        ]
+        products += [
+            _product(call, rows, matrix, None, None, 0, at, len(products) + i)
+            for i, matrix in enumerate(more)
         ]
         return products if call.num_sums > 1 else [sum(products[1:], products[0])]
 
@@ -356,10 +361,12 @@ def _product(
     weight_scales: Any,
     part: int,
     at: Any,
+    of_rows: int | None = None,
 ) -> Array:
-    """Return the product of one part over the sum of one step."""
+    """Return the product of one part over the sum of one step; `of_rows` if the rows' differs."""
     f = call.factors
-    x = rows[part if rows.shape[0] > 1 else 0, at, :].astype(f.dtypes[0])
+    of_rows = part if of_rows is None else of_rows
+    x = rows[of_rows if rows.shape[0] > 1 else 0, at, :].astype(f.dtypes[0])
     contracted = ((1,), (1,)) if call.is_turned else ((1,), (0,))
     if f.mode != "chunks":
         return dot(x, matrices[part], contracted)

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards.moe import layer
 from jaxmoe.layers.feed_forwards.moe.layer import MoE
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.embedding import head_weight
@@ -123,6 +124,16 @@ def test_loss_and_gradients_equal_on_every_mesh(model, mesh, rules):
     assert_close(result, on_one_device(model), "end_to_end")
     specs = parameter_table(model, rules=STATE_LAYOUTS[rules].parameters).tree(lambda row: row.spec)
     assert jax.tree.map(lambda gradient: gradient.sharding.spec, result[1]) == specs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data4_tensor2", "replica2_data2_expert2"])
+def test_weights_gathered_in_halves_change_nothing(mesh, monkeypatch):
+    """As TPU kernels read them; here the halves are joined behind the gather."""
+    monkeypatch.setattr(layer, "reads_halves", lambda implementation: True)
+    monkeypatch.setitem(globals(), "loss_and_gradients", loss_and_gradients.__wrapped__)
+    result = on_mesh(MODEL, mesh, "fully_sharded")
+    assert_close(result, on_one_device(MODEL), "end_to_end")
 
 
 def test_loss_and_gradients_equal_in_a_user_auto_mesh():

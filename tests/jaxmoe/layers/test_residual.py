@@ -20,7 +20,7 @@ from jaxmoe.layers.residual import LadderResidualConfig, StandardResidualConfig
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig
 from jaxmoe.models.transformer import Transformer
-from jaxmoe.planning.hlo_text import parse_module
+from jaxmoe.planning.hlo.text import parse_module
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig
 from tests.support.meshes import mesh_of

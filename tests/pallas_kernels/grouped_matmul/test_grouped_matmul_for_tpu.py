@@ -168,9 +168,17 @@ def _swiglu_inputs(num_rows=75, sizes=(3, 0, 43, 1), width=24, hidden=20, dtype=
     return (*arrays[:3], jnp.array(sizes, jnp.int32), arrays[3])
 
 
-def _swiglu_gradients(rows, gate_up, down, group_sizes, d_out, implementation):
+def _swiglu_gradients(rows, gate_up, down, group_sizes, d_out, implementation, is_gathered=False):
     def apply(rows, gate_up, down):
-        return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)
+        own = (gate_up[:, :, 0], gate_up[:, :, 1]) if is_gathered else gate_up
+        return grouped_swiglu(
+            rows,
+            own,
+            down,
+            group_sizes,
+            down_is_turned=is_gathered,
+            implementation=implementation,
+        )
 
     out, pull = jax.vjp(apply, rows, gate_up, down)
     return out, *pull(d_out)
@@ -180,10 +188,11 @@ _compiled = functools.partial(jax.jit, static_argnames="implementation")
 
 
 @pytest.mark.usefixtures("small_tiles", "values")
-def test_swiglu():
-    """One compiled function serves all sizes."""
+@pytest.mark.parametrize("is_gathered", [False, True], ids=["whole", "in_halves_and_turned"])
+def test_swiglu(is_gathered):
+    """One compiled function serves all sizes; weights as one device has them, or as gathered."""
     functions = [
-        jax.jit(functools.partial(_swiglu_gradients, implementation=name))
+        jax.jit(functools.partial(_swiglu_gradients, implementation=name, is_gathered=is_gathered))
         for name in ("pallas_tpu", "reference")
     ]
     for name, sizes in SIZES.items():

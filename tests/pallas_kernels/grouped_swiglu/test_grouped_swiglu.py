@@ -114,6 +114,18 @@ def test_parity(implementation, case, small_blocks):
         assert not np.any(x[used:]), "rows past the last group must be exactly 0"
 
 
+@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
+def test_halves_and_turned_matrices_change_nothing(implementation):
+    rows, gate_up, down, group_sizes, _ = _inputs(*CASES["skewed"])
+    run = functools.partial(grouped_swiglu, group_sizes=group_sizes, implementation=implementation)
+    halves = (gate_up[:, :, 0], gate_up[:, :, 1])
+    np.testing.assert_array_equal(
+        run(rows, halves, down, down_is_turned=True), run(rows, gate_up, down)
+    )
+    with pytest.raises(ValueError, match="gate .* and up .* must have the same shape"):
+        inspect.unwrap(grouped_swiglu)(rows, (halves[0], halves[1][:, 1:]), down, group_sizes)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parity_in_bfloat16(implementation):
     inputs = _inputs(*CASES["skewed"], dtype="bfloat16")

@@ -213,6 +213,7 @@ class Computation:
             activations=self.execution.precision.activations,
             halo=self.execution.halo,
             expert_tensor=self.layout.experts.expert_tensor,
+            gathers_width=self.layout.gathers_width,
         )
 
     def _observe(

@@ -28,6 +28,8 @@ from sharding.products.quantized import Packed, quantized_groups
 
 WEIGHT_AXES = {
     "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),
+    "gate": (ax.EXPERTS, None, ax.EXPERT_MLP),
+    "up": (ax.EXPERTS, None, ax.EXPERT_MLP),
     "down": (ax.EXPERTS, ax.EXPERT_MLP, None),
 }
 """Logical axes of the weights where they are used, for dispatchers that spread experts."""
@@ -72,6 +74,20 @@ def encoded(axes: Mapping[str, tuple[str | None, ...]], halo: HaloProduct) -> di
     return {name: Encoded(own, encode) for name, own in axes.items()}
 
 
+def in_halves(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights with `gate [E D F]` and `up [E D F]` for `gate_up`, unless quantised.
+
+    Each is gathered, and its gradient reduced, on its own: buffers are half as large.
+
+    Args:
+        weights: `gate_up [E D 2 F]` and `down`.
+    """
+    gate_up = weights["gate_up"]
+    if not isinstance(gate_up, jax.Array):
+        return dict(weights)
+    return {"gate": gate_up[:, :, 0], "up": gate_up[:, :, 1], "down": weights["down"]}
+
+
 def apply_experts(
     weights: Mapping[str, Any],
     rows: Float[Array, "R D"],
@@ -80,11 +96,12 @@ def apply_experts(
     activations: QuantizedDtype | None = None,
     halo: HaloProduct | None = None,
     expert_tensor: tuple[str, ...] = (),
+    gathers_width: bool = False,
 ) -> Float[Array, "R D"]:
     """Apply to each row its expert.
 
     Args:
-        weights: Weights of the e experts held here, from `Experts` or encoded.
+        weights: Weights of the e experts held here, from `Experts`, `in_halves` or encoded.
         rows: Rows sorted by expert, in the compute dtype.
         group_sizes: Rows of each expert; rows past their sum give 0.
         implementation: Implementation of `grouped_swiglu`, or of `grouped_matmul` where activations
@@ -92,15 +109,23 @@ def apply_experts(
         activations: Dtype that rows are rounded to before a quantised weight; None for none.
         halo: Product in few bits, in place of the others.
         expert_tensor: Mesh axes over which the hidden units of an expert are cut.
+        gathers_width: Whether the weights were gathered along D.
     """
     if halo is not None:
         return _in_few_bits(weights, rows, group_sizes, halo, expert_tensor)
-    gate_up: Any
-    down: Any
-    gate_up, down = (as_factor(weights[name], rows.dtype) for name in ("gate_up", "down"))
+    gate_up: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
+    gate_up = gate_up if len(gate_up) == 2 else gate_up[0]
+    down: Any = as_factor(weights["down"], rows.dtype)
     is_floating = isinstance(gate_up, QuantizedArray) and activations is None
     if is_floating or not isinstance(gate_up, Packed):
-        return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)
+        return grouped_swiglu(
+            rows,
+            gate_up,
+            down,
+            group_sizes,
+            down_is_turned=gathers_width,
+            implementation=implementation,
+        )
 
     def multiply(rows: Array, weight: Any) -> Array:
         return quantized_groups(
@@ -109,6 +134,10 @@ def apply_experts(
 
     gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
     return multiply(jax.nn.silu(gate) * up, down)
+
+
+def _inputs(weights: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("gate", "up") if "gate" in weights else ("gate_up",)
 
 
 def _in_few_bits(

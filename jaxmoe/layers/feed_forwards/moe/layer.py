@@ -27,7 +27,7 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.computation import Computation, Computed, LocalInputs
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
-from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded
+from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded, in_halves
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
 from jaxmoe.layers.feed_forwards.moe.observation import observe_activations
 from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
@@ -35,6 +35,7 @@ from jaxmoe.layers.indicators import observe_routing
 from jaxmoe.layers.records import FeedForwardOutputs, RoutingInputs
 from jaxmoe.routing import Router
 from jaxmoe.routing.balancers import of_weights
+from pallas_kernels.grouped_swiglu import reads_halves
 from sharding import axes as ax
 from sharding.products.quantized import logical_axes
 
@@ -142,9 +143,13 @@ class MoE(nn.Module):
     ) -> tuple[LocalInputs, LocalInputs]:
         """Return the arguments of the island, and their logical axes in the same record."""
         dtype, (rows, _) = self.execution.precision.compute_dtype, _row_axes(layout)
+        own = {name: as_factor(weight, dtype) for name, weight in weights.items()}
+        kernel = self.execution.kernels.grouped_swiglu
+        if layout.gathers_width and self.execution.halo is None and reads_halves(kernel):
+            own = in_halves(own)
         given = LocalInputs(
             router=params,
-            weights={name: as_factor(weight, dtype) for name, weight in weights.items()},
+            weights=own,
             constants=free,
             coupled=weights if self.train and of_weights(self.moe.balancers) else {},
             state=routing.router_state,
@@ -158,7 +163,7 @@ class MoE(nn.Module):
         )
         axes = LocalInputs(
             router=_whole(params),
-            weights=self._weight_axes(weights, layout),
+            weights=self._weight_axes(own, layout),
             constants=_whole(free),
             coupled=_whole(given.coupled),
             state=_whole(given.state),

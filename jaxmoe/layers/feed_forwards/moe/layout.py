@@ -38,6 +38,8 @@ class MoELayout:
     """Mesh axes over which experts are spread; empty where every device has all experts."""
     moves_tokens: bool
     """Whether tokens move to the device that probably holds their experts."""
+    gathers_width: bool
+    """Whether the matrices of experts are gathered along the width of the model."""
 
     @property
     def is_spread(self) -> bool:
@@ -62,13 +64,14 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
         experts = ExpertAxes(
             expert=placement.mesh_axes(ax.EXPERTS), expert_tensor=placement.mesh_axes(ax.EXPERT_MLP)
         )
+    mesh = jax.sharding.get_abstract_mesh().shape
+    gathers_width = any(mesh[axis] > 1 for axis in placement.mesh_axes(ax.EXPERT_EMBED))
     if not moe.router.traits.mixes_tokens:
-        if moe.capacity is not None:
-            return MoELayout((), positions, experts, moves_tokens(execution))
-        return MoELayout(positions, (), experts, moves_tokens(execution))
+        received, own = (positions, ()) if moe.capacity is None else ((), positions)
+        return MoELayout(received, own, experts, moves_tokens(execution), gathers_width)
     if experts.all:
-        _check_whole(moe, positions, jax.sharding.get_abstract_mesh().shape)
-    return MoELayout((), (), experts, moves_tokens(execution))
+        _check_whole(moe, positions, mesh)
+    return MoELayout((), (), experts, moves_tokens(execution), gathers_width)
 
 
 def check_layout(

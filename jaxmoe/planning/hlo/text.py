@@ -23,7 +23,7 @@ class Instruction:
     def operands(self) -> list[str]:
         """Names of the operands, which old texts type (`f32[8] %x`) and lowered ones print bare."""
         if "%" in self.arguments:
-            return re.findall(r"%([\w.\-]+)", self.arguments)
+            return re.findall(r"%([\w.\-]+(?:#\d+)?)", self.arguments)
         return [name.strip() for name in self.arguments.split(",") if name.strip()]
 
     def attribute(self, name: str) -> str | None:
@@ -71,6 +71,7 @@ def parse_module(text: str) -> Module:
             entry = current if head[1] else entry
         elif current and (found := _LINE.match(line)):
             instruction = _instruction(found[2], line[found.end() :])
+            _add_elements(instruction, computations[current])
             computations[current][found[2]] = instruction
             if found[1]:
                 roots[current] = instruction
@@ -91,6 +92,17 @@ def _instruction(name: str, text: str) -> Instruction:
     opens = rest.find("(")
     closes = _closing(rest, opens)
     return Instruction(name, shape, rest[:opens], rest[opens + 1 : closes], rest[closes + 1 :])
+
+
+def _add_elements(instruction: Instruction, computation: Computation) -> None:
+    """Add a get-tuple-element for each operand `%pair#1`, as newer texts write it."""
+    for name in instruction.operands if "#" in instruction.arguments else ():
+        pair, _, index = name.partition("#")
+        if index and pair in computation and name not in computation:
+            shape = elements_of(computation[pair].shape)[int(index)]
+            computation[name] = Instruction(
+                name, shape, "get-tuple-element", f"%{pair}", f", index={index}"
+            )
 
 
 def _closing(text: str, start: int) -> int:
@@ -138,6 +150,30 @@ def elements_of(shape: str) -> list[str]:
             if depth == 0:
                 break
     return parts
+
+
+def operand_shapes(instruction: Instruction, computation: Computation) -> list[str]:
+    """Return the shapes of the operands.
+
+    Args:
+        instruction: The instruction.
+        computation: Computation that has it.
+    """
+    return [computation[name].shape for name in instruction.operands]
+
+
+def sizes_of(shape: str) -> list[int]:
+    """Return the sizes of an array's dimensions."""
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(size) for size in (found[1].split(",") if found else ()) if size]
+
+
+_ON_CHIP = re.compile(r"\b[a-z]\w*\[[\d,]*\]\{[^}]*S\(\d+\)[^}]*\}")
+
+
+def memory_bytes_of(shape: str) -> int:
+    """Return `bytes_of` without the arrays that a layout places outside device memory (`S(1)`)."""
+    return bytes_of(_ON_CHIP.sub("", shape))
 
 
 def bytes_of(shape: str) -> int:

@@ -24,7 +24,8 @@ Remote copies in kernels (custom calls) are not counted, and every branch of a c
 When comparing backends: the CPU widens bf16 collectives to f32 and prints an all-reduce where
 others reduce-scatter; the GPU combines several into one tuple, so compare bytes there, not counts.
 
-To add a kind of collective: KINDS and `Collective.wire_bytes` in `jaxmoe/planning/hlo.py`.
+To add a kind of collective: KINDS and `Collective.wire_bytes` in
+`jaxmoe/planning/hlo/collectives.py`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ import math
 import re
 from collections.abc import Iterator
 
-from jaxmoe.planning.hlo_groups import Groups, parse_groups, parse_lists
-from jaxmoe.planning.hlo_text import (
+from jaxmoe.planning.hlo.groups import Groups, parse_groups, parse_lists
+from jaxmoe.planning.hlo.text import (
     Computation,
     Instruction,
     Module,
     bytes_of,
     constant_value,
     elements_of,
+    operand_shapes,
     parse_module,
     source,
 )
@@ -137,11 +139,13 @@ class _Walk:
         result = instruction.shape
         if instruction.opcode.endswith("-start") and kind != "all-reduce":
             result = elements_of(result)[1]
-        operands = instruction.operands[:1] if kind.startswith("ragged") else instruction.operands
+        operands = operand_shapes(instruction, computation)
         return Collective(
             kind=kind,
             result_bytes=bytes_of(result),
-            operand_bytes=sum(bytes_of(computation[name].shape) for name in operands),
+            operand_bytes=sum(
+                map(bytes_of, operands[:1] if kind.startswith("ragged") else operands)
+            ),
             groups=self.groups(instruction.attributes),
             trip_count=turns,
             name=instruction.name,
