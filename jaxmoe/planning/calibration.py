@@ -4,9 +4,11 @@
 
     temporaries(L) = a + b L
 
-Layers of one kind are computed in a loop, so what a program holds grows by the same bytes with each
-layer, once the peak is that of the layers. A loop of one iteration is no loop to the compiler, so
-the shallow models have a few.
+Layers of one kind are computed in a loop whose body is `execution.unroll` iterations, and those
+that are left over follow the loop. A program grows by the same bytes with each turn of the loop.
+Models of other depths differ in their left-over layers, or have no loop: the compiler merges,
+keeps and pads other arrays in them, and their temporaries lie on no line. So the shallow models
+have as many layers left over as the deep one, and 2 and 4 turns: a loop of one turn is none.
 """
 
 from __future__ import annotations
@@ -41,10 +43,13 @@ def shallow_depths(model: ModelConfig, execution: ExecutionConfig) -> tuple[int,
 
     Args:
         model: Model to cut.
-        execution: Mesh with stages, whose chunks the layers must divide.
+        execution: Mesh with stages, whose chunks the layers must divide, and unrolling.
     """
     period = max(len(model.layers), 1)
-    unit = period * execution.mesh.stage * execution.pipeline.chunks
-    first = max(model.dense_layers, default=-1) + 1
-    depths = first + 2 * unit, first + 4 * unit
+    stages = execution.mesh.stage
+    # Stages do not unroll.
+    turn = period * (stages * execution.pipeline.chunks if stages > 1 else execution.unroll)
+    outside = max(model.dense_layers, default=-1) + 1
+    outside += (model.num_layers - outside) % turn
+    depths = outside + 2 * turn, outside + 4 * turn
     return depths if depths[1] < model.num_layers else None

@@ -169,9 +169,10 @@ def test_calibration_moves_the_plan(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(judge, "_compile", compile_with)
     monkeypatch.setattr(plan, "check_compiler", lambda topology: None)
-    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--model.num_layers", "8", "--calibrate", "True")
+    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--model.num_layers", "21", "--calibrate", "True")
     _, page, summary = planned(tmp_path, capsys, *argv, "--execution.remat", "none")
-    assert compiled == [2, 4, 8] and "from few layers" in page
+    # Four layers a turn of the loop, one left over.
+    assert compiled == [9, 17, 21] and "from few layers" in page
     predicted = summary["calibrated"]["predicted"]
     assert predicted == pytest.approx(2 * summary["temporaries"], rel=1e-3)
 
