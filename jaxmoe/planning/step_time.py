@@ -104,7 +104,7 @@ def executed_flops(sizes: Sizes) -> float:
     total = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens
     for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.
-        own = _stack_flops(plan, stack) * plan.tokens
+        own = stack_flops(plan, stack) * plan.tokens
         again = 1 / 3 if sizes.remat(stack) in ("full", "offload") else 0.0
         if stages == 1:
             total += own * again
@@ -116,8 +116,13 @@ def executed_flops(sizes: Sizes) -> float:
     return total
 
 
-def _stack_flops(plan: StepPlan, stack: LayerStack) -> float:
-    """Return the FLOPs per token of the layers of a stack, forward and backward."""
+def stack_flops(plan: StepPlan, stack: LayerStack) -> float:
+    """Return the FLOPs per token of the layers of a stack, forward and backward.
+
+    Args:
+        plan: Step to estimate.
+        stack: Stack of its model.
+    """
     rows = [row for row in plan.table if row.path.startswith(f"{stack.path}/")]
     mixing = stack.num_layers * stack.kind.mixer.flops_per_token(plan.sequence_length)
     return 6.0 * matmul_parameters(plan.model, ParameterTable(tuple(rows))) + mixing
