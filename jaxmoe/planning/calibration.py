@@ -8,7 +8,11 @@ Layers of one kind are computed in a loop whose body is `execution.unroll` itera
 that are left over follow the loop. A program grows by the same bytes with each turn of the loop.
 Models of other depths differ in their left-over layers, or have no loop: the compiler merges,
 keeps and pads other arrays in them, and their temporaries lie on no line. So the shallow models
-have as many layers left over as the deep one, and 2 and 4 turns: a loop of one turn is none.
+have as many layers left over as the deep one.
+
+Temporaries are the largest of several phases. In very shallow models it is that of the head or of
+the update, which grows more slowly than that of the layers: the shallow models have a quarter and a
+half of the turns, at least 2 and 4. Compiling does not take longer for more turns.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ import dataclasses
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+
+_FEWEST_TURNS = 2
+"""Turns of the shallowest loop; the compiler unrolls one of a single turn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,5 +58,6 @@ def shallow_depths(model: ModelConfig, execution: ExecutionConfig) -> tuple[int,
     turn = period * (stages * execution.pipeline.chunks if stages > 1 else execution.unroll)
     outside = max(model.dense_layers, default=-1) + 1
     outside += (model.num_layers - outside) % turn
-    depths = outside + 2 * turn, outside + 4 * turn
+    few = max(_FEWEST_TURNS, (model.num_layers - outside) // turn // 4)
+    depths = outside + few * turn, outside + 2 * few * turn
     return depths if depths[1] < model.num_layers else None
