@@ -156,7 +156,7 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
 
 
 def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
-    """Return the topology with what was measured: links, and the efficiency of a run.
+    """Return the topology with what is known of it: overlap, links, and the efficiency of a run.
 
     Args:
         config: Run to plan.
@@ -165,6 +165,8 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     Raises:
         ValueError: The run has not ended, or its step is not possible on these devices.
     """
+    chip = dataclasses.replace(topology.chip, overlap=config.network.overlap)
+    topology = dataclasses.replace(topology, measured=chip)
     if config.network.links is not None:
         chip = linked_chip(topology.chip, LinkTable.load(config.network.links))
         topology = dataclasses.replace(topology, measured=chip)

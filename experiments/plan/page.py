@@ -182,6 +182,8 @@ def _time(candidate: Candidate) -> str:
     rows = [("time of a step", "seconds")]
     rows += [("  compute", f"{seconds.compute:.4g}"), ("  memory", f"{seconds.memory:.4g}")]
     rows += [(f"  {name}", f"{value:.4g}") for name, value in seconds.communication.items()]
+    if seconds.hidden:
+        rows.append(("  hidden beside products", f"-{seconds.hidden:.4g}"))
     return text_table(rows)
 
 

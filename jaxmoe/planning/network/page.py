@@ -45,6 +45,9 @@ class NetworkConfig:
     links: str | None = None
     """Path of a links.json of `python -m experiments.doctor --links` on these devices; None uses
     nominal rates alone."""
+    overlap: float = 0.0
+    """Share of the time of products beside which weights are gathered and gradients reduced; 0
+    hides nothing, 1 as much as fits."""
     hosts: str = ""
     """Classes of the hosts' network cards in order, such as "ib*4 roce*4", or "measured" for the
     links between processes of network.links; prints the best --execution.host_order. Classes are
@@ -62,6 +65,8 @@ class NetworkConfig:
                 f"network.hosts={MEASURED} reads the links between processes, and network.links is"
                 " None: name a links.json of python -m experiments.doctor --links --pairs processes"
             )
+        if not 0.0 <= self.overlap <= 1.0:
+            raise ValueError(f"network.overlap={self.overlap} must be from 0 to 1")
         if self.spines < 0:
             raise ValueError(f"network.spines={self.spines} must be 0 (no fabric) or more")
         if self.devices_per_leaf < 1:
