@@ -63,6 +63,20 @@ def test_a_plan_in_closed_form(tmp_path, capsys):
     assert summary["execution"]["mesh"]["stage"] == 1 and "--execution.mesh.data" in flags
 
 
+def test_overlap_hides_messages_of_a_given_plan(tmp_path, capsys):
+    argv = ("tiny", "--topology", "gpu:h100:8", "--compiles", "0", "--execution.mesh.data", "8")
+    _, page, summary = planned(tmp_path, capsys, *argv)
+    assert summary["hidden_seconds"] == 0.0 and "hidden beside products" not in page
+    _, page, hiding = planned(tmp_path, capsys, *argv, "--network.overlap", "0.5")
+    work = max(hiding["compute_seconds"], hiding["memory_seconds"])
+    assert 0.0 < hiding["hidden_seconds"] <= work / 2 and "hidden beside products" in page
+    gained = summary["step_seconds"] - hiding["step_seconds"]
+    assert gained == pytest.approx(hiding["hidden_seconds"])
+    assert "network.overlap=2.0 must be from 0 to 1" in refused(
+        capsys, *argv, "--network.overlap", "2"
+    )
+
+
 def test_only_the_given_mesh_is_planned(tmp_path, capsys):
     argv = ("--topology", "tpu:v5e:2x2", "--compiles", "0", "--execution.mesh.tensor", "2")
     _, _, summary = planned(tmp_path, capsys, "tiny", *argv)
