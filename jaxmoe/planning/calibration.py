@@ -10,9 +10,10 @@ Models of other depths differ in their left-over layers, or have no loop: the co
 keeps and pads other arrays in them, and their temporaries lie on no line. So the shallow models
 have as many layers left over as the deep one.
 
-Temporaries are the largest of several phases. In very shallow models it is that of the head or of
-the update, which grows more slowly than that of the layers: the shallow models have a quarter and a
-half of the turns, at least 2 and 4. Compiling does not take longer for more turns.
+Bytes that are alive at once grow linearly then, to a per mille. Temporaries also hold what the
+compiler's packing of arrays of unequal lives loses, 10 to 90% of these, which grows unevenly. So the
+shallow models are not very shallow: they have a third and two thirds of the turns, at least 2 and
+4. Compiling does not take longer for more turns.
 """
 
 from __future__ import annotations
@@ -58,6 +59,6 @@ def shallow_depths(model: ModelConfig, execution: ExecutionConfig) -> tuple[int,
     turn = period * (stages * execution.pipeline.chunks if stages > 1 else execution.unroll)
     outside = max(model.dense_layers, default=-1) + 1
     outside += (model.num_layers - outside) % turn
-    few = max(_FEWEST_TURNS, (model.num_layers - outside) // turn // 4)
+    few = max(_FEWEST_TURNS, (model.num_layers - outside) // turn // 3)
     depths = outside + few * turn, outside + 2 * few * turn
     return depths if depths[1] < model.num_layers else None
