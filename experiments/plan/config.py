@@ -15,8 +15,8 @@ from typing import Literal
 
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.corrections.measured import measured_chip
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
-from jaxmoe.planning.measured import measured_chip
 from jaxmoe.planning.network.measured import linked_chip
 from jaxmoe.planning.network.page import NetworkConfig
 from jaxmoe.planning.search import EVERYTHING, Space

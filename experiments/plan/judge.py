@@ -14,8 +14,8 @@ from experiments.plan.config import PlanConfig
 from experiments.plan.page import page_of_plan, page_of_refusal
 from jaxmoe.configs import to_json
 from jaxmoe.execution import ExecutionConfig, Remat
-from jaxmoe.planning.calibration import Line, shallow_depths
 from jaxmoe.planning.compile_ahead import in_child
+from jaxmoe.planning.corrections.calibration import Line, shallow_depths
 from jaxmoe.planning.hardware import Topology
 from jaxmoe.planning.search import Candidate, Found, mesh_in_words, remedies
 from jaxmoe.planning.search.verdicts import plan_in_words

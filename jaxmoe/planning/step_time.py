@@ -19,7 +19,7 @@ hides an unknown part: `Chip.overlap` is 0 unless it is given (`plan --network.o
 prediction is then the upper end. Memory traffic counts weights
 in use three times, gradients and optimiser state once each way, and about thirty arrays of the size
 of the residual stream for each layer. The efficiency of matrix products is an assumption unless a
-run has measured it (`jaxmoe/planning/measured.py`): use these numbers to compare meshes.
+run has measured it (`jaxmoe/planning/corrections/measured.py`): use these to compare meshes.
 
 A TPU axis runs along a ring of the torus; a GPU axis that spans more than one host is bound by the
 network card between hosts. Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).

@@ -11,8 +11,8 @@ import pytest
 from experiments.plan.config import RECIPES, step_plan
 from jaxmoe.configs import to_json
 from jaxmoe.models.config import AttentionConfig, LayerConfig
-from jaxmoe.planning.calibration import Line, shallow_depths
 from jaxmoe.planning.compile_ahead import in_child
+from jaxmoe.planning.corrections.calibration import Line, shallow_depths
 from jaxmoe.planning.hardware import parse_topology
 from jaxmoe.planning.memory import estimate_memory
 from sharding.mesh import MeshConfig

@@ -26,9 +26,9 @@ from jaxmoe.planning.abstract_step import (
     abstract_batch,
     abstract_state,
 )
+from jaxmoe.planning.corrections.measured import measured_chip
 from jaxmoe.planning.device_bytes import device_bytes, padded_bytes
 from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
-from jaxmoe.planning.measured import measured_chip
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.mesh_axes import axes_of_groups
 from jaxmoe.planning.search import Space, enumerate_meshes, on_mesh, remedies, search

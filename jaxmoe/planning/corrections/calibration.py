@@ -11,9 +11,9 @@ keeps and pads other arrays in them, and their temporaries lie on no line. So th
 have as many layers left over as the deep one.
 
 Bytes that are alive at once grow linearly then, to a per mille. Temporaries also hold what the
-compiler's packing of arrays of unequal lives loses, 10 to 90% of these, which grows unevenly. So the
-shallow models are not very shallow: they have a third and two thirds of the turns, at least 2 and
-4. Compiling does not take longer for more turns.
+compiler's packing of arrays of unequal lives loses, 10 to 90% of these, which grows unevenly. So
+the shallow models are not very shallow: they have a third and two thirds of the turns, at least 2
+and 4. Compiling does not take longer for more turns.
 """
 
 from __future__ import annotations
