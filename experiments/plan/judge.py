@@ -103,10 +103,14 @@ def _calibrate(config: PlanConfig, topology: Topology, candidate: Candidate) -> 
     """
     depths = shallow_depths(config.model, candidate.plan.execution)
     if depths is None:
-        write(f"--calibrate: {config.model.num_layers} layers are too few to cut")
+        write(
+            f"--calibrate: {config.model.num_layers} layers are too few to cut; the closed form is"
+            " kept until the plan itself is compiled"
+        )
         return None
     found = [_compile(config, topology, candidate, layers) for layers in depths]
     if any(one["kind"] != "CompiledStep" for one in found):
+        write(f"--calibrate: a model of {depths[1]} layers does not fit; the closed form is kept")
         return None
     first, second = (one["temporaries"] for one in found)
     return Line(depths=depths, temporaries=(first, second))

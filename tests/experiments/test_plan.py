@@ -191,6 +191,30 @@ def test_calibration_moves_the_plan(tmp_path, capsys, monkeypatch):
     assert predicted == pytest.approx(2 * summary["temporaries"], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "layers, words",
+    [
+        ("4", "4 layers are too few to cut; the closed form is kept"),
+        ("24", "a model of 16 layers does not fit; the closed form is kept"),
+    ],
+)
+def test_calibration_says_where_it_keeps_the_closed_form(
+    tmp_path, capsys, monkeypatch, layers, words
+):
+    def compile_with(config, topology, candidate, layers=None):
+        if layers is not None:
+            return {"kind": "DoesNotFit", "needed": None, "text": "no room"}
+        figures = dict.fromkeys(("temporaries", "total", "arguments"), 1)
+        return {"kind": "CompiledStep", "traffic": None, **figures}
+
+    monkeypatch.setattr(judge, "_compile", compile_with)
+    monkeypatch.setattr(plan, "check_compiler", lambda topology: None)
+    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--model.num_layers", layers)
+    argv += ("--calibrate", "True", "--execution.mesh.data", "4")
+    _, page, summary = planned(tmp_path, capsys, *argv)
+    assert words in page and summary["calibrated"] is None
+
+
 def test_predictions_for_this_machine_carry_their_error():
     config, topology = PLANNED["tiny"](), parse_topology("cpu:8")
     space = Space(has_micro_batches=True)
