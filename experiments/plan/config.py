@@ -57,7 +57,7 @@ class PlanConfig(PretrainConfig):
     """Largest number of plans to compile ahead of time, fastest first, until one fits; 0 plans in
     closed form only."""
     calibrate: bool = False
-    """Compile the best plan with a few layers first, and predict memory from these."""
+    """Compile the best plan with two thirds of its layers first, and predict memory from these."""
     measured_steps: int = 3
     """Steps to run the plan for, with cpu:N."""
 

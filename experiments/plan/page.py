@@ -168,7 +168,7 @@ def _memory(
     by_line = {}
     if calibrated:
         by_line = {"temporaries": calibrated["predicted"], "total": candidate.need}
-    rows = [("memory per device", "closed form", "from few layers", "compiled")]
+    rows = [("memory per device", "closed form", "from fewer layers", "compiled")]
     categories = memory.categories().items()
     rows += [(f"  {name}", size_in_words(size), "", "") for name, size in categories]
     for name in ("arguments", "temporaries", "total"):

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrects closed forms by what was compiled or measured.
 
-calibration.py  temporaries by number of layers, from two shallow models that were compiled
+calibration.py  temporaries of a deep model, from a shallower one that was compiled
 measured.py     efficiency of products, from a measured step
 """

@@ -1,19 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the temporaries of a deep model from two shallow ones that were compiled.
+"""Predicts the temporaries of a deep model from a shallower one that was compiled.
 
-    temporaries(L) = a + b L
+    temporaries(L) = compiled(l) + closed form(L) - closed form(l)
 
 Layers of one kind are computed in a loop whose body is `execution.unroll` iterations, and those
 that are left over follow the loop. A program grows by the same bytes with each turn of the loop.
 Models of other depths differ in their left-over layers, or have no loop: the compiler merges,
-keeps and pads other arrays in them, and their temporaries lie on no line. So the shallow models
-have as many layers left over as the deep one.
+keeps and pads other arrays in them, and their temporaries lie on no line. So the shallow model has
+as many layers left over as the deep one.
 
-Bytes that are alive at once grow linearly then, to a per mille. Temporaries also hold what the
-compiler's packing of arrays of unequal lives loses, 10 to 90% of these, which grows unevenly. So
-the shallow models are not very shallow: they have a third and two thirds of the turns, at least 2
-and 4. Compiling does not take longer for more turns.
+Bytes that are alive at once then grow linearly, but the compiler may change its program at some
+depth, and temporaries also hold what its packing of arrays of unequal lives loses, 10 to 90% of
+these, which grows unevenly. A line through two depths takes such a jump for the growth of a layer;
+the closed form knows that growth. The shallow model has two thirds of the turns: compiling does not
+take longer for more turns, and it may fit where the whole model does not.
 """
 
 from __future__ import annotations
@@ -28,26 +29,27 @@ _FEWEST_TURNS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """Temporaries of a step by number of layers."""
+class Anchor:
+    """Temporaries of a step at one number of layers."""
 
-    depths: tuple[int, int]
-    """Layers of the models that were compiled."""
-    temporaries: tuple[int, int]
-    """Their temporaries, bytes."""
+    depth: int
+    """Layers of the model that was compiled."""
+    compiled: int
+    """Its temporaries by the compiler, bytes."""
+    closed: float
+    """Its temporaries by the closed form, bytes."""
 
-    def at(self, layers: int) -> float:
-        """Return the temporaries of a model with a number of layers.
+    def at(self, closed: float) -> float:
+        """Return the temporaries of the model with more layers, bytes.
 
         Args:
-            layers: Number of layers.
+            closed: Its temporaries by the closed form, bytes.
         """
-        (first, second), (low, high) = self.depths, self.temporaries
-        return low + (high - low) / (second - first) * (layers - first)
+        return self.compiled + closed - self.closed
 
 
-def shallow_depths(model: ModelConfig, execution: ExecutionConfig) -> tuple[int, int] | None:
-    """Return two numbers of layers that the model may be cut to; None if it is not deeper.
+def shallow_depth(model: ModelConfig, execution: ExecutionConfig) -> int | None:
+    """Return the number of layers that the model is cut to; None if it is not deeper.
 
     Args:
         model: Model to cut.
@@ -59,6 +61,6 @@ def shallow_depths(model: ModelConfig, execution: ExecutionConfig) -> tuple[int,
     turn = period * (stages * execution.pipeline.chunks if stages > 1 else execution.unroll)
     outside = max(model.dense_layers, default=-1) + 1
     outside += (model.num_layers - outside) % turn
-    few = max(_FEWEST_TURNS, (model.num_layers - outside) // turn // 3)
-    depths = outside + few * turn, outside + 2 * few * turn
-    return depths if depths[1] < model.num_layers else None
+    turns = (model.num_layers - outside) // turn
+    depth = outside + max(_FEWEST_TURNS, 2 * turns // 3) * turn
+    return depth if depth < model.num_layers else None
