@@ -13,8 +13,9 @@ as many layers left over as the deep one.
 Bytes that are alive at once then grow linearly, but the compiler may change its program at some
 depth, and temporaries also hold what its packing of arrays of unequal lives loses, 10 to 90% of
 these, which grows unevenly. A line through two depths takes such a jump for the growth of a layer;
-the closed form knows that growth. The shallow model has two thirds of the turns: compiling does not
-take longer for more turns, and it may fit where the whole model does not.
+the closed form knows that growth, except in small models, whose layers grow by up to twice as much.
+The shallow model has two thirds of the turns: compiling does not take longer for more turns, and it
+may fit where the whole model does not.
 """
 
 from __future__ import annotations

@@ -73,12 +73,11 @@ def test_an_anchor_adds_the_growth_of_the_closed_form():
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("unroll", [1, 4])
-def test_a_deep_model_compiles_to_what_its_shallow_one_predicts(unroll):
-    """Within 10%, where the closed form is off by more than a quarter."""
-    topology, layers = parse_topology("tpu:v5e:2x2"), 25
+def test_a_deep_model_compiles_to_what_its_shallow_one_predicts():
+    """Within 10%, where the closed form is half of it."""
+    topology, layers = parse_topology("tpu:v5e:2x2"), 24
     mesh = MeshConfig(data=4)
-    execution = dataclasses.replace(CONFIG.execution, unroll=unroll, mesh=mesh)
+    execution = dataclasses.replace(CONFIG.execution, mesh=mesh)
     config = dataclasses.replace(CONFIG.pretrain, execution=execution)
 
     def at(layers):
@@ -98,4 +97,4 @@ def test_a_deep_model_compiles_to_what_its_shallow_one_predicts(unroll):
     anchor = Anchor(depth=depth, compiled=temporaries(depth), closed=closed(depth))
     compiled = temporaries(layers)
     assert anchor.at(closed(layers)) == pytest.approx(compiled, rel=0.1)
-    assert closed(layers) != pytest.approx(compiled, rel=0.1)
+    assert closed(layers) < 0.6 * compiled
