@@ -6,13 +6,15 @@
 
 For every axis of the mesh and every pair of neighbours: the time of a message of 1 byte and of a
 large one. Prints the rates of each axis and a table by axis and device, and writes `links.json` for
-`plan`. Exit code 0 if nothing is slow, 2 otherwise. On several hosts run it on every one.
+`plan`. With --pairs processes the links between all processes are measured too. Exit code 0 if
+nothing is slow, 2 otherwise. On several hosts run it on every one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -64,6 +66,9 @@ class LinksConfig:
     rounds: Rounds = "together"
     """Messages at the same time: as many as have no device in common, or a single one, which is
     exact where devices share a processor or bus, and compiles a program for every link."""
+    pairs: Literal["neighbours", "processes"] = "neighbours"
+    """Links to measure: those between neighbours of the mesh, or those between all processes too,
+    from which --network.hosts measured of `plan` orders the hosts."""
     timeout: float = 600.0
     """Seconds after which devices that do not answer are a problem."""
 
@@ -120,7 +125,13 @@ def measure(mesh: Mesh, config: LinksConfig) -> tuple[LinkTable, list[LinkMatrix
     found: dict[int, list[LinkMatrix]] = {}
     words: list[str] = []
     for size in (SMALL_BYTES, large):
-        probe = LinkProbe(mesh, size, repeats=config.repeats, rounds=config.rounds)
+        probe = LinkProbe(
+            mesh,
+            size,
+            repeats=config.repeats,
+            rounds=config.rounds,
+            processes=processes if config.pairs == "processes" else None,
+        )
         watch, slow = LinkWatch(), []
         found[size] = [probe.measure() for _ in range(config.measurements)]
         for matrix in found[size]:

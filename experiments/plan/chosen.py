@@ -115,6 +115,7 @@ def plan_summary(
         "compute_seconds": seconds.compute,
         "memory_seconds": seconds.memory,
         "communication_seconds": seconds.communication,
+        "hidden_seconds": seconds.hidden,
         "tokens_per_second": candidate.plan.tokens / seconds.step,
         "compiled": compiled,
         "schedules": _schedules(candidate, chip),

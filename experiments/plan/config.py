@@ -15,8 +15,8 @@ from typing import Literal
 
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.corrections.measured import measured_chip
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
-from jaxmoe.planning.measured import measured_chip
 from jaxmoe.planning.network.measured import linked_chip
 from jaxmoe.planning.network.page import NetworkConfig
 from jaxmoe.planning.search import EVERYTHING, Space
@@ -57,7 +57,7 @@ class PlanConfig(PretrainConfig):
     """Largest number of plans to compile ahead of time, fastest first, until one fits; 0 plans in
     closed form only."""
     calibrate: bool = False
-    """Compile the best plan with a few layers first, and predict memory from these."""
+    """Compile the best plan with two thirds of its layers first, and predict memory from these."""
     measured_steps: int = 3
     """Steps to run the plan for, with cpu:N."""
 
@@ -156,7 +156,7 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
 
 
 def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
-    """Return the topology with what was measured: links, and the efficiency of a run.
+    """Return the topology with what is known of it: overlap, links, and the efficiency of a run.
 
     Args:
         config: Run to plan.
@@ -165,6 +165,8 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     Raises:
         ValueError: The run has not ended, or its step is not possible on these devices.
     """
+    chip = dataclasses.replace(topology.chip, overlap=config.network.overlap)
+    topology = dataclasses.replace(topology, measured=chip)
     if config.network.links is not None:
         chip = linked_chip(topology.chip, LinkTable.load(config.network.links))
         topology = dataclasses.replace(topology, measured=chip)

@@ -10,15 +10,17 @@ from typing import Any
 
 from experiments.cli.output import write
 from experiments.plan.chosen import chosen_execution, plan_summary
-from experiments.plan.config import PlanConfig
+from experiments.plan.config import PlanConfig, step_plan
 from experiments.plan.page import page_of_plan, page_of_refusal
 from jaxmoe.configs import to_json
 from jaxmoe.execution import ExecutionConfig, Remat
-from jaxmoe.planning.calibration import Line, shallow_depths
 from jaxmoe.planning.compile_ahead import in_child
+from jaxmoe.planning.corrections.calibration import Anchor, shallow_depth
 from jaxmoe.planning.hardware import Topology
+from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.search import Candidate, Found, mesh_in_words, remedies
 from jaxmoe.planning.search.verdicts import plan_in_words
+from jaxmoe.run.config import PretrainConfig
 
 
 def judge(
@@ -40,12 +42,12 @@ def judge(
     """
     found, factors = searching(), dict[Remat, float]()
     rejected: list[dict[str, Any]] = []
-    lines: dict[Remat, Line] = {}
+    anchors: dict[Remat, Anchor] = {}
     if config.calibrate and found.fitting:
         best = found.fitting[0]
-        if (line := _calibrate(config, topology, best)) is not None:
-            remat, predicted = best.plan.execution.remat, line.at(config.model.num_layers)
-            lines[remat], factors[remat] = line, predicted / best.memory.temporaries
+        if (anchor := _calibrate(config, topology, best)) is not None:
+            remat, closed = best.plan.execution.remat, best.memory.temporaries
+            anchors[remat], factors[remat] = anchor, anchor.at(closed) / closed
             found = searching(factors=factors)
 
     def about() -> dict[str, Any]:
@@ -71,9 +73,9 @@ def judge(
                 continue
         summary = about() | plan_summary(config, found, compiled, topology.chip, usual)
         summary["calibrated"] = None
-        if (line := lines.get(candidate.plan.execution.remat)) is not None:
+        if (anchor := anchors.get(candidate.plan.execution.remat)) is not None:
             predicted = candidate.factor * candidate.memory.temporaries
-            summary["calibrated"] = dataclasses.asdict(line) | {"predicted": predicted}
+            summary["calibrated"] = dataclasses.asdict(anchor) | {"predicted": predicted}
         return summary, page_of_plan(topology, found, compiled, summary, config.network)
     closest = found.closest or found.fitting[0]
     ways = remedies(closest, topology.chip)
@@ -96,20 +98,43 @@ def _factor(candidate: Candidate, compiled: dict[str, Any], topology: Topology) 
     return (needed - memory.arguments) / memory.temporaries
 
 
-def _calibrate(config: PlanConfig, topology: Topology, candidate: Candidate) -> Line | None:
-    """Return the temporaries of a plan by number of layers, from two shallow models.
+def _calibrate(config: PlanConfig, topology: Topology, candidate: Candidate) -> Anchor | None:
+    """Return the temporaries of a plan with fewer layers, compiled.
 
-    None if the model is not deeper than these, or they do not fit.
+    None if the model is not deeper than that, or it does not fit.
     """
-    depths = shallow_depths(config.model, candidate.plan.execution)
-    if depths is None:
-        write(f"--calibrate: {config.model.num_layers} layers are too few to cut")
+    depth = shallow_depth(config.model, candidate.plan.execution)
+    if depth is None:
+        write(
+            f"--calibrate: {config.model.num_layers} layers are too few to cut; the closed form is"
+            " kept until the plan itself is compiled"
+        )
         return None
-    found = [_compile(config, topology, candidate, layers) for layers in depths]
-    if any(one["kind"] != "CompiledStep" for one in found):
+    compiled = _compile(config, topology, candidate, depth)
+    if compiled["kind"] != "CompiledStep":
+        write(f"--calibrate: a model of {depth} layers does not fit; the closed form is kept")
         return None
-    first, second = (one["temporaries"] for one in found)
-    return Line(depths=depths, temporaries=(first, second))
+    run = run_of(config, candidate, depth)
+    plan = step_plan(run, topology, run.execution.mesh)
+    closed = estimate_memory(plan, topology.chip.platform).temporaries
+    return Anchor(depth=depth, compiled=compiled["temporaries"], closed=closed)
+
+
+def run_of(config: PlanConfig, candidate: Candidate, layers: int | None) -> PretrainConfig:
+    """Return the run that follows a plan, of all layers or of some.
+
+    Args:
+        config: Run to plan.
+        candidate: Plan to follow.
+        layers: Number of layers; None for all.
+    """
+    training = dataclasses.replace(config.training, accumulation=candidate.plan.accumulation)
+    return dataclasses.replace(
+        config.pretrain,
+        execution=chosen_execution(config, candidate),
+        training=training,
+        model=dataclasses.replace(config.model, num_layers=layers or config.model.num_layers),
+    )
 
 
 def _compile(
@@ -118,15 +143,12 @@ def _compile(
     """Return the compiler's figures of a plan, of all layers or of some."""
     cut = "" if layers is None else f" with {layers} layers"
     write(f"compiling {plan_in_words(candidate.plan)}{cut} for {topology.text}")
-    execution = chosen_execution(config, candidate)
-    training = dataclasses.replace(config.training, accumulation=candidate.plan.accumulation)
-    model = dataclasses.replace(config.model, num_layers=layers or config.model.num_layers)
-    planned = dataclasses.replace(
-        config.pretrain, execution=execution, training=training, model=model
-    )
     runs = topology.chip.platform == "cpu" and layers is None
-    steps = config.measured_steps if runs else 0
-    job = {"config": to_json(planned), "topology": topology.text, "steps": steps}
+    job = {
+        "config": to_json(run_of(config, candidate, layers)),
+        "topology": topology.text,
+        "steps": config.measured_steps if runs else 0,
+    }
     result = in_child("experiments.plan.child", job, topology, on_wait=_say_phase)
     if "refused" in result:
         raise ValueError(result["refused"])

@@ -20,6 +20,7 @@ from jaxmoe.planning.attention_links import (
     links_of,
 )
 from jaxmoe.planning.hardware import CHIPS, Chip, Topology
+from jaxmoe.planning.nested import NestedSharding, best_nested
 from jaxmoe.planning.network.page import NetworkConfig, network_lines
 from jaxmoe.planning.search import Candidate, Found, mesh_in_words
 from jaxmoe.planning.search.verdicts import plan_in_words, why_not
@@ -74,6 +75,8 @@ def page_of_plan(
         parts.append(attention_links(candidate, chip))
     if candidate.mesh.stage > 1:
         parts.append(pipeline_part(candidate, chip))
+    if text := three_levels(candidate, chip):
+        parts.append(text)
     if lines := network_lines(network, plan, chip):
         parts.append("\n".join(lines))
     if compiled is not None:
@@ -165,7 +168,7 @@ def _memory(
     by_line = {}
     if calibrated:
         by_line = {"temporaries": calibrated["predicted"], "total": candidate.need}
-    rows = [("memory per device", "closed form", "from few layers", "compiled")]
+    rows = [("memory per device", "closed form", "from fewer layers", "compiled")]
     categories = memory.categories().items()
     rows += [(f"  {name}", size_in_words(size), "", "") for name, size in categories]
     for name in ("arguments", "temporaries", "total"):
@@ -182,6 +185,8 @@ def _time(candidate: Candidate) -> str:
     rows = [("time of a step", "seconds")]
     rows += [("  compute", f"{seconds.compute:.4g}"), ("  memory", f"{seconds.memory:.4g}")]
     rows += [(f"  {name}", f"{value:.4g}") for name, value in seconds.communication.items()]
+    if seconds.hidden:
+        rows.append(("  hidden beside products", f"-{seconds.hidden:.4g}"))
     return text_table(rows)
 
 
@@ -219,6 +224,32 @@ def attention_links(candidate: Candidate, chip: Chip) -> str:
         f"attention over seq   {form}\n"
         f"one layer, forward and backward, over the busiest link in its busiest direction ({links},"
         f" {direction_bandwidth(chip) / 1e9:.0f} GB/s)\n{text_table(rows)}\n{ends}"
+    )
+
+
+def three_levels(candidate: Candidate, chip: Chip) -> str:
+    """Return what sharding by three levels would send; empty unless all devices are copies of data.
+
+    Args:
+        candidate: Mesh of the plan.
+        chip: Properties of each device.
+    """
+    plan, devices = candidate.plan, candidate.plan.mesh.size
+    if candidate.mesh.batch_shards < devices or not 0 < chip.domain < devices:
+        return ""
+    parameters = float(sum(row.size for row in plan.table))
+    given = parameters, Sizes.of(plan).itemsize, devices
+    memory = candidate.memory
+    room = chip.available - memory.batch - memory.temporaries + memory.gradients + memory.copies
+    best = best_nested(*given, chip, room)
+    if best is None:
+        return ""
+    whole = NestedSharding(weights=devices, gradients=devices, state=devices)
+    return (
+        f"three levels         weights over {best.weights}, gradients over {best.gradients}, state"
+        f" over {best.state} devices would send for {best.seconds(*given, chip):.3g} s,\n"
+        f"                     over all devices {whole.seconds(*given, chip):.3g} s;"
+        " closed form, no --execution.rules executes it"
     )
 
 

@@ -11,6 +11,7 @@ import shutil
 
 from experiments.cli.tables import text_table
 from experiments.plan.units import size_in_words
+from jaxmoe.planning.critical_path import critical_seconds, stage_times, tick_seconds
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.pipelines_compared import (
     compare_layouts,
@@ -46,6 +47,14 @@ def pipeline_part(candidate: Candidate, chip: Chip) -> str:
         f"{text_table(rows)}\nidle: share of a step in which a stage waits; inputs kept: most"
         " streams of a\nmicro-batch that wait on a stage for their backward pass"
     )
+    if plan.execution.pipeline.chunks == 1 and plan.paths is None:
+        times, stages = stage_times(plan, chip), plan.execution.mesh.stage
+        ticks = tick_seconds(plan.execution.pipeline, stages, plan.accumulation, times)
+        critical = critical_seconds(stages, plan.accumulation, times)
+        text += (
+            f"\nlayers and sends     {ticks:.4g} s in ticks, {critical:.4g} s on the critical path"
+            " of 1F1B"
+        )
     if drawn := timetable(plan, width=shutil.get_terminal_size((100, 24)).columns):
         text += f"\n\n{drawn}"
     found = compare_layouts(plan, chip)

@@ -64,6 +64,9 @@ class Chip:
     """Dimensions of the torus of a TPU; 0 for others."""
     efficiency: float = 0.6
     """Share of the peak that matrix products reach: an assumption, or measured by a run."""
+    overlap: float = 0.0
+    """Share of the time of products beside which weights are gathered and gradients reduced: an
+    assumption; 0 hides nothing."""
     rates: tuple[tuple[str, LinkRate], ...] = ()
     """Measured rates by mesh axis, which replace the nominal ones."""
 

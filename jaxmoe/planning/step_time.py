@@ -5,17 +5,21 @@
     compute        (4/3 under remat "full") * model FLOPs / devices / (peak * efficiency)
     memory         bytes read and written / bandwidth
     communication  sum over axes of  messages * latency + bytes / bandwidth of the axis
-    step           between max(compute, memory, communication), everything overlapped, and
-                   max(compute, memory) + communication, nothing overlapped
+    hidden         min(communication that may be hidden, overlap * max(compute, memory))
+    step           max(compute, memory) + communication - hidden; max(compute, memory,
+                   communication) if everything overlapped
 
 With stages, which recompute the forward pass of every group from its kept input, the layers of the
 stages take a third longer (FLOPs: 4 for 3; 5 under remat "full") and 1 + bubble times that; other
 layers are computed by all stages alike, those before the stages forward once more.
 
-The prediction is the upper end: XLA overlaps an unknown part of it. Memory traffic counts weights
+Weights are gathered for the next layer and gradients reduced for the last one, so their messages
+may be under way beside products; those of tensor, attention, rows and stages are waited for. XLA
+hides an unknown part: `Chip.overlap` is 0 unless it is given (`plan --network.overlap`), and the
+prediction is then the upper end. Memory traffic counts weights
 in use three times, gradients and optimiser state once each way, and about thirty arrays of the size
 of the residual stream for each layer. The efficiency of matrix products is an assumption unless a
-run has measured it (`jaxmoe/planning/measured.py`): use these numbers to compare meshes.
+run has measured it (`jaxmoe/planning/corrections/measured.py`): use these to compare meshes.
 
 A TPU axis runs along a ring of the torus; a GPU axis that spans more than one host is bound by the
 network card between hosts. Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
@@ -36,7 +40,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.planning.traffic import Traffic, step_traffic
+from jaxmoe.planning.traffic import HIDEABLE, Traffic, step_traffic
 from sharding import axes as ax
 
 _STREAM_PASSES = 30
@@ -50,6 +54,8 @@ class StepTime:
     memory: float
     communication: dict[str, float]
     """Seconds by reason and axes."""
+    hidden: float = 0.0
+    """Seconds of communication beside products."""
 
     @property
     def communicated(self) -> float:
@@ -58,8 +64,8 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """Seconds with nothing overlapped."""
-        return max(self.compute, self.memory) + self.communicated
+        """Seconds of a step."""
+        return max(self.compute, self.memory) + self.communicated - self.hidden
 
     @property
     def overlapped(self) -> float:
@@ -83,13 +89,18 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
     streams = sum(sizes.stack_passes(stack).time / 3 for stack in sizes.stacks)
     moved = weights * sizes.itemsize + 4 * 8 * local + _STREAM_PASSES * streams * stream
+    compute = executed_flops(sizes) / num_devices / (chip.flops * chip.efficiency)
+    memory = moved / chip.memory_bandwidth
+    communication, hideable = {}, 0.0
+    for one in step_traffic(plan):
+        seconds = seconds_of(one, sizes.mesh, chip)
+        communication[f"{one.reason} over {' x '.join(one.axes)}"] = seconds
+        hideable += seconds * (one.reason in HIDEABLE)
     return StepTime(
-        compute=executed_flops(sizes) / num_devices / (chip.flops * chip.efficiency),
-        memory=moved / chip.memory_bandwidth,
-        communication={
-            f"{one.reason} over {' x '.join(one.axes)}": seconds_of(one, sizes.mesh, chip)
-            for one in step_traffic(plan)
-        },
+        compute=compute,
+        memory=memory,
+        communication=communication,
+        hidden=min(hideable, chip.overlap * max(compute, memory)),
     )
 
 
@@ -104,7 +115,7 @@ def executed_flops(sizes: Sizes) -> float:
     total = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens
     for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.
-        own = _stack_flops(plan, stack) * plan.tokens
+        own = stack_flops(plan, stack) * plan.tokens
         again = 1 / 3 if sizes.remat(stack) in ("full", "offload") else 0.0
         if stages == 1:
             total += own * again
@@ -116,8 +127,13 @@ def executed_flops(sizes: Sizes) -> float:
     return total
 
 
-def _stack_flops(plan: StepPlan, stack: LayerStack) -> float:
-    """Return the FLOPs per token of the layers of a stack, forward and backward."""
+def stack_flops(plan: StepPlan, stack: LayerStack) -> float:
+    """Return the FLOPs per token of the layers of a stack, forward and backward.
+
+    Args:
+        plan: Step to estimate.
+        stack: Stack of its model.
+    """
     rows = [row for row in plan.table if row.path.startswith(f"{stack.path}/")]
     mixing = stack.num_layers * stack.kind.mixer.flops_per_token(plan.sequence_length)
     return 6.0 * matmul_parameters(plan.model, ParameterTable(tuple(rows))) + mixing

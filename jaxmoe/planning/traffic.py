@@ -53,6 +53,9 @@ from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
 from sharding.sequence_parallel.traffic import sent_bytes
 
+HIDEABLE = ("weights", "gradients", "gradients of copies")
+"""Reasons whose messages only the next layer or the update waits for."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:

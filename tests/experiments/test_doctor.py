@@ -22,6 +22,7 @@ from experiments.doctor import devices as doctor_devices
 from experiments.doctor import links as doctor_links
 from experiments.doctor import software as doctor_software
 from experiments.doctor.software import Finding, coordinator, plugin_versions, variables, writable
+from jaxmoe.planning.network.measured import host_bandwidth
 from jaxmoe.resilience.links.probe import LinkProbe
 from jaxmoe.resilience.links.table import LinkTable
 
@@ -271,6 +272,17 @@ def test_links_are_measured_and_written(tmp_path, capsys, monkeypatch):
     data = table.axis_rate("data")
     assert data is not None and data.bandwidth > 0
     assert json.loads((tmp_path / "d" / "summary.json").read_text())["status"] == "done"
+
+
+def test_pairs_of_processes_are_measured_on_request(tmp_path, monkeypatch):
+    """One process here: no pair, and the table of hosts has one entry."""
+    monkeypatch.setattr(doctor_links, "start_process", lambda **_: None)
+    flags = ["--links", "--pairs", "processes", "--message_bytes", "1024", "--repeats", "1"]
+    flags += ["--measurements", "1", "--run.directory", str(tmp_path / "d")]
+    doctor.main(flags)
+    table = LinkTable.load(tmp_path / "d" / "links.json")
+    assert {link.axis for link in table.links} == {"data"}
+    assert host_bandwidth(table).shape == (1, 1)
 
 
 def test_a_slow_link_is_a_problem(tmp_path, capsys, monkeypatch):

@@ -27,6 +27,7 @@ from experiments.plan.units import size_in_words
 from experiments.recipes import RECIPES
 from jaxmoe.planning.compile_ahead import in_child
 from jaxmoe.planning.hardware import parse_topology
+from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.search import EVERYTHING, Space, search
 from sharding.mesh import MeshConfig
 
@@ -61,6 +62,20 @@ def test_a_plan_in_closed_form(tmp_path, capsys):
     flags = " ".join(summary["flags"])
     assert page.rstrip().endswith(f"flags for pretrain   {flags}")
     assert summary["execution"]["mesh"]["stage"] == 1 and "--execution.mesh.data" in flags
+
+
+def test_overlap_hides_messages_of_a_given_plan(tmp_path, capsys):
+    argv = ("tiny", "--topology", "gpu:h100:8", "--compiles", "0", "--execution.mesh.data", "8")
+    _, page, summary = planned(tmp_path, capsys, *argv)
+    assert summary["hidden_seconds"] == 0.0 and "hidden beside products" not in page
+    _, page, hiding = planned(tmp_path, capsys, *argv, "--network.overlap", "0.5")
+    work = max(hiding["compute_seconds"], hiding["memory_seconds"])
+    assert 0.0 < hiding["hidden_seconds"] <= work / 2 and "hidden beside products" in page
+    gained = summary["step_seconds"] - hiding["step_seconds"]
+    assert gained == pytest.approx(hiding["hidden_seconds"])
+    assert "network.overlap=2.0 must be from 0 to 1" in refused(
+        capsys, *argv, "--network.overlap", "2"
+    )
 
 
 def test_only_the_given_mesh_is_planned(tmp_path, capsys):
@@ -152,28 +167,49 @@ def test_flags_of_every_arrangement_are_read_back():
 
 
 def test_calibration_moves_the_plan(tmp_path, capsys, monkeypatch):
-    """Two shallow models whose temporaries grow twice as fast as the closed form has it."""
-    compiled = []
+    """A compiler that needs 5 MB more than the closed form at every depth."""
+    compiled, more = [], 5_000_000
 
     def compile_with(config, topology, candidate, layers=None):
-        depth = layers or config.model.num_layers
-        slope = 2 * candidate.memory.temporaries / config.model.num_layers
-        compiled.append(depth)
-        return {
-            "kind": "CompiledStep",
-            "temporaries": int(depth * slope),
-            "total": 1,
-            "arguments": 1,
-            "traffic": None,
-        }
+        run = judge.run_of(config, candidate, layers)
+        cut = step_plan(run, topology, run.execution.mesh)
+        compiled.append(cut.model.num_layers)
+        temporaries = int(estimate_memory(cut, "tpu").temporaries) + more
+        figures = {"temporaries": temporaries, "total": 1, "arguments": 1}
+        return {"kind": "CompiledStep", "traffic": None, **figures}
 
     monkeypatch.setattr(judge, "_compile", compile_with)
     monkeypatch.setattr(plan, "check_compiler", lambda topology: None)
-    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--model.num_layers", "8", "--calibrate", "True")
+    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--model.num_layers", "21", "--calibrate", "True")
     _, page, summary = planned(tmp_path, capsys, *argv, "--execution.remat", "none")
-    assert compiled == [2, 4, 8] and "from few layers" in page
+    # Four layers a turn of the loop, one left over: three of five turns.
+    assert compiled == [13, 21] and "from fewer layers" in page
     predicted = summary["calibrated"]["predicted"]
-    assert predicted == pytest.approx(2 * summary["temporaries"], rel=1e-3)
+    assert predicted == pytest.approx(summary["temporaries"] + more, abs=2)
+
+
+@pytest.mark.parametrize(
+    "layers, words",
+    [
+        ("4", "4 layers are too few to cut; the closed form is kept"),
+        ("24", "a model of 16 layers does not fit; the closed form is kept"),
+    ],
+)
+def test_calibration_says_where_it_keeps_the_closed_form(
+    tmp_path, capsys, monkeypatch, layers, words
+):
+    def compile_with(config, topology, candidate, layers=None):
+        if layers is not None:
+            return {"kind": "DoesNotFit", "needed": None, "text": "no room"}
+        figures = dict.fromkeys(("temporaries", "total", "arguments"), 1)
+        return {"kind": "CompiledStep", "traffic": None, **figures}
+
+    monkeypatch.setattr(judge, "_compile", compile_with)
+    monkeypatch.setattr(plan, "check_compiler", lambda topology: None)
+    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--model.num_layers", layers)
+    argv += ("--calibrate", "True", "--execution.mesh.data", "4")
+    _, page, summary = planned(tmp_path, capsys, *argv)
+    assert words in page and summary["calibrated"] is None
 
 
 def test_predictions_for_this_machine_carry_their_error():

@@ -12,7 +12,8 @@ The mean orders plans whose slowest groups are alike. Stages form a line, other 
 search is simulated annealing from a greedy chain (the next host is the one with the fastest link to
 the last), with the moves of Pipette (DATE 2024): reverse, insert, swap, move. Classes of network
 cards after Holmes (arXiv 2312.03549): hosts with the same kind of card use it, all others meet over
-Ethernet. The bandwidths by class are usual ones, not measured.
+Ethernet. The bandwidths by class are usual ones, not measured; those of measured links, which may
+differ by direction, come from `jaxmoe/planning/network/measured.py`.
 """
 
 from __future__ import annotations

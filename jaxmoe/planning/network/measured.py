@@ -1,10 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the nominal rates of a chip by those of measured links."""
+"""Reads measured links: rates of a chip by mesh axis, and the bandwidth between all hosts."""
 
 from __future__ import annotations
 
 import dataclasses
+
+import numpy as np
+from jaxtyping import Float
 
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.resilience.links.table import LinkTable
@@ -20,3 +23,32 @@ def linked_chip(chip: Chip, table: LinkTable) -> Chip:
     rates = [(size.axis, table.axis_rate(size.axis)) for size in table.mesh]
     known = tuple((axis, rate) for axis, rate in rates if rate is not None)
     return dataclasses.replace(chip, rates=known)
+
+
+def host_bandwidth(table: LinkTable) -> Float[np.ndarray, "H H"]:
+    """Return the bytes per second from each process to each other: those of its slowest link.
+
+    A process is a host of `execution.host_order`.
+
+    Args:
+        table: Table of `python -m experiments.doctor --links --pairs processes`.
+
+    Raises:
+        ValueError: Two processes have no measured link.
+    """
+    process_of = dict(zip(table.devices, table.processes, strict=True))
+    number = max(table.processes) + 1
+    found = np.full((number, number), np.inf)
+    for link in table.links:
+        pair = process_of[link.source], process_of[link.target]
+        if pair[0] != pair[1]:
+            found[pair] = min(found[pair], table.rate(link).bandwidth)
+    missing = np.isinf(found) & ~np.eye(number, dtype=bool)
+    if missing.any():
+        source, target = map(int, np.argwhere(missing)[0])
+        raise ValueError(
+            f"links: {int(missing.sum())} of {number * (number - 1)} pairs of processes were not"
+            f" measured, such as {source} -> {target}: measure them with python -m"
+            " experiments.doctor --links --pairs processes"
+        )
+    return found

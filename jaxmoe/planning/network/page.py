@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
@@ -26,11 +27,13 @@ from jaxmoe.planning.network.host_order import (
     order_seconds,
     parse_classes,
 )
-from jaxmoe.planning.network.measured import linked_chip
+from jaxmoe.planning.network.measured import host_bandwidth, linked_chip
 from jaxmoe.planning.step_time import seconds_of
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.resilience.links.table import LinkTable
 
+MEASURED = "measured"
+"""Value of network.hosts for hosts whose links were measured."""
 _ALL_TO_ALL = ("rows", "shuffle")
 """Reasons of traffic in which each device sends to all others."""
 
@@ -42,16 +45,28 @@ class NetworkConfig:
     links: str | None = None
     """Path of a links.json of `python -m experiments.doctor --links` on these devices; None uses
     nominal rates alone."""
+    overlap: float = 0.0
+    """Share of the time of products beside which weights are gathered and gradients reduced; 0
+    hides nothing, 1 as much as fits."""
     hosts: str = ""
-    """Classes of the hosts' network cards in order, such as "ib*4 roce*4"; prints the best
-    --execution.host_order. Classes are ib, roce, ethernet."""
+    """Classes of the hosts' network cards in order, such as "ib*4 roce*4", or "measured" for the
+    links between processes of network.links; prints the best --execution.host_order. Classes are
+    ib, roce, ethernet."""
     spines: int = 0
     """Spine switches of a leaf-spine network, whose congestion is printed; 0 prints none."""
     devices_per_leaf: int = 32
     """Devices under one leaf switch."""
 
     def __post_init__(self):
-        parse_classes(self.hosts)
+        if self.hosts != MEASURED:
+            parse_classes(self.hosts)
+        elif self.links is None:
+            raise ValueError(
+                f"network.hosts={MEASURED} reads the links between processes, and network.links is"
+                " None: name a links.json of python -m experiments.doctor --links --pairs processes"
+            )
+        if not 0.0 <= self.overlap <= 1.0:
+            raise ValueError(f"network.overlap={self.overlap} must be from 0 to 1")
         if self.spines < 0:
             raise ValueError(f"network.spines={self.spines} must be 0 (no fabric) or more")
         if self.devices_per_leaf < 1:
@@ -67,13 +82,14 @@ def network_lines(config: NetworkConfig, plan: StepPlan, chip: Chip) -> list[str
         chip: Properties of each device.
 
     Raises:
-        ValueError: The hosts do not divide the devices, or links.json cannot be read.
+        ValueError: The hosts do not divide the devices, or links.json cannot be read or is of
+            other devices.
     """
     lines: list[str] = []
     if config.links is not None:
         lines += _measured(LinkTable.load(config.links), plan, chip)
     if config.hosts:
-        lines += _hosts(parse_classes(config.hosts), plan, chip)
+        lines += _hosts(*_bandwidths(config, plan), plan, chip)
     if config.spines:
         lines += _fabric(config, plan, chip)
     return lines
@@ -90,16 +106,35 @@ def _measured(table: LinkTable, plan: StepPlan, chip: Chip) -> Iterator[str]:
         yield f"  {one.reason} over {' x '.join(one.axes)}: {text}, {nominal:.3g} s nominal"
 
 
-def _hosts(classes: tuple[str, ...], plan: StepPlan, chip: Chip) -> Iterator[str]:
-    mesh, bandwidth = dict(plan.mesh.shape), class_bandwidth(classes)
-    found = exchanges(step_traffic(plan), mesh, len(classes), chip.link_latency)
+def _bandwidths(
+    config: NetworkConfig, plan: StepPlan
+) -> tuple[Float[np.ndarray, "H H"], tuple[str, ...]]:
+    """Return the bytes per second between hosts, and the class of each if they are by class."""
+    if config.links is not None and config.hosts == MEASURED:
+        table = LinkTable.load(config.links)
+        if len(table.devices) != plan.mesh.size:
+            raise ValueError(
+                f"network.links={config.links} has {len(table.devices)} devices and the plan"
+                f" {plan.mesh.size}: measure the devices of the plan, or give classes of hosts"
+            )
+        return host_bandwidth(table), ()
+    classes = parse_classes(config.hosts)
+    return class_bandwidth(classes), classes
+
+
+def _hosts(
+    bandwidth: Float[np.ndarray, "H H"], classes: tuple[str, ...], plan: StepPlan, chip: Chip
+) -> Iterator[str]:
+    mesh = dict(plan.mesh.shape)
+    found = exchanges(step_traffic(plan), mesh, len(bandwidth), chip.link_latency)
     order, seconds = best_order(found, bandwidth)
     given = order_seconds(np.arange(len(order)), found, bandwidth)
     yield (
         f"order of hosts       {seconds:.3g} s of messages between hosts, {given:.3g} s as given:"
         f" --execution.host_order {' '.join(map(str, order))}"
     )
-    yield f"  classes in order: {' '.join(classes[host] for host in order)}"
+    if classes:
+        yield f"  classes in order: {' '.join(classes[host] for host in order)}"
 
 
 def _fabric(config: NetworkConfig, plan: StepPlan, chip: Chip) -> Iterator[str]:

@@ -59,4 +59,5 @@ def _parts(candidate: Candidate) -> dict[str, float]:
     """Return the seconds of a step by part."""
     time = candidate.time
     bound = "compute" if time.compute >= time.memory else "memory"
-    return {bound: max(time.compute, time.memory)} | time.communication
+    parts = {bound: max(time.compute, time.memory)} | time.communication
+    return parts | ({"hidden": -time.hidden} if time.hidden else {})

@@ -17,6 +17,7 @@ The first round sends nothing: every device reads and writes as many bytes alone
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 import time
 import zlib
@@ -63,6 +64,51 @@ def axis_rounds(mesh: Mesh, axis: str) -> list[list[Pair]]:
     ]
 
 
+def process_rounds(processes: Sequence[int], shift: int) -> list[list[Pair]]:
+    """Return the messages from every process to the one that is `shift` further, in rounds.
+
+    All devices of a process send, each to the device at the same place in the other process. With
+    the shifts from 1 to one less than the processes, every ordered pair of processes is measured.
+
+    Args:
+        processes: Process of each place; all have the same number.
+        shift: Processes from the sender to the receiver, which go round.
+
+    Returns:
+        Pairs of flat places in the mesh; no place is twice in a round.
+
+    Raises:
+        ValueError: Processes have different numbers of devices.
+    """
+    places: dict[int, list[int]] = {}
+    for place, process in enumerate(processes):
+        places.setdefault(process, []).append(place)
+    number, order = len(places), sorted(places)
+    if len({*map(len, places.values())}) > 1:
+        counts = {process: len(places[process]) for process in order}
+        raise ValueError(
+            f"pairs=processes needs as many devices on every process, and they have {counts}:"
+            " measure pairs=neighbours"
+        )
+    cycle, cycles = number // math.gcd(number, shift), math.gcd(number, shift)
+    turns = [range(0, cycle - 1, 2), range(1, cycle - cycle % 2, 2)]
+    turns += [range(cycle - 1, cycle)] * (cycle % 2)
+    return [
+        [
+            pair
+            for first in range(cycles)
+            for turn in among
+            for pair in zip(
+                places[order[(first + turn * shift) % number]],
+                places[order[(first + (turn + 1) * shift) % number]],
+                strict=True,
+            )
+        ]
+        for among in turns
+        if among
+    ]
+
+
 def host_of_processes() -> list[int]:
     """Return a number for the host of each process, equal on equal hosts; all must call this."""
     name = zlib.crc32(socket.gethostname().encode()) & 0x7FFFFFFF
@@ -91,6 +137,8 @@ class LinkProbe:
         message_bytes: Bytes of each message.
         repeats: Times that each round is measured.
         rounds: Whether messages share rounds.
+        processes: Process of each device, to measure every pair of processes as well; None
+            measures neighbours alone.
         clock: Returns seconds.
     """
 
@@ -101,6 +149,7 @@ class LinkProbe:
         *,
         repeats: int = 5,
         rounds: Rounds = "together",
+        processes: Sequence[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.mesh, self._repeats, self._clock = mesh, repeats, clock
@@ -110,7 +159,11 @@ class LinkProbe:
         self._here = {
             device.id: place for place, device in enumerate(devices) if device.process_index == me
         }
-        self.rows = (ALONE, *(axis for axis, size in mesh.shape.items() if size > 1))
+        sent = {axis: axis_rounds(mesh, axis) for axis, size in mesh.shape.items() if size > 1}
+        if processes is not None:
+            shifts = range(1, len({*processes}))
+            sent |= {f"process+{n}": process_rounds(processes, n) for n in shifts}
+        self.rows = (ALONE, *sent)
         placed = NamedSharding(mesh, self._spec)
         make = jax.jit(
             lambda: jnp.zeros((mesh.size * message_bytes,), jnp.uint8), out_shardings=placed
@@ -118,8 +171,8 @@ class LinkProbe:
         self._given = make()
         self._meet = self._compiled(self._sum)
         self._rounds = [self._alone()]
-        for row, axis in enumerate(self.rows[1:], 1):
-            for pairs in axis_rounds(mesh, axis):
+        for row, of_row in enumerate(sent.values(), 1):
+            for pairs in of_row:
                 groups = [pairs] if rounds == "together" else [[pair] for pair in pairs]
                 self._rounds += [self._round(row, group) for group in groups]
         self._targets, self._reaches = self._shape(devices)

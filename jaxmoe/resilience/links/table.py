@@ -38,10 +38,10 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Measured connection from a device to its next neighbour on a mesh axis."""
+    """Measured connection from a device to its next neighbour on a mesh axis, or to a process."""
 
     axis: str
-    """Mesh axis."""
+    """Mesh axis, or `process+n` for a message to the process that is n further."""
     source: int
     """Number of the sending device, as JAX counts them."""
     target: int

@@ -33,7 +33,7 @@ from jaxmoe.planning.network.host_order import (
     order_seconds,
     parse_classes,
 )
-from jaxmoe.planning.network.measured import linked_chip
+from jaxmoe.planning.network.measured import host_bandwidth, linked_chip
 from jaxmoe.planning.network.page import NetworkConfig, network_lines
 from jaxmoe.planning.step_time import predict_time, seconds_of
 from jaxmoe.planning.traffic import Traffic, step_traffic
@@ -233,6 +233,73 @@ def test_the_lines_of_a_plan(plan, tmp_path):
     assert not rows, "experts are within a leaf"
     (weights,) = [line for line in lines if line.startswith("  weights over data x expert: ")]
     assert "hashed " in weights and "exact 1.00 (6 parts); one path at most 6.00" in weights
+
+
+def measured_hosts(bandwidth, per_host):
+    """Links between all pairs of processes; the first device of each sends slowest."""
+    hosts = len(bandwidth)
+    links = tuple(
+        Link(
+            axis=f"process+{(target - source) % hosts}",
+            source=source * per_host + device,
+            target=target * per_host + device,
+            reach="network",
+            small_seconds=1e-6,
+            large_seconds=1e-6 + 1000 / float(bandwidth[source, target]) / (1 + device),
+        )
+        for source, target in itertools.permutations(range(hosts), 2)
+        for device in range(per_host)
+    )
+    return LinkTable(
+        device_kind="h100",
+        mesh=(AxisSize(axis="data", size=hosts * per_host),),
+        processes=tuple(place // per_host for place in range(hosts * per_host)),
+        devices=tuple(range(hosts * per_host)),
+        small_bytes=1,
+        large_bytes=1001,
+        links=links,
+    )
+
+
+@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.given(hosts=st.sampled_from([2, 3, 4, 5, 6]), seed=st.integers(0, 2**31))
+def test_annealing_equals_brute_force_with_measured_links(hosts, seed):
+    """Links of every pair and direction for itself, through the table of the doctor."""
+    wanted = np.random.default_rng(seed).uniform(1e9, 1e10, (hosts, hosts))
+    bandwidth = host_bandwidth(measured_hosts(wanted, per_host=2))
+    np.fill_diagonal(wanted, np.inf)
+    np.testing.assert_allclose(bandwidth, wanted)
+    mesh = {"stage": 2 - hosts % 2, "data": hosts * 2 // (2 - hosts % 2)}
+    reasons = [traffic(("data",), 4e9, mesh["data"])]
+    if mesh["stage"] > 1:
+        reasons.append(traffic(("stage",), 1e9, 2))
+    found = exchanges(reasons, mesh, hosts, 0.0)
+    _, seconds = best_order(found, bandwidth, moves=3000)
+    assert seconds == pytest.approx(brute_force(found, bandwidth), rel=1e-9)
+
+
+def test_hosts_are_ordered_by_their_measured_links(plan, tmp_path):
+    """Fast links from 0 to 2 to 1 to 3 and back; a pair that was not measured is refused."""
+    bandwidth = np.full((4, 4), 1e9)
+    for source, target in ((0, 2), (2, 1), (1, 3), (3, 0)):
+        bandwidth[source, target] = 2e10
+    table, path = measured_hosts(bandwidth, per_host=8), tmp_path / "links.json"
+    table.save(path)
+    ring = plan_of(mesh=MeshConfig(data=32), batch_size=64, rules="fully_sharded")
+    config = NetworkConfig(links=str(path), hosts="measured")
+    lines = network_lines(config, ring, CHIPS["h100"])
+    (order,) = [line for line in lines if line.startswith("order of hosts")]
+    words = order.partition("--execution.host_order ")[2].split()
+    start = words.index("0")
+    assert words[start:] + words[:start] == ["0", "2", "1", "3"]
+    assert not any("classes in order" in line for line in lines)
+    some = dataclasses.replace(table, links=table.links[8:])
+    with pytest.raises(ValueError, match="1 of 12 pairs .* such as 0 -> 1: measure them"):
+        host_bandwidth(some)
+    with pytest.raises(ValueError, match="network.links is None: name a links.json"):
+        NetworkConfig(hosts="measured")
+    with pytest.raises(ValueError, match="has 32 devices and the plan 2"):
+        network_lines(config, plan_of(mesh=MeshConfig(data=2), batch_size=8), CHIPS["h100"])
 
 
 def test_measured_links_replace_nominal_rates(plan, tmp_path):

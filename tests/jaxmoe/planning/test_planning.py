@@ -26,9 +26,9 @@ from jaxmoe.planning.abstract_step import (
     abstract_batch,
     abstract_state,
 )
+from jaxmoe.planning.corrections.measured import measured_chip
 from jaxmoe.planning.device_bytes import device_bytes, padded_bytes
 from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
-from jaxmoe.planning.measured import measured_chip
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.mesh_axes import axes_of_groups
 from jaxmoe.planning.search import Space, enumerate_meshes, on_mesh, remedies, search
@@ -386,11 +386,28 @@ def test_an_unknown_topology_is_refused(text, words):
     assert words in str(caught.value)
 
 
-def test_measured_step_gives_back_the_efficiency():
+@pytest.mark.parametrize("overlap", [0.0, 0.1, 0.5, 1.0])
+def test_measured_step_gives_back_the_efficiency(overlap):
     plan = plan_of(WIDE, MeshConfig(data=4, tensor=2), batch_size=8, length=64)
-    chip = CHIPS["cpu"]
+    chip = dataclasses.replace(CHIPS["cpu"], overlap=overlap)
     slower = dataclasses.replace(chip, efficiency=0.31, memory_bandwidth=1e15)
     seconds = predict_time(plan, slower).step
     assert measured_chip(chip, plan, seconds).efficiency == pytest.approx(0.31)
     with pytest.raises(ValueError, match="was the run on other devices than topology"):
-        measured_chip(chip, plan, predict_time(plan, chip).communicated)
+        measured_chip(chip, plan, predict_time(plan, chip).communicated / 10)
+
+
+def test_overlap_hides_gathers_and_reductions_alone():
+    """Up to the share of the products; messages that products wait for are never hidden."""
+    plan = plan_of(WIDE, MeshConfig(data=4, tensor=2), batch_size=8, length=64)
+    chip = CHIPS["h100"]
+    nothing = predict_time(plan, chip)
+    work, reasons = max(nothing.compute, nothing.memory), nothing.communication
+    free = sum(one for name, one in reasons.items() if name.startswith(("weights", "gradients")))
+    waited = sum(one for name, one in reasons.items() if name.startswith("tensor"))
+    assert free > 0 < waited and free + waited == pytest.approx(nothing.communicated)
+    assert nothing.hidden == 0.0 and nothing.step == work + nothing.communicated
+    enough = predict_time(plan, dataclasses.replace(chip, overlap=2 * free / work))
+    assert enough.step == pytest.approx(work + waited)
+    little = predict_time(plan, dataclasses.replace(chip, overlap=free / work / 4))
+    assert little.step == pytest.approx(work + waited + 0.75 * free)

@@ -6,6 +6,7 @@ That a real run of two processes names one that sleeps is in tests/faults/test_w
 """
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -24,7 +25,7 @@ from jaxmoe.resilience.links.faults import (
     in_words,
     locate,
 )
-from jaxmoe.resilience.links.probe import LinkProbe, axis_rounds
+from jaxmoe.resilience.links.probe import LinkProbe, axis_rounds, process_rounds
 from jaxmoe.resilience.links.table import AxisSize, Link, LinkTable
 from jaxmoe.resilience.links.watch import SLOWEST, LinkHook, LinkWatch
 from sharding.mesh import MeshConfig, make_mesh
@@ -173,6 +174,32 @@ def test_rounds_send_every_message_once_and_use_no_device_twice():
             following = np.roll(places, -1, mesh.axis_names.index(axis))
             wanted = zip(places.flat, following.flat, strict=True)
             assert sorted(pair for pairs in rounds for pair in pairs) == sorted(wanted)
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 8])
+def test_every_process_sends_to_every_other_and_no_device_is_twice_in_a_round(number):
+    processes = [place % number for place in range(2 * number)]
+    sent = []
+    for shift in range(1, number):
+        for pairs in process_rounds(processes, shift):
+            used = [place for pair in pairs for place in pair]
+            assert len(used) == len(set(used))
+            sent += [(processes[a], processes[b]) for a, b in pairs]
+    wanted = [pair for pair in itertools.permutations(range(number), 2) for _ in range(2)]
+    assert sorted(sent) == sorted(wanted)
+    with pytest.raises(ValueError, match="as many devices on every process"):
+        process_rounds([0, 0, 1], 1)
+
+
+def test_the_probe_measures_every_pair_of_processes_on_request():
+    processes = [0, 0, 1, 1, 2, 2, 3, 3]
+    mesh = make_mesh(MeshConfig(data=8))
+    matrix = LinkProbe(mesh, 1024, repeats=1, processes=processes).measure()
+    assert matrix.rows == (ALONE, "data", "process+1", "process+2", "process+3")
+    assert (matrix.seconds > 0.0).all()
+    for shift in (1, 2, 3):
+        wanted = [(place + 2 * shift) % 8 for place in range(8)]
+        assert matrix.targets[1 + shift].tolist() == wanted
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces the assumed efficiency of a chip by that of a measured step (Pipette, DATE 2024).
 
-    efficiency = executed FLOPs / devices / (peak * (seconds - predicted communication))
+    efficiency = executed FLOPs / devices / (peak * compute)
+    compute    = seconds - predicted communication, and what `Chip.overlap` hides of it
 
 To measure another property: a function from a plan and a time to a `Chip`, here.
 """
@@ -29,12 +30,19 @@ def measured_chip(chip: Chip, plan: StepPlan, seconds: float) -> Chip:
     Raises:
         ValueError: The time is not possible on this chip.
     """
-    sizes, communicated = Sizes.of(plan), predict_time(plan, chip).communicated
+    sizes = Sizes.of(plan)
+    open_ended = predict_time(plan, dataclasses.replace(chip, overlap=math.inf))
+    communicated, hideable = open_ended.communicated, open_ended.hidden
     least = executed_flops(sizes) / math.prod(sizes.mesh.values()) / chip.flops
-    if seconds - communicated < least:
+    # The inverse of `StepTime.step`: compute - min(hideable, overlap * compute) = left.
+    left = seconds - communicated
+    compute = left + hideable
+    if chip.overlap < 1.0:
+        compute = min(compute, left / (1.0 - chip.overlap))
+    if compute < least:
         raise ValueError(
             f"measured_run: a step of {seconds:.4g} s is shorter than the {least:.4g} s of its"
             f" products at the peak and {communicated:.4g} s of predicted communication: was the"
             " run on other devices than topology?"
         )
-    return dataclasses.replace(chip, efficiency=least / (seconds - communicated))
+    return dataclasses.replace(chip, efficiency=least / compute)
