@@ -78,6 +78,9 @@ class ExecutionConfig:
     each whole block, from an input kept in host memory."""
     remat_dense: Remat | None = None
     """The same for layers without routed experts; when None, as `remat`."""
+    parameter_memory: Literal["device", "host"] = "device"
+    """Memory of the parameters of layers and of their gradients. host: the device holds two layers
+    at a time, and needs remat full or offload and optimizer_memory host."""
     optimizer_memory: Literal["device", "host"] = "device"
     """Memory of the optimiser state between two updates."""
     optimizer_parts: int = 1
@@ -105,6 +108,7 @@ class ExecutionConfig:
                 f" {len(self.host_order) - 1} once each"
             )
         self._check_parts()
+        self._check_parameters()
         self._check_products()
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
@@ -161,6 +165,45 @@ class ExecutionConfig:
             raise ValueError(
                 f"execution.optimizer_parts={parts} cuts between layers, which"
                 f" execution.mesh.stage={self.mesh.stage} splits over devices: set one of them to 1"
+            )
+
+    @property
+    def updates_in_parts(self) -> bool:
+        """Whether the optimiser updates the layers of a stack apart."""
+        return self.optimizer_parts > 1 or self.parameter_memory == "host"
+
+    def _check_parameters(self) -> None:
+        """Refuse what needs the parameters of all layers on the device."""
+        if self.parameter_memory == "device":
+            return
+        whole = "execution.parameter_memory=host brings the parameters of layers one at a time, and"
+        remat = {"remat": self.remat, "remat_dense": self.remat_dense or self.remat}
+        for field, value in remat.items():
+            if value not in ("full", "offload"):
+                raise ValueError(
+                    f"{whole} execution.{field}={value} keeps values made of them for the backward"
+                    f" pass: set {field} to full or offload, or parameter_memory to device"
+                )
+        if self.optimizer_memory == "device":
+            raise ValueError(
+                f"{whole} execution.optimizer_memory=device updates all of them at once: set"
+                " optimizer_memory to host, or parameter_memory to device"
+            )
+        if self.mesh.stage != 1:
+            raise ValueError(
+                f"{whole} execution.mesh.stage={self.mesh.stage} keeps those of a stage on its"
+                " devices: set mesh.stage to 1, or parameter_memory to device"
+            )
+        if not STATE_LAYOUTS[self.rules].is_streamable:
+            names = [name for name, layout in STATE_LAYOUTS.items() if layout.is_streamable]
+            raise ValueError(
+                f"{whole} execution.rules={self.rules} lays all of them out again in a step: set"
+                f" rules to {' or '.join(names)}, or parameter_memory to device"
+            )
+        if self.telemetry != "brief":
+            raise ValueError(
+                f"{whole} execution.telemetry={self.telemetry} compares all of them with their"
+                " updates: set telemetry to brief, or parameter_memory to device"
             )
 
     @property

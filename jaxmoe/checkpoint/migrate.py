@@ -57,6 +57,7 @@ ADDED: tuple[Added, ...] = (
     Added("execution.tensor_products", {"kind": "whole"}),
     Added("training.assign", {"kind": "buckets"}),
     Added("execution.fold.seq_cuts", []),
+    Added("execution.parameter_memory", "device"),
 )
 """Fields in the order in which they were added."""
 

@@ -20,6 +20,7 @@ from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
+from jaxmoe.models.streamed_scan import StreamedScan
 from jaxmoe.routing import RouterStatistics
 from sharding import axes as ax
 
@@ -73,6 +74,8 @@ def scan_layers(
         train: Whether routers behave as in training.
         is_gathered: Whether a collection of gathered parameters is given beside the cut ones.
     """
+    if execution.parameter_memory == "host":
+        return _streamed(scan, context, execution, train=train)
     blocks = tuple(_block(stack.kind, execution, is_gathered) for stack in scan.stacks)
     body: Any = Cycle if scan.is_cycle else blocks[0]
     scanned: Any = nn.scan(
@@ -92,6 +95,27 @@ def scan_layers(
     (stack,) = scan.stacks
     kind = stack.kind
     return scanned(kind.mixer, kind.feed_forward, context, execution, train, name=scan.name)
+
+
+def _streamed(
+    scan: Scan, context: LayerContext, execution: ExecutionConfig, *, train: bool
+) -> nn.Module:
+    """Return the module of a scan whose parameters lie in host memory; see `scan_layers`."""
+    kinds = tuple(stack.kind for stack in scan.stacks)
+
+    def build() -> nn.Module:
+        if scan.is_cycle:
+            return Cycle((Block,) * len(kinds), kinds, context, execution, train, parent=None)
+        (kind,) = kinds
+        return Block(kind.mixer, kind.feed_forward, context, execution, train, parent=None)
+
+    return StreamedScan(
+        build,
+        scan.length,
+        min(execution.unroll, scan.length),
+        any(execution.remat_of(kind.feed_forward.is_routed) == "offload" for kind in kinds),
+        name=scan.name,
+    )
 
 
 def _block(kind: Layer, execution: ExecutionConfig, is_gathered: bool) -> Any:

@@ -125,6 +125,8 @@ class Transformer(nn.Module):
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
         outputs, is_gathered = [], WHOLE in self.variables
+        if self.is_initializing():  # the parameters of one loop, wherever they will be
+            execution = dataclasses.replace(execution, parameter_memory="device")
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
             inputs = scan_inputs(model, scan, router_state, cache, key, kept)

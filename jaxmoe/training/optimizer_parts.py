@@ -15,6 +15,9 @@ New values go to host buffers of their own, and a step that the guard refuses ta
 nothing is known about the last part when the first one is put away. Host memory therefore holds the
 state twice during a step. New parameters are written over the gradients that made them.
 
+Parameters and gradients that lie in host memory (`execution.parameter_memory`) arrive and leave
+with the state of their part.
+
 The results are those of an update of the whole, because a `LayerwiseTransformation` treats each
 layer by itself. The optimiser is traced once for each part, with zeros for the state of the others,
 and only the results of the part are used: the compiler removes the rest.
@@ -33,9 +36,11 @@ import optax
 from flax import traverse_util
 from jaxtyping import Array, Bool
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import LayerwiseTransformation
-from jaxmoe.training.guard import all_finite
+from jaxmoe.training.guard import all_finite, select
+from jaxmoe.training.host_arrays import is_on_host
 from jaxmoe.training.state import UpdatedState
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -75,7 +80,7 @@ class StateOnHost(UpdatedState):
 
     def kept(self, is_good: Bool[Array, ""]) -> Any:
         """Return the new or the old state; arrays stay in host memory."""
-        return jax.lax.cond(is_good, lambda new, old: new, lambda new, old: old, self.new, self.old)
+        return select(is_good, self.new, self.old)
 
 
 def parts_of(model: ModelConfig, params: Any, number: int) -> tuple[Part, ...]:
@@ -100,19 +105,23 @@ def parts_of(model: ModelConfig, params: Any, number: int) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def check_parts(number: int, optimizer: optax.GradientTransformation) -> None:
+def check_parts(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
     """Refuse an optimiser that may mix layers.
 
     Raises:
         ValueError: The optimiser does not promise to treat each layer by itself.
     """
-    if number > 1 and not isinstance(optimizer, LayerwiseTransformation):
-        raise ValueError(
-            f"execution.optimizer_parts={number} updates the layers of a stack apart, and this"
-            " optimizer does not promise to treat each layer by itself: build it with an"
-            " OptimizerConfig, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
-            " it does, or set execution.optimizer_parts to 1"
-        )
+    if not execution.updates_in_parts or isinstance(optimizer, LayerwiseTransformation):
+        return
+    field, value = "optimizer_parts", str(execution.optimizer_parts)
+    if execution.optimizer_parts == 1:
+        field, value = "parameter_memory", "host"
+    raise ValueError(
+        f"execution.{field}={value} updates the layers of a stack apart, and this"
+        " optimizer does not promise to treat each layer by itself: build it with an"
+        " OptimizerConfig, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
+        f" it does, or set execution.{field} to {'device' if value == 'host' else 1}"
+    )
 
 
 def update_in_parts(
@@ -123,6 +132,7 @@ def update_in_parts(
     params: Any,
     *,
     after: tuple[Array, Array],
+    scale: Array | float = 1.0,
 ) -> tuple[Any, Any, StateOnHost]:
     """Return the updates, the new parameters and the new state of an optimiser.
 
@@ -133,31 +143,111 @@ def update_in_parts(
         opt_state: State in host memory; counters on the device.
         params: Parameters, laid out as the state.
         after: Scalars before which the first and the second fetch do not start.
+        scale: Factor of the gradients that lie in host memory.
+
+    Returns:
+        Updates of the parameters on the device, None for others; parameters, in their memory; and
+        the state.
     """
     waiting = _Waiting.of(opt_state, params)
-    # Gradients are read before they are overwritten; those of another dtype are not.
-    written = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else p, grads, params)
-    moved: dict[str, list[Any]] = {name: [] for name in params}
-    fetched, finite = waiting.fetch(parts[0], after[0]), [after[1]]
+    modules = {name: _module(grads[name], params[name], scale) for name in params}
+    others = {name: one.stand_ins for name, one in modules.items()}
+    other_grads, other_params = ({name: two[i] for name, two in others.items()} for i in (0, 1))
+    fetched, finite = _fetched(waiting, modules, parts[0], after[0]), [after[1]]
     for number, part in enumerate(parts):
-        name, state = part.name, waiting.filled(part, fetched)
+        name, state = part.name, waiting.filled(part, fetched[0])
+        given, held = modules[name].values(part, fetched[1])
         if number + 1 < len(parts):
-            fetched = waiting.fetch(parts[number + 1], finite[-1])
-        given = jax.tree.map(
-            lambda w, g, part=part: part.of(w if w.dtype == g.dtype else g),
-            written[name],
-            grads[name],
-        )
-        held = jax.tree.map(part.of, params[name])
-        updates, new = update(grads | {name: given}, state, params | {name: held})
-        steps = updates[name]
-        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, steps)
+            fetched = _fetched(waiting, modules, parts[number + 1], finite[-1])
+        updates, new = update(other_grads | {name: given}, state, other_params | {name: held})
+        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates[name])
         finite.append(all_finite((sums, waiting.put_away(part, new))))
-        moved[name].append(steps)
-        written = written | {name: jax.tree.map(part.written, written[name], sums)}
-    joined = {name: _joined(moved[name], params[name]) for name in params}
+        modules[name].write(part, updates[name], sums)
     is_finite = jnp.all(jnp.stack(finite[1:]))
-    return joined, written, StateOnHost(new=waiting.joined(), old=opt_state, is_finite=is_finite)
+    results = {name: one.results() for name, one in modules.items()}
+    return (
+        {name: updates for name, (updates, _) in results.items()},
+        {name: params for name, (_, params) in results.items()},
+        StateOnHost(new=waiting.joined(), old=opt_state, is_finite=is_finite),
+    )
+
+
+class _OnDevice:
+    """A module whose parameters and gradients lie on the device."""
+
+    def __init__(self, grads: Any, params: Any):
+        self._grads, self._params = grads, params
+        # Gradients are read before they are overwritten; those of another dtype are not.
+        self._written = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else p, grads, params)
+        self._updates: list[Any] = []
+
+    @property
+    def stand_ins(self) -> tuple[Any, Any]:
+        """Gradients and parameters for the update of another module, which does not read them."""
+        return self._grads, self._params
+
+    def waiting(self, part: Part) -> Any:
+        """Return what is fetched for a part."""
+        del part
+        return ()
+
+    def values(self, part: Part, fetched: Any) -> tuple[Any, Any]:
+        """Return gradients and parameters of a part."""
+        del fetched
+        given = jax.tree.map(
+            lambda w, g: part.of(w if w.dtype == g.dtype else g), self._written, self._grads
+        )
+        return given, jax.tree.map(part.of, self._params)
+
+    def write(self, part: Part, updates: Any, params: Any) -> None:
+        """Take the results of a part."""
+        self._updates.append(updates)
+        self._written = jax.tree.map(part.written, self._written, params)
+
+    def results(self) -> tuple[Any, Any]:
+        """Return the updates and the new parameters."""
+        return _joined(self._updates, self._params), self._written
+
+
+class _OnHost:
+    """A module whose parameters and gradients lie in host memory; see `_OnDevice`."""
+
+    def __init__(self, grads: Any, params: Any, scale: Array | float):
+        self._grads, self._params, self._scale = grads, params, scale
+        self._pieces: list[Any] = []
+
+    @property
+    def stand_ins(self) -> tuple[Any, Any]:
+        return jax.tree.map(jnp.zeros_like, jax.device_put((self._grads, self._params), _DEVICE))
+
+    def waiting(self, part: Part) -> Any:
+        return jax.tree.map(part.of, (self._grads, self._params))
+
+    def values(self, part: Part, fetched: Any) -> tuple[Any, Any]:
+        del part
+        grads, params = fetched
+        return jax.tree.map(lambda g: g * jnp.asarray(self._scale, g.dtype), grads), params
+
+    def write(self, part: Part, updates: Any, params: Any) -> None:
+        del part, updates
+        self._pieces.append(jax.device_put(params, _HOST))
+
+    def results(self) -> tuple[Any, Any]:
+        return None, _joined(self._pieces, self._params)
+
+
+def _module(grads: Any, params: Any, scale: Array | float) -> _OnDevice | _OnHost:
+    is_away = any(map(is_on_host, jax.tree.leaves(params)))
+    return _OnHost(grads, params, scale) if is_away else _OnDevice(grads, params)
+
+
+def _fetched(
+    waiting: _Waiting, modules: dict[str, _OnDevice | _OnHost], part: Part, after: Array
+) -> tuple[list[Array], Any]:
+    """Return the arrays of a part on the device, brought there once a scalar is known."""
+    needed = waiting.of_part(part), modules[part.name].waiting(part)
+    needed, _ = jax.lax.optimization_barrier((needed, after))
+    return jax.device_put(needed, _DEVICE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,15 +273,13 @@ class _Waiting:
         owners = [_owner(path, leaf, names) for path, leaf in paths]
         return cls([leaf for _, leaf in paths], owners, structure, [[] for _ in paths])
 
-    def fetch(self, part: Part, after: Array) -> list[Array]:
-        """Return the arrays of a part on the device, brought there once a scalar is known."""
-        waiting = [
+    def of_part(self, part: Part) -> list[Array]:
+        """Return the arrays of a part."""
+        return [
             part.of(leaf)
             for leaf, owner in zip(self.leaves, self.owners, strict=True)
             if owner == part.name
         ]
-        waiting, _ = jax.lax.optimization_barrier((waiting, after))
-        return jax.device_put(waiting, _DEVICE)
 
     def filled(self, part: Part, fetched: list[Array]) -> Any:
         """Return a state with the fetched arrays, zeros for other parts, and all counters."""
