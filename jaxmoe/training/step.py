@@ -42,7 +42,7 @@ from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
-from jaxmoe.training.optimizer_parts import check_parts, parts_of, update_in_parts
+from jaxmoe.training.optimizer_parts import check_parts, modules_of, update_in_parts
 from jaxmoe.training.pipeline import remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import (
@@ -306,9 +306,9 @@ def update_params(
         cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
         held, grads = cut(old), cut(grads)
     if execution.updates_in_parts:
-        parts = parts_of(model, held, execution.optimizer_parts)
+        modules = modules_of(model, held, execution.optimizer_parts)
         updates, params, new = update_in_parts(
-            optimizer.update, parts, grads, state.opt_state, held, after=after, scale=scale
+            optimizer.update, modules, grads, state.opt_state, held, after=after, scale=scale
         )
     else:
         fetched = fetch(state.opt_state, execution)
