@@ -16,6 +16,7 @@ from jaxmoe.planning.search.best_first import Candidate
 from jaxmoe.planning.search.meshes import divisors
 from jaxmoe.planning.search.space import fewest_micro_batches
 from jaxmoe.precision import PrecisionPolicy
+from sharding.state_layouts import STATE_LAYOUTS
 
 
 def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
@@ -40,6 +41,13 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
         if plan.execution.mesh.stage == 1:
             flag = "--execution.optimizer_memory host --execution.optimizer_parts 8"
             execute(flag, optimizer_memory="host", optimizer_parts=8)
+    if chip.platform != "cpu" and execution.parameter_memory == "device":
+        flags = {"parameter_memory": "host", "optimizer_memory": "host", "optimizer_parts": 8}
+        flags |= {"remat": "full", "remat_dense": None, "telemetry": "brief"}
+        if plan.execution.mesh.stage == 1 and STATE_LAYOUTS[execution.rules].is_streamable:
+            changed = {k: v for k, v in flags.items() if getattr(execution, k) != v}
+            text = " ".join(f"--execution.{field} {value}" for field, value in changed.items())
+            execute(text, **flags)
     if not execution.loss_chunk and plan.sequence_length > 512:
         execute("--execution.loss_chunk 512", loss_chunk=512)
     if execution.rules != "fully_sharded":
