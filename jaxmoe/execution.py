@@ -86,6 +86,9 @@ class ExecutionConfig:
     optimizer_parts: int = 1
     """Parts in which state in host memory is updated, for each stack of layers: two or three are on
     the device at once. 1 fetches the whole state."""
+    halves: Literal[1, 2] = 1
+    """Parts of a device's sequences that pass through a layer alternately, from 1024 tokens a
+    device on: with 2 the collectives of one can run beside the products of the other."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster on
     a CPU, where the loop copies its carry. Stages of a pipeline do not unroll."""
@@ -110,6 +113,11 @@ class ExecutionConfig:
         self._check_parts()
         self._check_parameters()
         self._check_products()
+        if self.halves == 2 and self.mesh.stage != 1:
+            raise ValueError(
+                f"execution.halves=2 halves micro-batches that execution.mesh.stage="
+                f"{self.mesh.stage} overlaps already: set one of them to 1"
+            )
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
@@ -263,7 +271,7 @@ class WholeRowsConfig(ExecutionConfig):
         """Return an execution whose rows are whole."""
         fields = dataclasses.fields(ExecutionConfig)
         given: dict[str, Any] = {field.name: getattr(execution, field.name) for field in fields}
-        given["dispatcher"] = LocalConfig()
+        given["dispatcher"], given["halves"] = LocalConfig(), 1
         return cls(**given)
 
     @property

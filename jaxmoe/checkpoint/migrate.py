@@ -58,6 +58,7 @@ ADDED: tuple[Added, ...] = (
     Added("training.assign", {"kind": "buckets"}),
     Added("execution.fold.seq_cuts", []),
     Added("execution.parameter_memory", "device"),
+    Added("execution.halves", 1),
 )
 """Fields in the order in which they were added."""
 

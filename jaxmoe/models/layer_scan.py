@@ -13,7 +13,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool
 
 from jaxmoe.execution import ExecutionConfig, Remat
-from jaxmoe.layers.block import STREAM, Block
+from jaxmoe.layers.block import STREAM, Block, HalvedBlock
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
@@ -102,12 +102,13 @@ def _streamed(
 ) -> nn.Module:
     """Return the module of a scan whose parameters lie in host memory; see `scan_layers`."""
     kinds = tuple(stack.kind for stack in scan.stacks)
+    block: Any = HalvedBlock if execution.halves == 2 else Block
 
     def build() -> nn.Module:
         if scan.is_cycle:
-            return Cycle((Block,) * len(kinds), kinds, context, execution, train, parent=None)
+            return Cycle((block,) * len(kinds), kinds, context, execution, train, parent=None)
         (kind,) = kinds
-        return Block(kind.mixer, kind.feed_forward, context, execution, train, parent=None)
+        return block(kind.mixer, kind.feed_forward, context, execution, train, parent=None)
 
     return StreamedScan(
         build,
@@ -120,7 +121,7 @@ def _streamed(
 
 def _block(kind: Layer, execution: ExecutionConfig, is_gathered: bool) -> Any:
     """Return the module of a layer with its transformations."""
-    block: Any = Block
+    block: Any = HalvedBlock if execution.halves == 2 else Block
     if is_gathered:
         block = use_whole(block)
     elif execution.state_layout.gathered == "replica":
