@@ -30,7 +30,7 @@ from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, pla
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
-from jaxmoe.models.halves import check_halves, join, split
+from jaxmoe.models.halves import any_memory, begin_halves, end_halves
 from jaxmoe.models.layer_scan import join_outputs, scan_inputs, scan_layers
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
@@ -126,21 +126,15 @@ class Transformer(nn.Module):
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
         outputs, is_gathered = [], WHOLE in self.variables
-        if self.is_initializing():  # the parameters of one loop, wherever they will be
-            execution = dataclasses.replace(execution, parameter_memory="device", halves=1)
-        is_halved = execution.halves == 2
-        if is_halved:
-            sizes = dict(jax.sharding.get_abstract_mesh().shape)
-            check_halves(model, execution, tokens.shape, sizes, has_cache=cache is not None)
-            flow, about = split(flow, placement), split(about, placement)
+        execution = any_memory(execution) if self.is_initializing() else execution
+        flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
             inputs = scan_inputs(model, scan, router_state, cache, key, kept)
             flow, output = layers(flow, inputs, about)
             outputs.append(output)
         statistics, losses, caches, indicators = join_outputs(model.scans, outputs)
-        flow = join(*flow, placement) if is_halved else flow
-        x = model.residual.end(flow).x
+        x = model.residual.end(end_halves(execution, flow)).x
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = _read_at(x, logits_at, placement)
