@@ -82,11 +82,17 @@ class ExecutionConfig:
     each whole block, from an input kept in host memory."""
     remat_dense: Remat | None = None
     """The same for layers without routed experts; when None, as `remat`."""
+    parameter_memory: Literal["device", "host"] = "device"
+    """Memory of the parameters of layers and of their gradients. host: the device holds two layers
+    at a time, and needs remat full or offload and optimizer_memory host."""
     optimizer_memory: Literal["device", "host"] = "device"
     """Memory of the optimiser state between two updates."""
     optimizer_parts: int = 1
     """Parts in which state in host memory is updated, for each stack of layers: two or three are on
     the device at once. 1 fetches the whole state."""
+    halves: Literal[1, 2] = 1
+    """Parts of a device's sequences that pass through a layer alternately, from 1024 tokens a
+    device on: with 2 the collectives of one can run beside the products of the other."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster on
     a CPU, where the loop copies its carry. Stages of a pipeline do not unroll."""
@@ -109,7 +115,13 @@ class ExecutionConfig:
                 f" {len(self.host_order) - 1} once each"
             )
         self._check_parts()
+        self._check_parameters()
         self._check_products()
+        if self.halves == 2 and self.mesh.stage != 1:
+            raise ValueError(
+                f"execution.halves=2 halves micro-batches that execution.mesh.stage="
+                f"{self.mesh.stage} overlaps already: set one of them to 1"
+            )
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
@@ -165,6 +177,45 @@ class ExecutionConfig:
             raise ValueError(
                 f"execution.optimizer_parts={parts} cuts between layers, which"
                 f" execution.mesh.stage={self.mesh.stage} splits over devices: set one of them to 1"
+            )
+
+    @property
+    def updates_in_parts(self) -> bool:
+        """Whether the optimiser updates the layers of a stack apart."""
+        return self.optimizer_parts > 1 or self.parameter_memory == "host"
+
+    def _check_parameters(self) -> None:
+        """Refuse what needs the parameters of all layers on the device."""
+        if self.parameter_memory == "device":
+            return
+        whole = "execution.parameter_memory=host brings the parameters of layers one at a time, and"
+        remat = {"remat": self.remat, "remat_dense": self.remat_dense or self.remat}
+        for field, value in remat.items():
+            if value not in ("full", "offload"):
+                raise ValueError(
+                    f"{whole} execution.{field}={value} keeps values made of them for the backward"
+                    f" pass: set {field} to full or offload, or parameter_memory to device"
+                )
+        if self.optimizer_memory == "device":
+            raise ValueError(
+                f"{whole} execution.optimizer_memory=device updates all of them at once: set"
+                " optimizer_memory to host, or parameter_memory to device"
+            )
+        if self.mesh.stage != 1:
+            raise ValueError(
+                f"{whole} execution.mesh.stage={self.mesh.stage} keeps those of a stage on its"
+                " devices: set mesh.stage to 1, or parameter_memory to device"
+            )
+        if not STATE_LAYOUTS[self.rules].is_streamable:
+            names = [name for name, layout in STATE_LAYOUTS.items() if layout.is_streamable]
+            raise ValueError(
+                f"{whole} execution.rules={self.rules} lays all of them out again in a step: set"
+                f" rules to {' or '.join(names)}, or parameter_memory to device"
+            )
+        if self.telemetry != "brief":
+            raise ValueError(
+                f"{whole} execution.telemetry={self.telemetry} compares all of them with their"
+                " updates: set telemetry to brief, or parameter_memory to device"
             )
 
     @property
@@ -224,7 +275,7 @@ class WholeRowsConfig(ExecutionConfig):
         """Return an execution whose rows are whole."""
         fields = dataclasses.fields(ExecutionConfig)
         given: dict[str, Any] = {field.name: getattr(execution, field.name) for field in fields}
-        given["dispatcher"] = LocalConfig()
+        given["dispatcher"], given["halves"] = LocalConfig(), 1
         return cls(**given)
 
     @property

@@ -53,6 +53,11 @@ class StateLayout:
     """When split parameters are gathered. layer: each where it is used; step: all once a step;
     replica: across replicas once a step, and within a replica where each is used."""
 
+    @property
+    def is_streamable(self) -> bool:
+        """Whether a step needs the parameters of one layer at a time only."""
+        return self.gathered == "layer" and self.parameters == self.optimizer
+
     def staged(self) -> StateLayout:
         """Return the same layout with layers and vocabulary split over pipeline stages."""
         return dataclasses.replace(

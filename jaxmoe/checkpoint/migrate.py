@@ -59,6 +59,8 @@ ADDED: tuple[Added, ...] = (
     Added("execution.fold.seq_cuts", []),
     Added("execution.kernels.state_space_dual", None),
     Added("execution.kernels.selective_scan", None),
+    Added("execution.parameter_memory", "device"),
+    Added("execution.halves", 1),
 )
 """Fields in the order in which they were added."""
 

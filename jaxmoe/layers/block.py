@@ -138,6 +138,50 @@ class Block(nn.Module):
         return dataclasses.replace(outputs, indicators=branch if known is None else known | branch)
 
 
+class HalvedBlock(Block):
+    """One layer on two halves of the rows of a device, alternately (arXiv 2505.11329).
+
+    No half waits for the other, so that collectives of the one can run beside products of the
+    other.
+    """
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        streams: tuple[Stream, Stream],
+        layer: LayerInputs,
+        tokens: tuple[TokenInputs, TokenInputs],
+    ) -> tuple[tuple[Stream, Stream], LayerOutputs]:
+        """Compute both halves of the layer for each half of the rows; no caches.
+
+        Args:
+            streams: Residual stream of each half of the rows.
+            layer: Inputs of this layer.
+            tokens: Inputs of all layers for each half.
+        """
+        before = streams
+        # The compiler must not compute both halves in one product.
+        begun: Any = jax.lax.optimization_barrier(streams)
+        mixed = [
+            self.mix(stream, layer, about) for stream, about in zip(begun, tokens, strict=True)
+        ]
+        fed = [
+            self.feed(stream, layer, about)
+            for (stream, _), about in zip(mixed, tokens, strict=True)
+        ]
+        after = (fed[0][0], fed[1][0])
+        found = [
+            None if m.indicators is None or f.indicators is None else m.indicators | f.indicators
+            for (_, m), (_, f) in zip(mixed, fed, strict=True)
+        ]
+        first, second = fed[0][1], fed[1][1]
+        outputs = LayerOutputs(
+            statistics=None if first.statistics is None else first.statistics + second.statistics,
+            losses=first.losses,  # of weights: the same in both
+            indicators=None if found[0] is None else found[0] + found[1],
+        )
+        return _where_kept(layer.is_kept, after, before, outputs)
+
+
 def _named(stream: Stream) -> Stream:
     """Return the stream with its activations named for remat policies."""
     arrays = {"x": stream.x, "mixed": stream.mixed, "fed": stream.fed}
@@ -146,8 +190,8 @@ def _named(stream: Stream) -> Stream:
 
 
 def _where_kept(
-    is_kept: Array | None, stream: Stream, before: Stream, outputs: LayerOutputs
-) -> tuple[Stream, LayerOutputs]:
+    is_kept: Array | None, stream: Any, before: Any, outputs: LayerOutputs
+) -> tuple[Any, LayerOutputs]:
     """Return the results of a layer; if it is left out, the stream before it and no sums."""
     if is_kept is None:
         return stream, outputs

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool
 
 from jaxmoe.execution import ExecutionConfig, Remat
-from jaxmoe.layers.block import STREAM, Block
+from jaxmoe.layers.block import STREAM, Block, HalvedBlock
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
@@ -22,6 +22,7 @@ from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
+from jaxmoe.models.streamed_scan import StreamedScan
 from jaxmoe.routing import RouterStatistics
 from sharding import axes as ax
 
@@ -54,8 +55,8 @@ class Cycle(nn.Module):
             layer = block(
                 kind.mixer, kind.feed_forward, self.context, self.execution, self.train, name=name
             )
-            caches = stream.cache
-            own = dataclasses.replace(stream, cache=None if caches is None else caches[name])
+            caches = getattr(stream, "cache", None)  # halves of the rows have none
+            own = stream if caches is None else dataclasses.replace(stream, cache=caches[name])
             stream, outputs[name] = layer(own, inputs[name], tokens)
             if caches is not None:
                 stream = dataclasses.replace(stream, cache=caches | {name: stream.cache})
@@ -79,6 +80,8 @@ def scan_layers(
         train: Whether routers behave as in training.
         is_gathered: Whether a collection of gathered parameters is given beside the cut ones.
     """
+    if execution.parameter_memory == "host":
+        return _streamed(scan, context, execution, train=train)
     blocks = tuple(_block(stack.kind, execution, is_gathered) for stack in scan.stacks)
     body: Any = Cycle if scan.is_cycle else blocks[0]
     scanned: Any = nn.scan(
@@ -100,9 +103,31 @@ def scan_layers(
     return scanned(kind.mixer, kind.feed_forward, context, execution, train, name=scan.name)
 
 
+def _streamed(
+    scan: Scan, context: LayerContext, execution: ExecutionConfig, *, train: bool
+) -> nn.Module:
+    """Return the module of a scan whose parameters lie in host memory; see `scan_layers`."""
+    kinds = tuple(stack.kind for stack in scan.stacks)
+    block: Any = HalvedBlock if execution.halves == 2 else Block
+
+    def build() -> nn.Module:
+        if scan.is_cycle:
+            return Cycle((block,) * len(kinds), kinds, context, execution, train, parent=None)
+        (kind,) = kinds
+        return block(kind.mixer, kind.feed_forward, context, execution, train, parent=None)
+
+    return StreamedScan(
+        build,
+        scan.length,
+        min(execution.unroll, scan.length),
+        any(execution.remat_of(kind.feed_forward.is_routed) == "offload" for kind in kinds),
+        name=scan.name,
+    )
+
+
 def _block(kind: Layer, execution: ExecutionConfig, is_gathered: bool) -> Any:
     """Return the module of a layer with its transformations."""
-    block: Any = Block
+    block: Any = HalvedBlock if execution.halves == 2 else Block
     if is_gathered:
         block = use_whole(block)
     elif execution.state_layout.gathered == "replica":
@@ -146,22 +171,22 @@ def scan_inputs(
     return _by_place(scan, [of(stack) for stack in scan.stacks])
 
 
-def scan_cache(scan: Scan, cache: Cache | None) -> Any:
-    """Return what `Stream.cache` is in a scan: one cache, or in a period one by place in it.
+def with_cache(scan: Scan, flow: Any, cache: Cache | None) -> Any:
+    """Return the stream with the caches of a scan: one, or in a period one by place in it.
 
     Args:
         scan: Layers to compute.
-        cache: Caches of the model, or None.
+        flow: Stream, or those of two halves of the rows, which have no caches.
+        cache: Caches of the model; None leaves the stream as it is.
     """
     if cache is None:
-        return None
-    return _by_place(scan, [cache[stack.path] for stack in scan.stacks])
+        return flow
+    held = _by_place(scan, [cache[stack.path] for stack in scan.stacks])
+    return dataclasses.replace(flow, cache=held)
 
 
 def cache_by_path(scan: Scan, held: Any) -> Cache:
-    """Return the caches of a scan by path of their stacks, from its `Stream.cache`; {} of None."""
-    if held is None:
-        return {}
+    """Return the caches of a scan by path of their stacks, from its `Stream.cache`."""
     stacks = held.values() if scan.is_cycle else [held]
     return {stack.path: part for stack, part in zip(scan.stacks, stacks, strict=True)}
 

@@ -30,12 +30,13 @@ from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, pla
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
+from jaxmoe.models.halves import any_memory, begin_halves, end_halves
 from jaxmoe.models.layer_scan import (
     cache_by_path,
     join_outputs,
-    scan_cache,
     scan_inputs,
     scan_layers,
+    with_cache,
 )
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
@@ -131,14 +132,17 @@ class Transformer(nn.Module):
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
         outputs, caches, is_gathered = [], {}, WHOLE in self.variables
+        execution = any_memory(execution) if self.is_initializing() else execution
+        flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
-            flow = dataclasses.replace(flow, cache=scan_cache(scan, cache))
+            flow = with_cache(scan, flow, cache)
             flow, output = layers(flow, scan_inputs(model, scan, router_state, key, kept), about)
             outputs.append(output)
-            caches |= cache_by_path(scan, flow.cache)
+            if cache is not None:
+                caches |= cache_by_path(scan, flow.cache)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
-        x = model.residual.end(flow).x
+        x = model.residual.end(end_halves(execution, flow)).x
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = _read_at(x, logits_at, placement)

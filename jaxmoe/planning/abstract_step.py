@@ -27,7 +27,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.pipeline.skipping import SkippingConfig
-from jaxmoe.training.state import TrainState, state_around
+from jaxmoe.training.state import TrainState, layers_on_host, state_around
 from jaxmoe.training.step import make_train_step
 from sharding.axes import BATCH_AXES, pieces
 from sharding.mesh import abstract_mesh
@@ -103,12 +103,19 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
             key,
         )
     state = jax.tree.map(lambda leaf: _on(mesh, leaf), state)
-    if execution.optimizer_memory == "device":
-        return state
-    waiting = jax.tree.map(
-        lambda leaf: _on(mesh, leaf, "pinned_host") if leaf.ndim else leaf, state.opt_state
-    )
-    return dataclasses.replace(state, opt_state=waiting)
+
+    def waiting(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: _on(mesh, leaf, "pinned_host") if leaf.ndim else leaf, tree
+        )
+
+    away = layers_on_host(plan.model, execution)
+    params = {
+        name: waiting(module) if name in away else module for name, module in state.params.items()
+    }
+    is_away = execution.optimizer_memory == "host"
+    opt_state = waiting(state.opt_state) if is_away else state.opt_state
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def _on(mesh: AnyMesh, leaf: Any, memory_kind: str | None = None) -> jax.ShapeDtypeStruct:

@@ -52,6 +52,8 @@ class Chip:
     """Bytes per second that one device sends along one axis, within the fast network."""
     far_bandwidth: float
     """Bytes per second between hosts of GPUs; for TPUs that of the link, which spans hosts."""
+    host_bandwidth: float = 16e9
+    """Bytes per second between the device and host memory; an assumption, not measured."""
     link_latency: float = 1e-6
     """Seconds for one message to the next device; approximate."""
     domain: int = 0

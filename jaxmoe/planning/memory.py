@@ -46,7 +46,7 @@ its value in `jaxmoe/planning/memory.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ from jaxmoe.planning.memory_estimate import MemoryEstimate
 from jaxmoe.planning.pipelines import counts
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.training.pipeline.stages import ModelParts
-from jaxmoe.training.state import TrainState
+from jaxmoe.training.state import TrainState, layers_on_host
 from sharding import axes as ax
 
 # Arrays of one shape that exist at once in the backward pass of a layer; see the module docstring.
@@ -70,6 +70,8 @@ _LOGIT_ARRAYS = 3
 _MASK_SHARE = 9 / 16
 # One part is updated while the next one arrives and the last one leaves.
 _PARTS_AT_ONCE = 3
+# One layer is used while the next one arrives and the gradient of the last one leaves.
+_STREAMED_LAYERS = 3
 _LANES = 128
 
 
@@ -106,14 +108,18 @@ def estimate_memory(
         if plan.execution.optimizer_memory == "device" or not leaf.ndim
     ]
     optimizer, elsewhere = of(on_device), of(state.opt_state) - of(on_device)
+    names = layers_on_host(plan.model, plan.execution)
+    away = of([state.params[name] for name in names])
     return MemoryEstimate(
-        parameters=parameters,
+        parameters=parameters - away,
         optimizer=optimizer,
         batch=of(abstract_batch(plan, mesh)),
         other_state=of(state) - parameters - optimizer - elsewhere,
+        arriving=_STREAMED_LAYERS * _of_one_layer(plan, state.params, platform),
         logits=_logits(sizes),
         embedding=_embedding(sizes),
-        update=_update(sizes) + elsewhere * _share_at_once(plan),
+        # Parameters and gradients in host memory arrive with the state.
+        update=_update(sizes) + (elsewhere + 2 * away) * _share_at_once(plan),
         **(_without_stages if plan.execution.mesh.stage == 1 else _with_stages)(sizes, platform),
     )
 
@@ -122,7 +128,9 @@ def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     """Return the fields about layers of a step that passes through all of them at once."""
     plan = sizes.plan
     held = [Held(stack, stack.num_layers) for stack in plan.model.stacks]
-    gradients = _gradients(sizes, plan.table.trained_rows, platform)
+    names = layers_on_host(plan.model, plan.execution)
+    rows = [row for row in plan.table.trained_rows if row.path.split("/")[0] not in names]
+    gradients = _gradients(sizes, rows, platform)
     layer, experts = _largest_layer(sizes, held)
     return {
         "gradients": gradients * (2 if plan.accumulation > 1 else 1),
@@ -198,6 +206,8 @@ def _outside(sizes: Sizes, scans: tuple[Scan, ...], platform: Platform) -> float
 def _copies(sizes: Sizes) -> float:
     """Return the parameters in the dtype of products, made once a step."""
     plan = sizes.plan
+    if plan.execution.parameter_memory == "host":
+        return 0.0
     if plan.execution.state_layout.gathered == "step":
         return float(sum(map(sizes.in_use, plan.table)) * sizes.itemsize)
     if sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize:
@@ -316,12 +326,27 @@ def _embedding(sizes: Sizes) -> float:
     return sum(map(sizes.in_use, rows)) * (sizes.itemsize + 4.0)
 
 
+def _of_one_layer(plan: StepPlan, params: Any, platform: Platform) -> float:
+    """Return the stored parameters of the largest layer, or period, that lie in host memory."""
+    lengths = {scan.name: scan.length for scan in plan.model.scans}
+    return max(
+        (
+            device_bytes(jax.tree.leaves(params[name]), platform) / lengths[name]
+            for name in layers_on_host(plan.model, plan.execution)
+        ),
+        default=0.0,
+    )
+
+
 def _update(sizes: Sizes) -> float:
     """Return two arrays like the parameters, and four of the largest matrix that is whole."""
     rows, optimizer = sizes.plan.table.trained_rows, sizes.plan.optimizer_config
     matrices = [row for row in rows if optimizer.traits(row.hyper.group).has_whole_matrices]
     spread = max(map(sizes.local, matrices), default=0)
-    return 4.0 * (2 * sum(map(sizes.local, rows)) + 4 * spread)
+    names = layers_on_host(sizes.plan.model, sizes.plan.execution)
+    shares = {name: _share_at_once(sizes.plan) for name in names}
+    held = sum(sizes.local(row) * shares.get(row.path.split("/")[0], 1.0) for row in rows)
+    return 4.0 * (2 * held + 4 * spread)
 
 
 def _share_at_once(plan: StepPlan) -> float:

@@ -39,6 +39,8 @@ class MemoryEstimate:
     """Gathered embedding table and its gradient."""
     update: float
     """Directions of the optimiser and matrices brought together whole."""
+    arriving: float = 0.0
+    """Layers on the device whose parameters, or gradients, lie in host memory."""
     streams: float = 0.0
     """Inputs of groups of layers and gradients of streams that a pipeline keeps."""
     before: float = 0.0
@@ -58,7 +60,7 @@ class MemoryEstimate:
         # A pipeline has the activations of a group in its backward pass alone.
         saved = self.after if self.streams else self.saved + self.masks
         return {
-            "layers": held + self.saved + self.masks + self.layer + self.experts,
+            "layers": held + self.arriving + self.saved + self.masks + self.layer + self.experts,
             "head": held + saved + self.logits,
             "embedding": held + self.embedding + self.before,
             "update": self.gradients + self.update,
@@ -96,7 +98,9 @@ class MemoryEstimate:
             after = {"layers after the stages": self.after}
         match self.peak_phase:
             case "layers":
-                return state | held | saved | {"experts": self.experts, "one layer": self.layer}
+                one = {"layers from host memory": self.arriving} if self.arriving else {}
+                one |= {"experts": self.experts, "one layer": self.layer}
+                return state | held | saved | one
             case "head":
                 return state | held | after | {"logits and head": self.logits}
             case "embedding":

@@ -9,6 +9,7 @@ Initial values depend on the seed and on each parameter's path, not on the mesh.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -86,6 +87,7 @@ def init_params(
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
     dtype: Any = "float32",
+    on_host: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return initial parameters, a nested dict of arrays.
 
@@ -98,6 +100,7 @@ def init_params(
             `jax.device_put`.
         rules: Logical to mesh axes.
         dtype: Dtype of the parameters.
+        on_host: Names of the scans of layers whose parameters are put into host memory.
 
     Raises:
         ValueError: `key` is not a typed key, the model lacks the multipliers of the
@@ -114,7 +117,9 @@ def init_params(
     table = parameter_table(model, parameterization, rules)
 
     def build(key: Array) -> dict[str, Any]:
-        return table.tree(lambda row: row.initial_value(key, dtype))
+        params = table.tree(lambda row: row.initial_value(key, dtype))
+        away = {name: jax.device_put(params[name], jax.memory.Space.Host) for name in on_host}
+        return params | away
 
     if mesh is None:
         with without_mesh():
@@ -127,6 +132,10 @@ def init_params(
         )
     table.check_divides(rules, dict(mesh.shape))
     shardings = named_shardings(table.tree(lambda row: row.spec), mesh)
+    for name in on_host:
+        shardings[name] = jax.tree.map(
+            lambda one: one.with_memory_kind("pinned_host"), shardings[name]
+        )
     return jax.jit(build, out_shardings=shardings)(key)
 
 

@@ -10,7 +10,6 @@ noise of routers does not depend on the accumulation.
 from __future__ import annotations
 
 import dataclasses
-import operator
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.indicators import Indicators
 from jaxmoe.routing import RouterStatistics
+from jaxmoe.training.host_arrays import add
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -57,7 +57,11 @@ class Gradients:
 
     def __add__(self, other: Gradients) -> Gradients:
         # Some indicators are maxima: the record defines its own sum.
-        return jax.tree.map(operator.add, self, other, is_leaf=_is_indicators)
+        return jax.tree.map(_add, self, other, is_leaf=_is_indicators)
+
+
+def _add(one: Any, other: Any) -> Any:
+    return one + other if _is_indicators(one) else add(one, other)
 
 
 def _is_indicators(node: Any) -> bool:

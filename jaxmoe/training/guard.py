@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe.training.host_arrays import is_on_host
+
 WINDOW = 16
 """Number of accepted steps whose norms are remembered."""
 FEWEST = 3
@@ -85,9 +87,21 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 
 def select(is_good: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """Return the new state or, bitwise, the old one."""
+    """Return the new state or, bitwise, the old one; each array stays in its memory."""
+    leaves, structure = jax.tree.flatten(new)
+    olds = structure.flatten_up_to(old)
+    waiting = [place for place, leaf in enumerate(leaves) if is_on_host(leaf)]
     # Never by a product: 0 times NaN is NaN.
-    return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
+    chosen = [
+        leaf if place in waiting else jnp.where(is_good, leaf, before)
+        for place, (leaf, before) in enumerate(zip(leaves, olds, strict=True))
+    ]
+    if waiting:  # nothing is computed in host memory
+        news, olds = ([tree[place] for place in waiting] for tree in (leaves, olds))
+        found = jax.lax.cond(is_good, lambda new, old: new, lambda new, old: old, news, olds)
+        for place, leaf in zip(waiting, found, strict=True):
+            chosen[place] = leaf
+    return structure.unflatten(chosen)
 
 
 def check_ratio(ratio: float | None, name: str = "max_norm_ratio") -> None:

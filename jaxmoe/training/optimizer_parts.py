@@ -2,67 +2,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates an optimiser state that lies in host memory, part by part (arXiv 2410.21316).
 
-The stacked layers of each scan are cut into `execution.optimizer_parts` parts; a module outside the
-layers (embedding, norm, head) is a part of its own. While part i is updated, part i + 1 is brought
-to the device and part i - 1 returns to the host, so that two or three parts are on the device
-instead of the whole:
+The stacked layers of each scan are updated in a loop over `execution.optimizer_parts` equal parts,
+or the next larger number that divides the layers; a module outside the layers (embedding, norm,
+head) is a part of its own. While part i is updated, part i + 1 is brought to the device and part
+i - 1 returns to the host, so that two or three parts are on the device instead of the whole:
 
-    fetch 0    may start when the loss is known, beside the backward pass
-    fetch 1    after the gradient norm, beside update 0
-    fetch i+1  after update i - 1
+    fetch 0    of the first module may start when the loss is known, beside the backward pass; of
+               another module, when the module before it begins its last part
+    fetch i+1  after update i - 1; at the end of a loop the last part is fetched a second time
+
+Parameters and gradients that lie in host memory (`execution.parameter_memory`) arrive and leave
+with the state of their part.
 
 New values go to host buffers of their own, and a step that the guard refuses takes the old ones:
 nothing is known about the last part when the first one is put away. Host memory therefore holds the
-state twice during a step. New parameters are written over the gradients that made them.
+state twice during a step. New parameters on the device are written over the gradients that made
+them.
 
 The results are those of an update of the whole, because a `LayerwiseTransformation` treats each
-layer by itself. The optimiser is traced once for each part, with zeros for the state of the others,
-and only the results of the part are used: the compiler removes the rest.
+layer by itself. The optimiser is traced once for each module, with zeros for the state of the
+others, and only the results of the module are used: the compiler removes the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import traverse_util
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import LayerwiseTransformation
-from jaxmoe.training.guard import all_finite
+from jaxmoe.training.guard import all_finite, select
+from jaxmoe.training.host_arrays import is_on_host
 from jaxmoe.training.state import UpdatedState
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """Parameters that are updated at one time."""
+class Module:
+    """Parameters under one name, and the parts in which they are updated."""
 
     name: str
     """First name of their paths."""
-    start: int | None = None
-    """First layer, counted within the scan; None for all of the module."""
-    stop: int | None = None
-    """Layer after the last one."""
+    parts: int | None = None
+    """Equal parts of the stacked layers; None for a module outside the layers."""
 
-    def of(self, leaf: Array) -> Array:
-        """Return the part of an array that is stacked over layers, or the whole of another."""
-        if self.start is None:
+    def part(self, leaf: Array, number: Int[Array, ""] | int) -> Array:
+        """Return one part of an array: some of its layers, or all of an array without layers."""
+        if self.parts is None:
             return leaf
-        return jax.lax.slice_in_dim(leaf, self.start, self.stop, axis=0)
+        size = leaf.shape[0] // self.parts
+        return jax.lax.dynamic_slice_in_dim(leaf, number * size, size, axis=0)
 
-    def written(self, leaf: Array, values: Array) -> Array:
-        """Return an array with the values of this part."""
-        if self.start is None:
+    def written(self, leaf: Array, values: Array, number: Int[Array, ""] | int) -> Array:
+        """Return an array with the values of one part."""
+        if self.parts is None:
             return values
-        return jax.lax.dynamic_update_slice_in_dim(leaf, values, self.start, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, values, number * values.shape[0], axis=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,105 +80,103 @@ class StateOnHost(UpdatedState):
 
     def kept(self, is_good: Bool[Array, ""]) -> Any:
         """Return the new or the old state; arrays stay in host memory."""
-        return jax.lax.cond(is_good, lambda new, old: new, lambda new, old: old, self.new, self.old)
+        return select(is_good, self.new, self.old)
 
 
-def parts_of(model: ModelConfig, params: Any, number: int) -> tuple[Part, ...]:
-    """Return the parts of a model's parameters, in the order of their updates.
+def modules_of(model: ModelConfig, params: Any, number: int) -> tuple[Module, ...]:
+    """Return the modules of a model's parameters, in the order of their updates.
 
     Args:
         model: Model with the scans.
         params: Nested dict of parameters.
-        number: Parts of each scan; fewer where a scan has fewer layers.
+        number: Least number of parts of each scan; a scan has at most one for each layer.
     """
     lengths, found = {scan.name: scan.length for scan in model.scans}, []
     for name, module in params.items():
-        length = lengths.get(name)
         if not jax.tree.leaves(module):  # frozen
             continue
+        length = lengths.get(name)
         if length is None:
-            found.append(Part(name))
+            found.append(Module(name))
             continue
-        count = min(number, length)
-        ends = [length * i // count for i in range(count + 1)]
-        found += [Part(name, start, stop) for start, stop in itertools.pairwise(ends)]
+        enough = range(min(number, length), length + 1)
+        found.append(Module(name, next(parts for parts in enough if length % parts == 0)))
     return tuple(found)
 
 
-def check_parts(number: int, optimizer: optax.GradientTransformation) -> None:
+def check_parts(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
     """Refuse an optimiser that may mix layers.
 
     Raises:
         ValueError: The optimiser does not promise to treat each layer by itself.
     """
-    if number > 1 and not isinstance(optimizer, LayerwiseTransformation):
-        raise ValueError(
-            f"execution.optimizer_parts={number} updates the layers of a stack apart, and this"
-            " optimizer does not promise to treat each layer by itself: build it with an"
-            " OptimizerConfig, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
-            " it does, or set execution.optimizer_parts to 1"
-        )
+    if not execution.updates_in_parts or isinstance(optimizer, LayerwiseTransformation):
+        return
+    field, value = "optimizer_parts", str(execution.optimizer_parts)
+    if execution.optimizer_parts == 1:
+        field, value = "parameter_memory", "host"
+    raise ValueError(
+        f"execution.{field}={value} updates the layers of a stack apart, and this"
+        " optimizer does not promise to treat each layer by itself: build it with an"
+        " OptimizerConfig, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
+        f" it does, or set execution.{field} to {'device' if value == 'host' else 1}"
+    )
 
 
 def update_in_parts(
-    update: Callable[[Any, Any, Any], tuple[Any, Any]],
-    parts: tuple[Part, ...],
+    update: Update,
+    modules: tuple[Module, ...],
     grads: Any,
     opt_state: Any,
     params: Any,
     *,
     after: tuple[Array, Array],
+    scale: Array | float = 1.0,
 ) -> tuple[Any, Any, StateOnHost]:
     """Return the updates, the new parameters and the new state of an optimiser.
 
     Args:
         update: `update` of a `LayerwiseTransformation`.
-        parts: Parts of the parameters.
+        modules: Modules of the parameters.
         grads: Gradients, laid out as the state.
         opt_state: State in host memory; counters on the device.
         params: Parameters, laid out as the state.
-        after: Scalars before which the first and the second fetch do not start.
+        after: Scalars before which the first fetch and the second one do not start.
+        scale: Factor of the gradients that lie in host memory.
+
+    Returns:
+        Updates of the parameters, parameters in their memory, and the state.
     """
-    waiting = _Waiting.of(opt_state, params)
-    # Gradients are read before they are overwritten; those of another dtype are not.
-    written = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else p, grads, params)
-    moved: dict[str, list[Any]] = {name: [] for name in params}
-    fetched, finite = waiting.fetch(parts[0], after[0]), [after[1]]
-    for number, part in enumerate(parts):
-        name, state = part.name, waiting.filled(part, fetched)
-        if number + 1 < len(parts):
-            fetched = waiting.fetch(parts[number + 1], finite[-1])
-        given = jax.tree.map(
-            lambda w, g, part=part: part.of(w if w.dtype == g.dtype else g),
-            written[name],
-            grads[name],
-        )
-        held = jax.tree.map(part.of, params[name])
-        updates, new = update(grads | {name: given}, state, params | {name: held})
-        steps = updates[name]
-        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, steps)
-        finite.append(all_finite((sums, waiting.put_away(part, new))))
-        moved[name].append(steps)
-        written = written | {name: jax.tree.map(part.written, written[name], sums)}
-    joined = {name: _joined(moved[name], params[name]) for name in params}
-    is_finite = jnp.all(jnp.stack(finite[1:]))
-    return joined, written, StateOnHost(new=waiting.joined(), old=opt_state, is_finite=is_finite)
+    state = _State.of(opt_state, params)
+    owned = {m.name: _Owned(m, grads[m.name], params[m.name], state, scale) for m in modules}
+    others = jax.tree.map(_stand_in, (grads, params))
+    updates, written, new = {**params}, {**params}, [*state.leaves]
+    first, finite = owned[modules[0].name].fetch(0, after[0]), after[1]
+    for number, module in enumerate(modules):
+        mine, following = owned[module.name], None
+        if number + 1 < len(modules):
+            following = owned[modules[number + 1].name].fetch(0, finite)
+        done, finite = mine.updated(update, others, first, finite)
+        updates[module.name], written[module.name] = done.updates, done.params
+        for place, leaf in done.state.items():
+            new[place] = leaf
+        first = following
+    joined = StateOnHost(new=state.structure.unflatten(new), old=opt_state, is_finite=finite)
+    return updates, written, joined
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Leaves of a state in host memory, and the new ones that have returned there."""
+class _State:
+    """Leaves of a state in host memory."""
 
     leaves: list[Array]
     owners: list[str | None]
     """First name of the parameter to which each leaf belongs; None for counters."""
     structure: Any
-    returned: list[list[Array]]
-    """Pieces of each leaf in order, or one counter."""
 
     @classmethod
-    def of(cls, opt_state: Any, params: Any) -> _Waiting:
-        """Return the leaves of a state, none of them updated.
+    def of(cls, opt_state: Any, params: Any) -> _State:
+        """Return the leaves of a state.
 
         Raises:
             ValueError: An array belongs to no parameter.
@@ -181,48 +184,134 @@ class _Waiting:
         paths, structure = jax.tree_util.tree_flatten_with_path(opt_state)
         names = set(traverse_util.flatten_dict(params))
         owners = [_owner(path, leaf, names) for path, leaf in paths]
-        return cls([leaf for _, leaf in paths], owners, structure, [[] for _ in paths])
+        return cls([leaf for _, leaf in paths], owners, structure)
 
-    def fetch(self, part: Part, after: Array) -> list[Array]:
-        """Return the arrays of a part on the device, brought there once a scalar is known."""
-        waiting = [
-            part.of(leaf)
-            for leaf, owner in zip(self.leaves, self.owners, strict=True)
-            if owner == part.name
-        ]
-        waiting, _ = jax.lax.optimization_barrier((waiting, after))
-        return jax.device_put(waiting, _DEVICE)
+    def places(self, owner: str | None) -> list[int]:
+        """Return the places of the leaves of a module, or of the counters for None."""
+        return [place for place, one in enumerate(self.owners) if one == owner]
 
-    def filled(self, part: Part, fetched: list[Array]) -> Any:
-        """Return a state with the fetched arrays, zeros for other parts, and all counters."""
-        mine = iter(fetched)
+    def filled(self, owner: str, values: list[Array]) -> Any:
+        """Return a state with values for a module, zeros for others, and all counters."""
+        mine = iter(values)
 
-        def fill(leaf: Array, owner: str | None) -> Array:
-            if owner is None:
+        def fill(leaf: Array, one: str | None) -> Array:
+            if one is None:
                 return leaf
-            if owner == part.name:
-                return next(mine)
-            return jnp.zeros_like(jax.device_put(leaf, _DEVICE))
+            return next(mine) if one == owner else _stand_in(leaf)
 
         filled = [fill(*one) for one in zip(self.leaves, self.owners, strict=True)]
         return self.structure.unflatten(filled)
 
-    def put_away(self, part: Part, new: Any) -> list[Array]:
-        """Send the new arrays of a part to host memory, and return those on the device."""
-        mine = []
-        for leaf, owner, pieces in zip(
-            self.structure.flatten_up_to(new), self.owners, self.returned, strict=True
-        ):
-            if owner is None:
-                pieces[:] = [leaf]
-            elif owner == part.name:
-                mine.append(leaf)
-                pieces.append(jax.device_put(leaf, _HOST))
-        return mine
 
-    def joined(self) -> Any:
-        """Return the new state."""
-        return self.structure.unflatten([_concatenated(pieces) for pieces in self.returned])
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """Results of the update of a module."""
+
+    updates: Any
+    params: Any
+    state: dict[int, Array]
+    """New leaves by their places."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Owned:
+    """What belongs to one module."""
+
+    module: Module
+    grads: Any
+    params: Any
+    state: _State
+    scale: Array | float
+
+    @property
+    def is_away(self) -> bool:
+        """Whether parameters and gradients lie in host memory."""
+        return any(map(is_on_host, jax.tree.leaves(self.params)))
+
+    def fetch(self, number: Int[Array, ""] | int, after: Array) -> Any:
+        """Return the arrays of a part on the device, brought there once a scalar is known."""
+        leaves = [self.state.leaves[place] for place in self.state.places(self.module.name)]
+        needed = (leaves, (self.grads, self.params) if self.is_away else ())
+        needed = jax.tree.map(lambda leaf: self.module.part(leaf, number), needed)
+        needed, _ = jax.lax.optimization_barrier((needed, after))
+        return jax.device_put(needed, _DEVICE)
+
+    def updated(
+        self, update: Update, others: tuple[Any, Any], first: Any, finite: Array
+    ) -> tuple[_Done, Array]:
+        """Return the results of all parts, and whether everything was finite so far.
+
+        Args:
+            update: `update` of the optimiser.
+            others: Gradients and parameters for other modules, which are not read.
+            first: The fetched first part.
+            finite: Scalar before which the second part is not fetched.
+        """
+        parts, is_away = self.module.parts or 1, self.is_away
+        # Gradients are read before they are overwritten; those of another dtype are not.
+        begun = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else p, self.grads, self.params)
+        finite = jnp.isfinite(finite)
+
+        def body(carry: Any, number: Array) -> tuple[Any, Any]:
+            fetched, written, finite = carry
+            if parts > 1:
+                coming = self.fetch(jnp.minimum(number + 1, parts - 1), finite)
+            else:
+                coming = fetched
+            given, held = self._values(fetched, written, number)
+            steps, sums, new, counters = self._update(update, others, fetched[0], given, held)
+            finite &= all_finite((sums, new))
+            if is_away:
+                away, steps = jax.device_put((new, sums), _HOST), None
+            else:
+                write = lambda leaf, values: self.module.written(leaf, values, number)  # noqa: E731
+                written = jax.tree.map(write, written, sums)
+                away = (jax.device_put(new, _HOST), None)
+            return (coming, written, finite), (away, steps, counters)
+
+        carry = (first, None if is_away else begun, finite)
+        if self.module.parts is None:
+            (_, written, finite), (away, steps, counters) = body(carry, jnp.int32(0))
+        else:
+            numbers = jnp.arange(parts, dtype=jnp.int32)
+            (_, written, finite), (away, steps, counters) = jax.lax.scan(body, carry, numbers)
+            away, steps = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (away, steps))
+            counters = [counter[-1] for counter in counters]
+        new, sums = away
+        places = [*self.state.places(self.module.name), *self.state.places(None)]
+        state = dict(zip(places, [*new, *counters], strict=True))
+        return _Done(updates=steps, params=sums if is_away else written, state=state), finite
+
+    def _values(self, fetched: Any, written: Any, number: Array) -> tuple[Any, Any]:
+        """Return gradients and parameters of a part."""
+        if self.is_away:
+            grads, params = fetched[1]
+            return jax.tree.map(lambda g: g * jnp.asarray(self.scale, g.dtype), grads), params
+        given = jax.tree.map(
+            lambda w, g: self.module.part(w if w.dtype == g.dtype else g, number),
+            written,
+            self.grads,
+        )
+        return given, jax.tree.map(lambda p: self.module.part(p, number), self.params)
+
+    def _update(
+        self, update: Update, others: tuple[Any, Any], leaves: list[Array], given: Any, held: Any
+    ) -> tuple[Any, Any, list[Array], list[Array]]:
+        """Return updates, parameters, leaves of the state and counters after one part."""
+        name = self.module.name
+        state = self.state.filled(name, leaves)
+        updates, new = update(others[0] | {name: given}, state, others[1] | {name: held})
+        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates[name])
+        found = self.state.structure.flatten_up_to(new)
+        mine, counters = (
+            [found[place] for place in self.state.places(owner)] for owner in (name, None)
+        )
+        return updates[name], sums, mine, counters
+
+
+def _stand_in(leaf: Array) -> Array:
+    """Return zeros on the device for an array that is not read."""
+    return jnp.zeros_like(jax.device_put(leaf, _DEVICE))
 
 
 def _owner(path: Any, leaf: Array, names: set[tuple[str, ...]]) -> str | None:
@@ -238,12 +327,3 @@ def _owner(path: Any, leaf: Array, names: set[tuple[str, ...]]) -> str | None:
         f" state, and {jax.tree_util.keystr(path)} of shape {leaf.shape} belongs to none: set"
         " execution.optimizer_parts to 1"
     )
-
-
-def _joined(pieces: list[Any], otherwise: Any) -> Any:
-    """Return trees of parts joined over layers; the other tree where there are none."""
-    return jax.tree.map(lambda *leaves: _concatenated(leaves), *pieces) if pieces else otherwise
-
-
-def _concatenated(pieces: Sequence[Array]) -> Array:
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)

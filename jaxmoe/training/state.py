@@ -23,6 +23,7 @@ from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import init_params, lay_out
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import all_finite, no_norms, select
+from jaxmoe.training.host_arrays import layers_to_host
 from sharding import axes as ax
 
 
@@ -85,6 +86,7 @@ def init_state(
         mesh=mesh,
         rules=execution.axis_rules,
         dtype=execution.precision.parameter_dtype,
+        on_host=layers_on_host(model, execution),
     )
 
     def rest(params: Any) -> TrainState:
@@ -116,10 +118,11 @@ def state_around(
     """
     opt_state = {}
     if optimizer is not None:
-        opt_state = optimizer.init(lay_out(model, params, rules=execution.state_layout.optimizer))
+        held = jax.device_put(params, jax.memory.Space.Device)
+        opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        params=params,
+        params=layers_to_host(params, layers_on_host(model, execution)),
         opt_state=put_away(opt_state, execution),
         router_state=initial_router_state(model),
         rng=jax.random.fold_in(key, 1),
@@ -144,6 +147,13 @@ def update_routers(
         return state.router_state
     router = model.moe.build_router(model.embed_dim)
     return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)
+
+
+def layers_on_host(model: ModelConfig, execution: ExecutionConfig) -> frozenset[str]:
+    """Return the names of the scans whose parameters lie in host memory; see
+    `ExecutionConfig.parameter_memory`."""
+    is_away = execution.parameter_memory == "host"
+    return frozenset(scan.name for scan in model.scans if is_away)
 
 
 def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:

@@ -38,10 +38,11 @@ from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
+from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
-from jaxmoe.training.optimizer_parts import check_parts, parts_of, update_in_parts
+from jaxmoe.training.optimizer_parts import check_parts, modules_of, update_in_parts
 from jaxmoe.training.pipeline import remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import (
@@ -78,7 +79,7 @@ class TrainStep:
         check_ratio(self.max_norm_ratio)
         self.execution.precision.check_trains()
         self.objective.check(self.model)
-        check_parts(self.execution.optimizer_parts, self.optimizer)
+        check_parts(self.execution, self.optimizer)
 
     def __call__(
         self, state: TrainState, batch: Batch, first_row: Any = 0
@@ -138,19 +139,25 @@ class TrainStep:
             worker_loss: Losses of the workers that are reported apart.
         """
         grads, statistics = summed.grads, summed.statistics
-        grad_norm = optax.tree.norm(grads)
+        grad_norm, scale = global_norm(grads), jnp.ones(())
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(grad_norm, 1e-12))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        after = (summed.loss, grad_norm)
+            grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
         update = update_params(
-            self.model, self.optimizer, self.execution, grads, state, self.table, after=after
+            self.model,
+            self.optimizer,
+            self.execution,
+            grads,
+            state,
+            self.table,
+            after=(summed.loss, grad_norm),
+            scale=scale,
         )
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
         is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm)
-        is_good &= all_finite(new) & update.opt_state.is_finite
+        is_good &= all_finite(on_device(new)) & update.opt_state.is_finite
         is_good &= grad_norm.astype(limit.dtype) <= limit
         kept = select(is_good, new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
@@ -261,11 +268,11 @@ class UpdatedParams(NamedTuple):
     """Results of an optimiser."""
 
     updates: Any
-    """What is added to the parameters."""
+    """What is added to the parameters; None where those of layers lie in host memory."""
     params: Any
     """Sums, laid out as the parameters."""
     opt_state: UpdatedState
-    """New state of the optimiser, and the old one."""
+    """New state of the optimiser, and the old one; it judges parameters in host memory too."""
 
 
 def update_params(
@@ -277,6 +284,7 @@ def update_params(
     table: ParameterTable | None = None,
     *,
     after: tuple[Array, Array],
+    scale: Array | float = 1.0,
 ) -> UpdatedParams:
     """Apply the optimiser to gradients and parameters sharded like its state.
 
@@ -288,22 +296,31 @@ def update_params(
         state: before the step.
         table: Groups of the parameters; None trains all.
         after: Scalars before which state in host memory is not fetched; see `update_in_parts`.
+        scale: Factor of the gradients that lie in host memory.
     """
-    cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
     old = state.params if table is None else table.trained(state.params)
-    held, grads = cut(old), cut(grads)
-    if execution.optimizer_parts == 1:
+    is_away = execution.parameter_memory == "host"
+    if is_away:  # the layouts of parameters and state are one
+        held = old
+    else:
+        cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
+        held, grads = cut(old), cut(grads)
+    if execution.updates_in_parts:
+        modules = modules_of(model, held, execution.optimizer_parts)
+        updates, params, new = update_in_parts(
+            optimizer.update, modules, grads, state.opt_state, held, after=after, scale=scale
+        )
+    else:
         fetched = fetch(state.opt_state, execution)
         updates, opt_state = optimizer.update(grads, fetched, held)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
         new = WholeState(new=opt_state, old=fetched, execution=execution)
+    if is_away:
+        updates = None
     else:
-        parts = parts_of(model, held, execution.optimizer_parts)
-        updates, params, new = update_in_parts(
-            optimizer.update, parts, grads, state.opt_state, held, after=after
-        )
-    params = jax.tree.map(place_like, params, old)
+        params = jax.tree.map(place_like, params, old)
     if table is not None and table.has_frozen:
         params = table.merged(params, state.params)
-        updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
+        if updates is not None:
+            updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
     return UpdatedParams(updates, params, new)

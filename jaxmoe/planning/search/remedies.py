@@ -8,14 +8,18 @@ To suggest another change: `remedies` in `jaxmoe/planning/search/remedies.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.search.best_first import Candidate
+from jaxmoe.planning.search.memory_policy import policy_fields
 from jaxmoe.planning.search.meshes import divisors
 from jaxmoe.planning.search.space import fewest_micro_batches
 from jaxmoe.precision import PrecisionPolicy
+from sharding.state_layouts import STATE_LAYOUTS
 
 
 def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
@@ -40,6 +44,14 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
         if plan.execution.mesh.stage == 1:
             flag = "--execution.optimizer_memory host --execution.optimizer_parts 8"
             execute(flag, optimizer_memory="host", optimizer_parts=8)
+    if chip.platform != "cpu" and execution.parameter_memory == "device":
+        flags = {"parameter_memory": "host", "optimizer_memory": "host", "optimizer_parts": 8}
+        flags |= {"remat": "full", "remat_dense": None, "telemetry": "brief"}
+        if plan.execution.mesh.stage == 1 and STATE_LAYOUTS[execution.rules].is_streamable:
+            execute(_text(execution, flags), **flags)
+        fields = policy_fields(plan, chip, candidate.memory.total - chip.available)
+        if fields:
+            execute(_text(execution, fields), **fields)
     if not execution.loss_chunk and plan.sequence_length > 512:
         execute("--execution.loss_chunk 512", loss_chunk=512)
     if execution.rules != "fully_sharded":
@@ -56,3 +68,9 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
         flag: estimate_memory(changed, chip.platform).total for flag, changed in changes.items()
     }
     return {flag: need for flag, need in needs.items() if need < candidate.memory.total}
+
+
+def _text(execution: ExecutionConfig, fields: Mapping[str, object]) -> str:
+    """Return the flags of the fields that change."""
+    changed = {name: value for name, value in fields.items() if getattr(execution, name) != value}
+    return " ".join(f"--execution.{name} {value}" for name, value in changed.items())

@@ -242,6 +242,29 @@ def test_state_in_host_memory_comes_to_the_device_in_parts():
     assert estimate_memory(cut, "tpu").update - device.update == pytest.approx(moments / 4)
 
 
+def test_parameters_in_host_memory_leave_three_layers_on_the_device():
+    """Parameters, gradients and copies for products of the others leave it."""
+    model = dataclasses.replace(WIDE, num_layers=12)
+    fields = {"mesh": MeshConfig(data=8), "batch_size": 8, "length": 64, "remat": "full"}
+    device = estimate_memory(plan_of(model, **fields), "tpu")
+    plan = plan_of(
+        model, **fields, parameter_memory="host", optimizer_memory="host", optimizer_parts=12
+    )
+    host = estimate_memory(plan, "tpu")
+    layers = device.parameters - host.parameters
+    assert layers > 0.8 * device.parameters
+    assert host.arriving == pytest.approx(3 * layers / 12)
+    assert host.gradients < 0.2 * device.gradients and host.copies == 0.0
+    found = search(plan_of(model, **fields), [MeshConfig(data=8)], tiny := small_chip("v5e"))
+    assert found.closest is not None
+    ways = remedies(found.closest, tiny)
+    assert any("--execution.parameter_memory host" in flag for flag in ways)
+
+
+def small_chip(name):
+    return dataclasses.replace(CHIPS[name], memory=1)
+
+
 def test_a_mesh_that_does_not_divide_is_refused_with_its_reason():
     plan = plan_of(WIDE, batch_size=4, length=64)
     found = search(plan, [MeshConfig(tensor=8), MeshConfig(data=8)], CHIPS["cpu"])

@@ -114,6 +114,13 @@ STATES = {
     "optimizer_on_host_in_parts": ExecutionConfig(
         mesh=MeshConfig(data=4, tensor=2), rules="zero1", optimizer_memory="host", optimizer_parts=2
     ),
+    "parameters_on_host": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2),
+        remat="offload",
+        optimizer_memory="host",
+        optimizer_parts=2,
+        parameter_memory="host",
+    ),
     "hierarchical_fold": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=4), rules="hierarchical", fold=MoEMesh(expert=2)
     ),

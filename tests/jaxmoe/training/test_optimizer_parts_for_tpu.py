@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.optim import adamw
-from jaxmoe.training.optimizer_parts import Part, update_in_parts
+from jaxmoe.training.optimizer_parts import Module, update_in_parts
 from tests.support.tpus import described_tpus
 
 LAYERS, WIDTH, MIB = 64, 1024, 2**20
@@ -38,10 +38,9 @@ def compiled(mesh, number):
 
     def update(params, state, grads, norm):
         if number:
-            cuts = range(0, LAYERS, LAYERS // number)
-            parts = tuple(Part("layers", start, start + LAYERS // number) for start in cuts)
+            modules = (Module("layers", number),)
             _, new, after = update_in_parts(
-                optimizer.update, parts, grads, state, params, after=(norm, norm)
+                optimizer.update, modules, grads, state, params, after=(norm, norm)
             )
             good = after.is_finite & jnp.isfinite(norm)
             return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, params), after.kept(good)
@@ -76,6 +75,7 @@ def test_two_parts_of_the_state_are_on_the_device(monkeypatch):
     # The gradients are arguments here, so that new parameters have memory of their own.
     assert temporaries[8] - STATE / 2 < 2.2 / 8 * STATE
     text = used[8].as_text()
-    # Two moments of each part arrive and leave by asynchronous copies.
+    # Two moments of a part arrive and leave by asynchronous copies in the loop.
+    (body,) = (part for part in text.split("\n\n") if "dynamic-update-slice-start(" in part)
     for name in ("dynamic-slice-start", "dynamic-update-slice-start"):
-        assert sum(f"{name}(" in line for line in text.splitlines()) == 2 * 8
+        assert sum(f"{name}(" in line for line in body.splitlines()) >= 2

@@ -1,0 +1,180 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Loops over layers whose parameters lie in host memory (arXiv 2410.08791).
+
+The carry of both loops holds the parameters of two layers: those that are used, and those that
+arrive meanwhile.
+
+    forward    layer i computes, layer i + 1 arrives                      keeps the layers' inputs
+    backward   layer i is recomputed and differentiated, layer i - 1 arrives, and the gradient of
+               layer i leaves for host memory
+
+The forward loop leaves the last layer on the device, with which the backward loop begins. A pass
+with a gradient fetches 2 L + 1 layers: the last fetch of the backward loop is not used.
+
+The loop has a gradient of its own, because that of a scan would keep the parameters of every
+iteration on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Int
+
+from jaxmoe.layers.records import LayerOutputs, Stream, TokenInputs
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+Layer = Callable[[Any, Stream, Any, TokenInputs], tuple[Stream, Any]]
+"""(parameters, stream, inputs of the layer, inputs of all layers) -> (stream, outputs)."""
+
+
+class StreamedScan(nn.Module):
+    """The layers of a scan, with stacked parameters that are fetched one layer at a time.
+
+    Attributes:
+        build: Returns the module of one layer, or of one period.
+        length: Number of iterations.
+        unroll: Iterations of the loop that are compiled one after the other.
+        offloads: Whether the inputs of layers wait in host memory for the backward pass.
+    """
+
+    build: Callable[[], nn.Module]
+    length: int
+    unroll: int
+    offloads: bool
+
+    @nn.compact
+    def __call__(
+        self, stream: Stream, inputs: Any, tokens: TokenInputs
+    ) -> tuple[Stream, LayerOutputs | dict[str, LayerOutputs]]:
+        """Compute the layers; inputs and outputs are stacked over them.
+
+        Raises:
+            ValueError: A caller captures intermediates.
+        """
+        if self.is_mutable_collection("intermediates"):
+            raise ValueError(
+                "execution.parameter_memory=host does not keep intermediates of layers: set it to"
+                " device to capture them"
+            )
+        layer = self.build()
+
+        def apply(held: Any, stream: Stream, own: Any, tokens: TokenInputs) -> tuple[Stream, Any]:
+            return layer.apply({"params": held}, stream, own, tokens)
+
+        run = stream_layers(apply, self.length, unroll=self.unroll, offloads=self.offloads)
+        return run(self.variables["params"], stream, inputs, tokens)
+
+
+def stream_layers(
+    layer: Layer, length: int, *, unroll: int = 1, offloads: bool = False
+) -> Callable[[Any, Stream, Any, TokenInputs], tuple[Stream, Any]]:
+    """Return a loop over layers, differentiable with respect to parameters and stream.
+
+    Args:
+        layer: Function of one layer.
+        length: Number of layers.
+        unroll: Iterations that are compiled one after the other.
+        offloads: Whether the inputs of layers wait in host memory for the backward pass.
+
+    Returns:
+        A function of parameters stacked over layers, the stream, inputs stacked over layers, and
+        inputs of all layers. The gradient of the parameters is in host memory.
+    """
+    numbers = jnp.arange(length, dtype=jnp.int32)
+
+    def forward(
+        params: Any, stream: Stream, inputs: Any, tokens: TokenInputs, *, keeps: bool
+    ) -> tuple[Stream, Any, Any, Any]:
+        def body(carry: Any, given: Any) -> tuple[Any, Any]:
+            (stream, held), (number, own) = carry, given
+            coming = _fetch(params, jnp.minimum(number + 1, length - 1))
+            after, outputs = layer(held, stream, own, tokens)
+            kept = _moved(_floats(stream), _HOST if offloads else _DEVICE) if keeps else None
+            return (after, coming), (outputs, kept, _others(stream) if keeps else None)
+
+        begun = (stream, _fetch(params, jnp.int32(0)))
+        given = (numbers, inputs)
+        (stream, last), (outputs, *kept) = jax.lax.scan(body, begun, given, unroll=unroll)
+        return stream, outputs, last, kept
+
+    @jax.custom_vjp
+    def run(params: Any, stream: Stream, inputs: Any, tokens: TokenInputs) -> tuple[Stream, Any]:
+        return forward(params, stream, inputs, tokens, keeps=False)[:2]
+
+    def run_forward(
+        params: Any, stream: Stream, inputs: Any, tokens: TokenInputs
+    ) -> tuple[tuple[Stream, Any], Any]:
+        after, outputs, last, kept = forward(params, stream, inputs, tokens, keeps=True)
+        return (after, outputs), (params, last, kept, stream, inputs, tokens)
+
+    def run_backward(residuals: Any, gradients: Any) -> tuple[Any, Any, None, None]:
+        params, last, kept, first, inputs, tokens = residuals
+
+        def body(carry: Any, given: Any) -> tuple[Any, Any]:
+            (gradient, held), (number, own, floats, others, of_outputs) = carry, given
+            coming = _fetch(params, jnp.maximum(number - 1, 0))
+            floats = _moved(floats, _DEVICE)
+
+            def recompute(held: Any, floats: list[Array]) -> Any:
+                after, outputs = layer(held, _merged(first, floats, others), own, tokens)
+                return _floats(after), _floats(outputs)
+
+            _, transposed = jax.vjp(recompute, held, floats)
+            of_params, gradient = transposed((gradient, of_outputs))
+            return (gradient, coming), _moved(of_params, _HOST)
+
+        after, outputs = gradients
+        begun = (_gradients_of_floats(after), last)
+        given = (numbers, inputs, *kept, _gradients_of_floats(outputs))
+        (gradient, _), of_params = jax.lax.scan(body, begun, given, reverse=True, unroll=unroll)
+        of_stream = _merged(first, gradient, [None] * len(_others(first)))
+        return of_params, of_stream, None, None
+
+    run.defvjp(run_forward, run_backward)
+    return run
+
+
+def _fetch(params: Any, number: Int[Array, ""]) -> Any:
+    """Return the parameters of one layer on the device."""
+
+    def one(leaf: Array) -> Array:
+        return jax.device_put(jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), _DEVICE)
+
+    return jax.tree.map(one, params)
+
+
+def _moved(tree: Any, where: jax.memory.Space) -> Any:
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, where), tree)
+
+
+def _is_float(leaf: Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _floats(tree: Any) -> list[Array]:
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+
+
+def _others(tree: Any) -> list[Array]:
+    return [leaf for leaf in jax.tree.leaves(tree) if not _is_float(leaf)]
+
+
+def _gradients_of_floats(gradients: Any) -> list[Array]:
+    """Return the gradients of arrays that have one."""
+    return [leaf for leaf in jax.tree.leaves(gradients) if leaf.dtype != jax.dtypes.float0]
+
+
+def _merged(like: Any, floats: list[Any], others: list[Any]) -> Any:
+    """Return a tree with the structure of another, from its floats and its other leaves."""
+    floats_left, others_left = iter(floats), iter(others)
+    leaves = [
+        next(floats_left if _is_float(leaf) else others_left) for leaf in jax.tree.leaves(like)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
