@@ -41,8 +41,8 @@ from pallas_kernels.quantized_matmul import OPERATION as _QUANTIZED_MATMUL
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul.mixed_array import MixedArray, quantize_mixed
 from pallas_kernels.ring_attention import ring_attention
-from pallas_kernels.selective_scan import DUAL as _DUAL
-from pallas_kernels.selective_scan import SCAN as _SCAN
+from pallas_kernels.selective_scan import OPERATION as _SELECTIVE_SCAN
+from pallas_kernels.selective_scan import STATE_SPACE_DUAL as _STATE_SPACE_DUAL
 from pallas_kernels.selective_scan import selective_scan, state_space_dual
 from pallas_kernels.sequence_layout import sequence_order
 from pallas_kernels.token_ring_attention import token_ring_attention
@@ -55,8 +55,8 @@ OPERATIONS: dict[str, Operation] = {
         _GROUPED_OUTER,
         _GROUPED_SWIGLU,
         _QUANTIZED_MATMUL,
-        _DUAL,
-        _SCAN,
+        _SELECTIVE_SCAN,
+        _STATE_SPACE_DUAL,
     )
 }
 

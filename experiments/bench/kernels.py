@@ -4,6 +4,7 @@
 
     grouped_matmul, grouped_swiglu   beside the dense product of as many rows, by load of the groups
     flash_attention                  beside jax.nn.dot_product_attention, with temporary memory
+    selective_scan, state_space_dual beside their references, one token after the other
     attention on a GPU               beside cuDNN, in bfloat16: gpu_attention.py
     products of few bits, of groups  beside dense ones and libraries: products.py
 
@@ -14,6 +15,7 @@ large dense product.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +27,13 @@ from experiments.bench import products as bench_products
 from experiments.bench.measure import in_turns, matmul_rate, timed, with_gradients
 from experiments.bench.operands import loads
 from experiments.bench.step import BenchRunConfig
-from pallas_kernels import flash_attention, grouped_matmul, grouped_swiglu
+from pallas_kernels import (
+    flash_attention,
+    grouped_matmul,
+    grouped_swiglu,
+    selective_scan,
+    state_space_dual,
+)
 from pallas_kernels.backend import Implementation
 
 
@@ -46,7 +54,7 @@ class KernelBenchConfig:
     hidden: int = 512
     """Hidden width of a group's SwiGLU, columns of a group's matrix."""
     lengths: tuple[int, ...] = (512, 2048)
-    """Sequence lengths of attention, 4096 tokens in all, 4 heads of 64."""
+    """Sequence lengths of attention and scans, 4096 tokens in all, 4 heads of 64."""
     memory_lengths: tuple[int, ...] = (2048, 4096, 8192)
     """Sequence lengths at which temporary memory is compared."""
     implementation: Implementation | None = None
@@ -64,7 +72,7 @@ def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
     """Measure, and return the numbers of summary.json."""
     return {
         "matmul_flops_per_second": matmul_rate(),
-        "rows": [*_grouped(config), *_attention(config)],
+        "rows": [*_grouped(config), *_attention(config), *_scans(config)],
         "attention_temporary_bytes": _attention_memory(config),
         "gpu_attention": bench_gpu_attention.gpu_attention(config.rounds),
         **bench_products.products(config.rounds, config.implementation),
@@ -135,6 +143,35 @@ def _attentions(config: KernelBenchConfig) -> dict[str, Callable[..., Any]]:
         "ours": lambda q, k, v: flash_attention(q, k, v, implementation=config.implementation)[0],
         "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
     }
+
+
+def _scans(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
+    """Yield both scans beside their references: 16 and 64 numbers of state per channel."""
+    operations = {"selective_scan": selective_scan, "state_space_dual": state_space_dual}
+    for length in config.lengths:
+        batch = max(1, 4096 // length)
+        keys = jax.random.split(jax.random.key(2), 5)
+        for name, operation in operations.items():
+            channels, groups, decays = (
+                ((256,), (16,), (256, 16)) if name == "selective_scan" else ((4, 64), (1, 64), (4,))
+            )
+            arrays = (
+                jax.random.normal(keys[0], (batch, length, *channels)),
+                jax.nn.softplus(jax.random.normal(keys[1], (batch, length, channels[0])) - 4.0),
+                -jnp.exp(jax.random.normal(keys[2], decays)),
+                *(jax.random.normal(key, (batch, length, *groups)) for key in keys[3:]),
+            )
+            candidates = {
+                "ours": functools.partial(_outputs, operation, config.implementation),
+                "reference": functools.partial(_outputs, operation, "reference"),
+            }
+            yield _row(name, f"{batch} x {length}", candidates, arrays, config.rounds)
+
+
+def _outputs(
+    operation: Callable[..., Any], implementation: Implementation | None, *arrays: Any
+) -> Any:
+    return operation(*arrays, implementation=implementation)[0]
 
 
 def _attention_memory(config: KernelBenchConfig) -> list[dict[str, int]]:

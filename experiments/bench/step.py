@@ -344,7 +344,7 @@ def _parts(
         },
         rounds=6,
     )
-    attention = model.attention
+    attention: Any = model.attention
     heads = attention.num_heads * attention.head_dim
     projections = model.embed_dim * (2 * heads + 2 * attention.num_kv_heads * attention.head_dim)
     flops = {

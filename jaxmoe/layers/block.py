@@ -169,15 +169,18 @@ class HalvedBlock(Block):
             for (stream, _), about in zip(mixed, tokens, strict=True)
         ]
         after = (fed[0][0], fed[1][0])
-        found = [
-            None if m.indicators is None or f.indicators is None else m.indicators | f.indicators
-            for (_, m), (_, f) in zip(mixed, fed, strict=True)
-        ]
         first, second = fed[0][1], fed[1][1]
+        statistics, indicators = first.statistics, None
+        if statistics is not None and second.statistics is not None:
+            statistics = statistics + second.statistics
+        for (_, mix), (_, feed) in zip(mixed, fed, strict=True):
+            if mix.indicators is not None and feed.indicators is not None:
+                own = mix.indicators | feed.indicators
+                indicators = own if indicators is None else indicators + own
         outputs = LayerOutputs(
-            statistics=None if first.statistics is None else first.statistics + second.statistics,
+            statistics=statistics,
             losses=first.losses,  # of weights: the same in both
-            indicators=None if found[0] is None else found[0] + found[1],
+            indicators=indicators,
         )
         return _where_kept(layer.is_kept, after, before, outputs)
 

@@ -1,20 +1,33 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Linear recurrences over the positions of a row, with numbers that depend on the token.
+"""Runs the recurrences of Mamba (arXiv 2312.00752) and of Mamba-2 (arXiv 2405.21060).
 
-    state_space_dual   h_t = exp(dt_t a) h_{t-1} + dt_t x_t b_t^T    y_t = h_t c_t    h [N P H]
-    selective_scan     h_t = exp(dt_t a) h_{t-1} + dt_t x_t b_t      y_t = h_t c_t    h [D H]
+    selective_scan      h[d, p]    = exp(dt[d] A[d, p]) h[d, p] + dt[d] x[d] b[p]
+                        y[d]       = sum over p of h[d, p] c[p]
+    state_space_dual    h[n, h, p] = exp(dt[n] A[n]) h[n, h, p] + dt[n] x[n, h] b[m, p]
+                        y[n, h]    = sum over p of h[n, h, p] c[m, p]           m = n // (N / M)
 
-The first has one decay per head, and is products of matrices in chunks (Mamba-2, arXiv 2405.21060);
-the second one per channel and value of the state (Mamba, arXiv 2312.00752). Where the document
-changes the state begins at 0. Padding (document 0) leaves the state as it is; its outputs mean
-nothing. JAX derives the gradients, in both implementations.
+Letters beside the legend: P numbers of the state per channel; in selective_scan D is the number of
+channels of the mixer; M groups of heads share b and c as query heads share key heads. There is no
+term D x.
 
-To add an implementation: `pallas_kernels/selective_scan/<name>.py` with functions of the signature
-of the reference, its line in `DUAL` or `SCAN`, a row in
+Segments. The state is 0 before the first token of a segment. A segment begins where the id differs
+from that of the last token before that is not padding (id 0). Padding changes no state: a prompt
+that is padded on the right leaves the state that decoding continues from. y is 0 there.
+
+`initial` belongs to the segment of the first token that is not padding, whichever id it has: a
+sequence cut within a segment, with the state handed over, gives what one call gives. A caller who
+cuts it between two segments hands over zeros (None).
+
+Steps, decays, their sums and states are float32; products add up in float32. selective_scan has no
+kernel for TPUs, where None is "xla".
+
+To add an implementation: `pallas_kernels/selective_scan/<name>.py` with the functions of
+`reference.py`, its lines in the tables of `pallas_kernels/selective_scan/api.py`, a row in
 `tests/pallas_kernels/selective_scan/test_selective_scan.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,107 +36,129 @@ from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.selective_scan import reference, xla
-from pallas_kernels.selective_scan.documents import number_documents
+from pallas_kernels.selective_scan.arguments import check_arrays, check_tokens
+from pallas_kernels.selective_scan.segments import find_segments
+from pallas_kernels.selective_scan.tpu import kernels as pallas_tpu
 
-DUAL = Operation(
-    name="state_space_dual",
-    implementations={"reference": reference.state_space_dual, "xla": xla.state_space_dual},
-)
-SCAN = Operation(
+OPERATION = Operation(
     name="selective_scan",
-    implementations={"reference": reference.selective_scan, "xla": xla.selective_scan},
+    implementations={
+        "reference": reference.selective_scan,
+        "xla": xla.selective_scan,
+    },
 )
 
-
-def state_space_dual(
-    x: Float[Array, "B S N P"],
-    dt: Float32[Array, "B S N"],
-    decay: Float32[Array, " N"],
-    b: Float[Array, "B S G H"],
-    c: Float[Array, "B S G H"],
-    *,
-    segment_ids: Int[Array, "B S"] | None = None,
-    initial: Float32[Array, "B N P H"] | None = None,
-    chunk: int = 64,
-    implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B S N P"], Float32[Array, "B N P H"]]:
-    """Return the outputs of a recurrence with one decay per head, and its last state.
-
-    Args:
-        x: Inputs of N heads of P channels.
-        dt: Steps, at least 0.
-        decay: a, the negative rate of each head.
-        b: What is written into the states of G groups of heads; head n is in group n // (N / G).
-        c: What is read from them.
-        segment_ids: Document of each position, 0 for padding; one document a row when None.
-        initial: State before the first position, of its document; zeros when None.
-        chunk: Positions that are multiplied together.
-        implementation: Implementation to run; None picks the fastest that runs here.
-
-    Returns:
-        Outputs in the dtype of x, and the state after the last position that is not padding.
-
-    Raises:
-        ValueError: Sizes that do not fit, or an implementation that cannot run here.
-    """
-    heads, groups = x.shape[2], b.shape[2]
-    if heads % groups:
-        raise ValueError(f"state_space_dual: {heads} heads are no multiple of {groups} groups")
-    shape = (x.shape[0], heads, x.shape[3], b.shape[3])
-    given = (x, dt, decay, b, c)
-    return _run(DUAL, implementation, given, segment_ids, initial, shape, chunk)
+STATE_SPACE_DUAL = Operation(
+    name="state_space_dual",
+    implementations={
+        "reference": reference.state_space_dual,
+        "xla": xla.state_space_dual,
+        "pallas_tpu": pallas_tpu.state_space_dual,
+    },
+)
 
 
 def selective_scan(
     x: Float[Array, "B S D"],
     dt: Float32[Array, "B S D"],
-    decay: Float32[Array, "D H"],
-    b: Float[Array, "B S H"],
-    c: Float[Array, "B S H"],
+    decay: Float32[Array, "D P"],
+    b: Float[Array, "B S P"],
+    c: Float[Array, "B S P"],
     *,
     segment_ids: Int[Array, "B S"] | None = None,
-    initial: Float32[Array, "B D H"] | None = None,
+    initial: Float32[Array, "B D P"] | None = None,
     chunk: int = 64,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B S D"], Float32[Array, "B D H"]]:
-    """Return the outputs of a recurrence with a decay per channel and value, and its last state.
+) -> tuple[Float[Array, "B S D"], Float32[Array, "B D P"]]:
+    """Return the outputs of Mamba's recurrence, and the state after the last token.
 
     Args:
         x: Inputs of D channels.
-        dt: Steps, at least 0.
-        decay: a, the negative rates.
-        b: What is written into the states.
-        c: What is read from them.
-        segment_ids: Document of each position, 0 for padding; one document a row when None.
-        initial: State before the first position, of its document; zeros when None.
-        chunk: Positions that are computed together.
+        dt: Lengths of the steps, not negative.
+        decay: A, negative: the logarithm of the decay per step of length 1.
+        b: What a token writes to the state.
+        c: What a token reads from the state.
+        segment_ids: Segment of each token, 0 for padding; None makes a row one segment.
+        initial: State before the first token; None is 0.
+        chunk: Tokens that are computed at once; the gradient stores one state per chunk.
         implementation: Implementation to run; None picks the fastest that runs here.
 
     Returns:
-        Outputs in the dtype of x, and the state after the last position that is not padding.
+        y in the dtype of x, 0 at padding, and the state after the last token that is not padding.
 
     Raises:
-        ValueError: A chunk below 1, or an implementation that cannot run here.
+        ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
-    shape = (x.shape[0], x.shape[2], b.shape[2])
-    given = (x, dt, decay, b, c)
-    return _run(SCAN, implementation, given, segment_ids, initial, shape, chunk)
+    shapes = {"x": "BSD", "dt": "BSD", "decay": "DP", "b": "BSP", "c": "BSP"}
+    arrays = {"x": x, "dt": dt, "decay": decay, "b": b, "c": c}
+    sizes = check_arrays("selective_scan", shapes, arrays)
+    shape = (sizes["B"], sizes["D"], sizes["P"])
+    check_tokens("selective_scan", x, segment_ids, (shape, initial), chunk)
+    run = OPERATION.function(implementation)
+    return _run(run, (x, dt, decay, b, c), segment_ids, initial, shape, chunk)
+
+
+def state_space_dual(
+    x: Float[Array, "B S N H"],
+    dt: Float32[Array, "B S N"],
+    decay: Float32[Array, " N"],
+    b: Float[Array, "B S M P"],
+    c: Float[Array, "B S M P"],
+    *,
+    segment_ids: Int[Array, "B S"] | None = None,
+    initial: Float32[Array, "B N H P"] | None = None,
+    chunk: int = 64,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B S N H"], Float32[Array, "B N H P"]]:
+    """Return the outputs of Mamba-2's recurrence, and the state after the last token.
+
+    Args:
+        x: Inputs of N heads.
+        dt: Lengths of the steps, not negative.
+        decay: A, negative: the logarithm of the decay per step of length 1.
+        b: What a token writes to the state, in M groups; M divides N.
+        c: What a token reads from the state, in M groups.
+        segment_ids: Segment of each token, 0 for padding; None makes a row one segment.
+        initial: State before the first token; None is 0.
+        chunk: Tokens that are computed at once; the gradient stores one state per chunk.
+        implementation: Implementation to run; None picks the fastest that runs here.
+
+    Returns:
+        y in the dtype of x, 0 at padding, and the state after the last token that is not padding.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
+    """
+    shapes = {"x": "BSNH", "dt": "BSN", "decay": "N", "b": "BSMP", "c": "BSMP"}
+    arrays = {"x": x, "dt": dt, "decay": decay, "b": b, "c": c}
+    sizes = check_arrays("state_space_dual", shapes, arrays)
+    if sizes["M"] == 0 or sizes["N"] % sizes["M"]:
+        raise ValueError(
+            f"state_space_dual: the groups of b and c ({sizes['M']}) must divide the heads of x "
+            f"({sizes['N']}): give a number of groups that does, 1 or {sizes['N']} for example."
+        )
+    shape = (sizes["B"], sizes["N"], sizes["H"], sizes["P"])
+    check_tokens("state_space_dual", x, segment_ids, (shape, initial), chunk)
+    run = STATE_SPACE_DUAL.function(implementation)
+    return _run(run, (x, dt, decay, b, c), segment_ids, initial, shape, chunk)
 
 
 def _run(
-    operation: Operation,
-    implementation: Implementation | None,
-    given: tuple[Array, ...],
+    run: Callable[..., Any],
+    arrays: tuple[Array, ...],
     segment_ids: Array | None,
     initial: Array | None,
     shape: tuple[int, ...],
     chunk: int,
 ) -> Any:
-    if chunk < 1:
-        raise ValueError(f"{operation.name}: chunk={chunk} must be at least 1")
-    x, dt, decay, b, c = given
-    documents, dt = number_documents(segment_ids, dt)
-    state = jnp.zeros(shape, jnp.float32) if initial is None else initial
-    # Both are carried from position to position, with values that vary as the arrays do.
-    documents, state = match_varying((documents, state), given, documents, state)
-    return operation.function(implementation)(x, dt, decay, b, c, documents, state, chunk)
+    if initial is None:
+        initial = jnp.zeros(shape, jnp.float32)
+    x, dt, decay, b, c = arrays
+    segments = find_segments(x.shape[:2], segment_ids)
+    dt = segments.where_token(dt)
+    given = (x, dt, decay, b, c, segments.index, initial)
+    given = match_varying(given, given)
+    if x.shape[1] == 0:
+        return given[0], given[-1]
+    y, state = run(*given, chunk=min(chunk, x.shape[1]))
+    return segments.where_token(y), state

@@ -1,18 +1,23 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrences in chunks: products or an associative scan within one, the state between them.
+"""Implements the scans in chunks: many tokens at once within a chunk, one chunk after the other.
 
-With l_i the sum of the log decays of a chunk up to i, and h the state before it:
+With the sums l of dt A from the beginning of a chunk (arXiv 2405.21060, section 6) and only over
+pairs i >= j of one segment, state_space_dual is, in products of matrices,
 
-    y_i = sum over j <= i of exp(l_i - l_j) dt_j (c_i b_j) x_j  +  exp(l_i) h c_i
-    h'  = exp(l_last) h  +  sum over j of exp(l_last - l_j) dt_j x_j b_j^T
+    y[i]  = sum over j of exp(l[i] - l[j]) (c[i] . b[j]) dt[j] x[j]  +  exp(l[i]) c[i] h
+    h'    = sum over j of exp(l[Q] - l[j]) dt[j] x[j] b[j]^T         +  exp(l[Q]) h
 
-A border between documents is a mask of equal documents. A log decay of -inf at a border would be
-lost with all sums behind it. A chunk is computed again in the backward pass, which keeps one state
-per chunk. Source: arXiv 2405.21060 (section 6).
+where h is the state before the chunk and Q its last token. Pairs of different segments are masked:
+a decay of -inf would make all later sums -inf. selective_scan has a decay for every number of the
+state, and combines the tokens of a chunk pairwise, log2(chunk) times; a border is a factor 0.
+
+JAX derives the gradients. A chunk is computed again in the backward pass, so that of S / chunk
+chunks only the states are kept, and never [S N P] numbers.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,106 +25,128 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float, Float32, Int
 
 
-def state_space_dual(
-    x: Float[Array, "B S N P"],
-    dt: Float32[Array, "B S N"],
-    decay: Float32[Array, " N"],
-    b: Float[Array, "B S G H"],
-    c: Float[Array, "B S G H"],
-    documents: Int[Array, "B S"],
-    initial: Float32[Array, "B N P H"],
-    chunk: int,
-) -> tuple[Float[Array, "B S N P"], Float32[Array, "B N P H"]]:
-    """Return what `pallas_kernels.state_space_dual` returns, from numbered documents."""
-    groups = b.shape[2]
-    heads = x.shape[2] // groups
-
-    def by_group(array: Array, axis: int) -> Array:
-        return array.reshape(*array.shape[:axis], groups, heads, *array.shape[axis + 1 :])
-
-    x, dt, decay = by_group(x, 2), by_group(dt, 2), by_group(decay, 0)
-
-    def body(carry, now):
-        h, before = carry
-        x, dt, b, c, documents = now
-        logs = jnp.cumsum(dt * decay[None, None], axis=1)
-        length, last = x.shape[1], documents[:, -1]
-        is_seen = documents[:, :, None] == documents[:, None]
-        is_seen &= jnp.tril(jnp.ones((length, length), bool))[None]
-        is_seen = is_seen[..., None, None]
-        between = jnp.where(is_seen, logs[:, :, None] - logs[:, None], 0.0)
-        weights = jnp.where(is_seen, jnp.exp(between), 0.0) * dt[:, None]
-        weights *= _products("bigh,bjgh->bijg", c, b)[..., None]
-        y = _products("bijgr,bjgrp->bigrp", weights.astype(x.dtype), x)
-        is_before = (documents == before[:, None])[..., None, None]
-        reach = jnp.where(is_before, jnp.exp(logs), 0.0)
-        y += _products("bigh,bgrph->bigrp", c.astype(jnp.float32), h) * reach[..., None]
-        is_last = (documents == last[:, None])[..., None, None]
-        kept = jnp.where(is_last, jnp.exp(logs[:, -1:] - logs) * dt, 0.0)
-        written = (kept[..., None] * x.astype(jnp.float32)).astype(x.dtype)
-        stays = jnp.where((before == last)[:, None, None], jnp.exp(logs[:, -1]), 0.0)
-        h = stays[..., None, None] * h + _products("bjgrp,bjgh->bgrph", written, b)
-        return (h, last), y.astype(x.dtype)
-
-    y, h = _over_chunks(body, (x, dt, b, c), documents, by_group(initial, 1), chunk)
-    return y.reshape(*y.shape[:2], -1, y.shape[-1]), h.reshape(initial.shape)
-
-
 def selective_scan(
     x: Float[Array, "B S D"],
     dt: Float32[Array, "B S D"],
-    decay: Float32[Array, "D H"],
-    b: Float[Array, "B S H"],
-    c: Float[Array, "B S H"],
-    documents: Int[Array, "B S"],
-    initial: Float32[Array, "B D H"],
+    decay: Float32[Array, "D P"],
+    b: Float[Array, "B S P"],
+    c: Float[Array, "B S P"],
+    segments: Int[Array, "B S"],
+    initial: Float32[Array, "B D P"],
+    *,
     chunk: int,
-) -> tuple[Float[Array, "B S D"], Float32[Array, "B D H"]]:
-    """Return what `pallas_kernels.selective_scan` returns, from numbered documents."""
+) -> tuple[Float[Array, "B S D"], Float32[Array, "B D P"]]:
+    """Return what `pallas_kernels.selective_scan` returns; arguments as in reference.py."""
 
-    def after(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
-        return one[0] * two[0], two[0] * one[1] + two[1]
+    def one(state, before, arrays, segments):
+        x, dt, b, c = (each.astype(jnp.float32) for each in arrays)
+        previous = jnp.concatenate([before[:, None], segments[:, :-1]], axis=1)
+        continues = (segments == previous)[:, :, None, None]
+        factor = jnp.where(continues, jnp.exp(dt[..., None] * decay[None, None]), 0.0)
+        written = (dt * x)[..., None] * b[:, :, None, :]
+        factor, written = jax.lax.associative_scan(_combine, (factor, written), axis=1)
+        states = factor * state[:, None] + written
+        return states[:, -1], jnp.einsum("bqdp,bqp->bqd", states, c)
 
-    def body(carry, now):
-        h, before = carry
-        x, dt, b, c, documents = now
-        earlier = jnp.concatenate([before[:, None], documents[:, :-1]], axis=1)
-        factors = jnp.exp(dt[..., None] * decay[None, None])
-        factors = jnp.where((documents == earlier)[..., None, None], factors, 0.0)
-        written = (dt * x.astype(jnp.float32))[..., None] * b.astype(jnp.float32)[:, :, None]
-        kept, added = jax.lax.associative_scan(after, (factors, written), axis=1)
-        states = kept * h[:, None] + added
-        y = _products("bidh,bih->bid", states, c.astype(jnp.float32))
-        return (states[:, -1], documents[:, -1]), y.astype(x.dtype)
+    return _over_chunks(one, (x, dt, b, c), segments, initial, chunk)
 
-    return _over_chunks(body, (x, dt, b, c), documents, initial, chunk)
+
+def _combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
+    return later[0] * earlier[0], later[0] * earlier[1] + later[1]
+
+
+def state_space_dual(
+    x: Float[Array, "B S N H"],
+    dt: Float32[Array, "B S N"],
+    decay: Float32[Array, " N"],
+    b: Float[Array, "B S M P"],
+    c: Float[Array, "B S M P"],
+    segments: Int[Array, "B S"],
+    initial: Float32[Array, "B N H P"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "B S N H"], Float32[Array, "B N H P"]]:
+    """Return what `pallas_kernels.state_space_dual` returns; arguments as in reference.py."""
+    groups = b.shape[2]
+
+    def one(state, before, arrays, segments):
+        x, dt, b, c = arrays
+        # [B q M g] and more: g heads of a group.
+        x, dt = _in_groups(x, groups), _in_groups(dt, groups)
+        state = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
+        sums = jnp.cumsum(dt * decay.reshape(1, 1, groups, -1), axis=1)
+        last = segments[:, -1:]
+        carried = jnp.exp(sums) * _as_factor(segments == before[:, None])
+        read = jnp.einsum("bimp,bmghp->bimgh", c.astype(jnp.float32), state)
+        y = carried[..., None] * read + _within(x, dt, b, c, sums, segments)
+        kept = jnp.exp(sums[:, -1:] - sums) * _as_factor(segments == last) * dt
+        added = jnp.einsum(
+            "bjmgh,bjmp->bmghp",
+            kept[..., None] * x.astype(jnp.float32),
+            b.astype(jnp.float32),
+        )
+        state = carried[:, -1, :, :, None, None] * state + added
+        return state.reshape(initial.shape), y.reshape(*y.shape[:2], *initial.shape[1:3])
+
+    return _over_chunks(one, (x, dt, b, c), segments, initial, chunk)
+
+
+def _within(
+    x: Array, dt: Array, b: Array, c: Array, sums: Array, segments: Array
+) -> Float32[Array, "B q M g H"]:
+    """Return what the tokens of a chunk read of each other."""
+    lower = jnp.tri(sums.shape[1], dtype=bool)[None]
+    is_read = (segments[:, :, None] == segments[:, None, :]) & lower
+    is_read = is_read[:, None, None]
+    sums, dt = (jnp.moveaxis(each, 1, 3) for each in (sums, dt))  # [B M g q]
+    # The exponent of a masked pair may overflow: it is replaced before and after.
+    exponent = jnp.where(is_read, sums[..., :, None] - sums[..., None, :], 0.0)
+    factor = jnp.where(is_read, jnp.exp(exponent), 0.0) * dt[..., None, :]
+    scores = jnp.einsum("bimp,bjmp->bmij", c, b, preferred_element_type=jnp.float32)
+    weights = (scores[:, :, None] * factor).astype(x.dtype)
+    return jnp.einsum("bmgij,bjmgh->bimgh", weights, x, preferred_element_type=jnp.float32)
+
+
+def _in_groups(x: Array, groups: int) -> Array:
+    return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
+
+
+def _as_factor(mask: Array) -> Array:
+    return mask.astype(jnp.float32)[:, :, None, None]
 
 
 def _over_chunks(
-    body: Callable[..., tuple[tuple[Array, Array], Array]],
+    one: Callable[..., Any],
     arrays: tuple[Array, ...],
-    documents: Array,
+    segments: Array,
     initial: Array,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """Return outputs and last state of a body that is called with one chunk after the other.
+    """Return y and the last state of `one` chunk after the other.
 
-    The last chunk is filled with steps of 0 of its last document.
+    Args:
+        one: From the state, the segment of the token before, and arrays and segments of a chunk, to
+            the next state and y in float32.
+        arrays: Arrays [B S ...]; x comes first.
+        segments: Segment of each token.
+        initial: First state.
+        chunk: Tokens of a chunk; the last chunk is padded with steps of length 0.
     """
-    rows, length = documents.shape
-    chunk = min(chunk, length)
-    extra = -length % chunk
+    batch, length = segments.shape
+    number = -(-length // chunk)
+    rest = number * chunk - length
 
-    def cut(array: Array, mode: str = "constant") -> Array:
-        padding = ((0, 0), (0, extra)) + ((0, 0),) * (array.ndim - 2)
-        array = jnp.pad(array, padding, mode=mode)
-        return jnp.moveaxis(array.reshape(rows, -1, chunk, *array.shape[2:]), 1, 0)
+    def cut(x: Array, mode: str) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, rest)) + ((0, 0),) * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(x.reshape(batch, number, chunk, *x.shape[2:]), 1, 0)
 
-    given = (*map(cut, arrays), cut(documents, "edge"))
-    (h, _), y = jax.lax.scan(jax.checkpoint(body), (initial, documents[:, 0]), given)
+    @jax.checkpoint
+    def step(carry, chunk_of):
+        (state, before), (arrays, segments) = carry, chunk_of
+        state, y = one(state, before, arrays, segments)
+        return (state, segments[:, -1]), y.astype(arrays[0].dtype)
+
+    chunks = (tuple(cut(x, "constant") for x in arrays), cut(segments, "edge"))
+    (state, _), y = jax.lax.scan(step, (initial, jnp.zeros_like(segments[:, 0])), chunks)
     y = jnp.moveaxis(y, 0, 1)
-    return y.reshape(rows, -1, *y.shape[3:])[:, :length], h
-
-
-def _products(subscripts: str, one: Array, other: Array) -> Array:
-    return jnp.einsum(subscripts, one, other, preferred_element_type=jnp.float32)
+    return y.reshape(batch, number * chunk, *y.shape[3:])[:, :length], state

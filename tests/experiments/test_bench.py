@@ -184,7 +184,8 @@ def test_kernels(tmp_path, capsys, monkeypatch):
     rows = {(row["operation"], row["case"]) for row in summary["rows"]}
     cases = loads(64, 4)
     grouped = {(name, case) for name in ("grouped_matmul", "grouped_swiglu") for case in cases}
-    assert rows == {*grouped, ("flash_attention", "256 x 16")}
+    by_length = ("flash_attention", "selective_scan", "state_space_dual")
+    assert rows == {*grouped, *((name, "256 x 16") for name in by_length)}
     assert [row["length"] for row in summary["attention_temporary_bytes"]] == [16, 32]
     passes = [(row["pass"], row["candidate"]) for row in summary["gpu_attention"]]
     assert passes == [(p, c) for p in ("forward", "backward") for c in ("ours", "cuDNN", "XLA")]

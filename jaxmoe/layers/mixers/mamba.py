@@ -54,7 +54,7 @@ class MambaConfig(RecurrentMixer):
     """Width through which the step of a channel is computed; usually model.embed_dim / 16."""
     conv_length: int = 4
     """Positions that the convolution before the state reads, the own one included."""
-    chunk: int = 64
+    chunk: int = 16
     """Tokens that are computed together between two states; changes the speed only."""
 
     def __post_init__(self):

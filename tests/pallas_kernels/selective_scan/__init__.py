@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of pallas_kernels.quantized_matmul."""
+"""Tests of pallas_kernels.selective_scan."""
