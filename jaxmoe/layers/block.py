@@ -172,11 +172,13 @@ class HalvedBlock(Block):
             for (_, m), (_, f) in zip(mixed, fed, strict=True)
         ]
         first, second = fed[0][1], fed[1][1]
+        is_routed = first.statistics is not None and second.statistics is not None
+        is_observed = found[0] is not None and found[1] is not None
         outputs = LayerOutputs(
-            statistics=None if first.statistics is None else first.statistics + second.statistics,
+            statistics=first.statistics + second.statistics if is_routed else None,
             cache=None,
             losses=first.losses,  # of weights: the same in both
-            indicators=None if found[0] is None else found[0] + found[1],
+            indicators=found[0] + found[1] if is_observed else None,
         )
         return _where_kept(layer.is_kept, after, before, outputs)
 
