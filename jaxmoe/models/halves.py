@@ -49,7 +49,10 @@ def begin_halves(
 
 def end_halves(execution: ExecutionConfig, stream: Any) -> Any:
     """Return the stream of all rows after the last layer."""
-    return stream if execution.halves == 1 else join(*stream, execution.placement)
+    if execution.halves == 1:
+        return stream
+    first, second = stream
+    return join(first, second, execution.placement)
 
 
 def check_halves(

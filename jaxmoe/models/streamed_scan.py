@@ -85,7 +85,7 @@ def stream_layers(
 
     Returns:
         A function of parameters stacked over layers, the stream, inputs stacked over layers, and
-        inputs of all layers. The gradient of the parameters is in host memory.
+        inputs of all layers. The gradient of the parameters is in their memory.
     """
     numbers = jnp.arange(length, dtype=jnp.int32)
 
@@ -128,7 +128,7 @@ def stream_layers(
 
             _, transposed = jax.vjp(recompute, held, floats)
             of_params, gradient = transposed((gradient, of_outputs))
-            return (gradient, coming), _moved(of_params, _HOST)
+            return (gradient, coming), jax.tree.map(_put_like, of_params, params)
 
         after, outputs = gradients
         begun = (_gradients_of_floats(after), last)
@@ -152,6 +152,11 @@ def _fetch(params: Any, number: Int[Array, ""]) -> Any:
 
 def _moved(tree: Any, where: jax.memory.Space) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where), tree)
+
+
+def _put_like(gradient: Array, parameter: Array) -> Array:
+    """Return the gradient in the memory of its parameter."""
+    return jax.device_put(gradient, jax.typeof(parameter).memory_space)
 
 
 def _is_float(leaf: Array) -> bool:
