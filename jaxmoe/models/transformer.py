@@ -116,8 +116,7 @@ class Transformer(nn.Module):
                 the tokens.
             kept: Equal groups of the layers of the longest scan; those that are False are left out.
                 None computes all layers.
-            level: Log2 of the devices that share a document, alike for all rows and devices; see
-                `jaxmoe.data.Batch.level`. None: all of mesh.seq.
+            level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, order = execution.placement, places
@@ -149,8 +148,7 @@ class Transformer(nn.Module):
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         return Output(
             logits=output_logits(read, weight, model, execution) if has_logits else None,
-            losses=balance_losses(model, statistics)
-            | {name: jnp.sum(values) for name, values in losses.items()},
+            losses=balance_losses(model, statistics) | jax.tree.map(jnp.sum, losses),
             statistics=statistics,
             router_state=router_state,
             hidden=x,

@@ -221,7 +221,7 @@ def _balance(model: ModelConfig) -> float:
 
 def _shared(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that all families have."""
-    attention = model.attention
+    attention: Any = model.attention
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.embed_dim,

@@ -27,7 +27,8 @@ ARCHITECTURE: Final = "JaxmoeForCausalLM"
 
 def fields_of(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json; other tools read the fields beside `jaxmoe`."""
-    attention, moe = model.attention, model.moe
+    attention: Any = model.attention
+    moe = model.moe
     experts = {} if moe is None else {"num_experts": moe.num_experts, "top_k": moe.top_k}
     return experts | {
         "jaxmoe": to_json(model),
@@ -82,6 +83,9 @@ def check_computed(model: ModelConfig) -> None:
     ]
     if not model.attention.is_causal:
         lines.append("model.attention.is_causal: only True")
+    recurrent = {kind.mixer.name for kind in model.kinds if kind.mixer.is_recurrent}
+    if recurrent and not model.attention.is_recurrent:
+        lines.append(f"model.layers with the mixer {' and '.join(sorted(recurrent))}")
     if moe is not None:
         for field in ("capacity", "zero_computation"):
             if getattr(moe, field) is not None:
