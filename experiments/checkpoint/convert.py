@@ -174,8 +174,8 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
     mixers = [kind.mixer for kind in given.model.kinds if not kind.mixer.can_quantize]
     if mixers:
         raise ValueError(
-            f"run.directory={source} holds a model whose {mixers[0].name} attention"
-            " cannot be quantised: convert a model with grouped_query attention"
+            f"run.directory={source} holds a model whose {mixers[0].name} layers"
+            " cannot be quantised: convert a model with grouped_query attention alone"
         )
     needs_data = form == MIXED  # to measure activations
     assembly, state, step = load_run(

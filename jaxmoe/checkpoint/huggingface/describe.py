@@ -125,14 +125,16 @@ def short_form(model: ModelConfig) -> ModelConfig:
     width = kinds[dense[0]][1].dense_dim if dense else model.dense_dim
     for index, (mixer, sizes) in enumerate(kinds):
         if mixer != kinds[0][0]:
-            raise CheckpointError(
+            text = (
                 f"layer {index} of model.layers has another mixer ({mixer.name}) than layer 0"
-                f" ({kinds[0][0].name}), and no family of transformers has two: "
-                + ", ".join(
-                    f"{field} {ours}, {first}"
-                    for field, (ours, first) in varying_fields([mixer, kinds[0][0]]).items()
-                )
+                f" ({kinds[0][0].name}), and no family of transformers has two"
             )
+            if mixer.name == kinds[0][0].name:
+                varying = varying_fields([mixer, kinds[0][0]])
+                text += ": " + ", ".join(
+                    f"{k} {ours}, {first}" for k, (ours, first) in varying.items()
+                )
+            raise CheckpointError(text)
         if sizes.dense_dim not in (0, width):
             raise CheckpointError(
                 f"layer {index} of model.layers has a dense feed-forward of"
