@@ -48,8 +48,8 @@ class Leaf(NamedTuple):
 
 
 def is_small(leaf: Leaf) -> bool:
-    """Return whether a parameter is of a router or norm, or a constant: never compressed."""
-    return leaf.role.startswith(("router", "constant")) or leaf.role == "norm"
+    """Return whether a parameter is of a router, norm or state, or a constant: never compressed."""
+    return leaf.role.startswith(("router", "constant")) or leaf.role in ("norm", "state")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
