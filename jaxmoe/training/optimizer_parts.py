@@ -264,8 +264,9 @@ class _Owned:
             if is_away:
                 away, steps = jax.device_put((new, sums), _HOST), None
             else:
-                write = lambda leaf, values: self.module.written(leaf, values, number)  # noqa: E731
-                written = jax.tree.map(write, written, sums)
+                written = jax.tree.map(
+                    lambda leaf, values: self.module.written(leaf, values, number), written, sums
+                )
                 away = (jax.device_put(new, _HOST), None)
             return (coming, written, finite), (away, steps, counters)
 
