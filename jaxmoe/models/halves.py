@@ -8,6 +8,7 @@ Half h holds rows h, h + 2, ... of the batch: whole sequences, half of those of 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 import jax
@@ -78,10 +79,7 @@ def check_halves(
     """
 
     def devices(axis: str) -> int:
-        found = 1
-        for name in execution.axis_rules.mesh_axes(axis):
-            found *= sizes.get(name, 1)
-        return found
+        return math.prod(sizes.get(name, 1) for name in execution.axis_rules.mesh_axes(axis))
 
     if has_cache:
         raise ValueError(
