@@ -14,8 +14,6 @@ from jaxmoe.replicas.gradient_method import GradientMethod
 
 STACKS = ("layers", "other_layers", "experts")
 """Logical axes that count matrices."""
-SMALL = ("norm", "router", "router_residual", "router_noise", "constant", "constant_mix", "state")
-"""Roles whose few numbers travel as they are, since routing and norms depend on each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

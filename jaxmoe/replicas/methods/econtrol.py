@@ -25,8 +25,8 @@ from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.replicas.codec import Codec, Payload, controlled, plain
 from jaxmoe.replicas.codecs.largest import largest
 from jaxmoe.replicas.exchange import About, Decode, Exchange, gather_around
-from jaxmoe.replicas.fragments import Leaf
-from jaxmoe.replicas.gradient_base import SMALL, GradientBase, stacked_dimensions
+from jaxmoe.replicas.fragments import Leaf, is_small
+from jaxmoe.replicas.gradient_base import GradientBase, stacked_dimensions
 from jaxmoe.replicas.gradient_method import GradientMethod, separately
 
 
@@ -60,7 +60,7 @@ class EControlConfig(GradientBase):
 
         def codec(leaf: Leaf, about: About | None) -> Codec:
             del about
-            if leaf.role in SMALL:
+            if is_small(leaf):
                 return controlled(plain(), self.gain)
             return controlled(largest(self.share, stacked_dimensions(leaf), self.tile), self.gain)
 

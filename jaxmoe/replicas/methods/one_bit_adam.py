@@ -25,8 +25,8 @@ from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.replicas.codec import Codec, error_feedback, plain
 from jaxmoe.replicas.codecs.sign import sign, two_sided_mean
 from jaxmoe.replicas.exchange import About, Exchange
-from jaxmoe.replicas.fragments import Leaf, flat
-from jaxmoe.replicas.gradient_base import SMALL, GradientBase, stacked_dimensions
+from jaxmoe.replicas.fragments import Leaf, flat, is_small
+from jaxmoe.replicas.gradient_base import GradientBase, stacked_dimensions
 from jaxmoe.replicas.gradient_method import Agreed, GradientMethod, mean_of_alive, separately
 
 
@@ -62,13 +62,13 @@ class OneBitAdamConfig(GradientBase):
         after = self.updates_before(facts.steps)
 
         def codec(leaf: Leaf, about: About | None) -> Codec:
-            if leaf.role in SMALL:
+            if is_small(leaf):
                 return plain()
             return error_feedback(sign(stacked_dimensions(leaf), about))
 
         def exchange(leaf: Leaf, about: About | None) -> Exchange:
             del about
-            if leaf.role in SMALL:
+            if is_small(leaf):
                 return mean_of_alive()
             return two_sided_mean(stacked_dimensions(leaf))
 
