@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
         config = subject.config
         plan = make_plan(config)
         if -1 not in config.execution.mesh.sizes:
-            layout = config.execution.state_layout
-            for rules in (layout.parameters, layout.optimizer):
+            for rules in config.execution.state_layout.rules:
                 plan.table.check_divides(rules, _mesh_shape(plan))
         page = describe(subject, plan)
     write(page)

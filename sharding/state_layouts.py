@@ -14,6 +14,13 @@ replicas, a step moves per device (ring algorithms: AG all-gather, RS reduce-sca
     hybrid         1/n          1/n          1/nr         3    and across replicas RS, AG of P / n
     hierarchical   1/nr         1/nr         1/nr         3    and across replicas one AG of P / n
                                                                that the backward pass keeps, RS
+    nested         1/nr, 1/w    1/nr         1/nr         3    over w devices; over the others AG
+                   in a step                                   once a step, and RS
+
+nested splits the copy that layers read over the w devices of expert x seq, the nearest ones, and
+all else over all devices: beside zero2 it needs 1 / w of the memory for copies, beside
+fully_sharded nothing distant is gathered twice. Sums of gradients over data alone would not save
+anything: the partitioner adds each micro-batch over replicas at once.
 
 fully_sharded with replicas keeps r copies of everything and adds an AR of P / n across them. In all
 layouts that split parameters within a replica the reduction has two levels: a reduce-scatter
@@ -30,6 +37,7 @@ sharding/state_layouts.py, a pair in LAYOUTS of tests/support/meshes.py.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Final, Literal
 
 from sharding import axes as ax
@@ -37,7 +45,7 @@ from sharding.fold import Refinement
 from sharding.rules import DATA_PARALLEL, FULLY_SHARDED, LogicalAxisRules
 
 StateLayoutName = Literal[
-    "data_parallel", "zero1", "zero2", "fully_sharded", "hybrid", "hierarchical"
+    "data_parallel", "zero1", "zero2", "fully_sharded", "hybrid", "hierarchical", "nested"
 ]
 
 
@@ -49,9 +57,17 @@ class StateLayout:
     """Rules of the parameters and of all activations."""
     optimizer: LogicalAxisRules
     """Rules of the optimiser state, and of gradients and parameters during the update."""
+    copies: LogicalAxisRules | None = None
+    """Rules of the copy of the parameters that is gathered once a step; None where none is."""
     gathered: Literal["layer", "step", "replica"] = "layer"
-    """When split parameters are gathered. layer: each where it is used; step: all once a step;
-    replica: across replicas once a step, and within a replica where each is used."""
+    """When split parameters are gathered. layer: each where it is used; step: all once a step, to
+    `copies`; replica: across replicas once a step, and within a replica where each is used."""
+
+    @property
+    def rules(self) -> tuple[LogicalAxisRules, ...]:
+        """Distinct rules, all of which must divide the parameters."""
+        given = (self.parameters, self.optimizer, self.copies)
+        return tuple(dict.fromkeys(rules for rules in given if rules is not None))
 
     @property
     def is_streamable(self) -> bool:
@@ -60,16 +76,19 @@ class StateLayout:
 
     def staged(self) -> StateLayout:
         """Return the same layout with layers and vocabulary split over pipeline stages."""
-        return dataclasses.replace(
-            self, parameters=self.parameters.staged(), optimizer=self.optimizer.staged()
-        )
+        return self._with(lambda rules: rules.staged())
 
     def folded(self, refinement: Refinement) -> StateLayout:
         """Return the same layout on a folded mesh."""
+        return self._with(lambda rules: rules.folded(refinement))
+
+    def _with(self, change: Callable[[LogicalAxisRules], LogicalAxisRules]) -> StateLayout:
+        """Return the same layout with each of its rules changed."""
         return dataclasses.replace(
             self,
-            parameters=self.parameters.folded(refinement),
-            optimizer=self.optimizer.folded(refinement),
+            parameters=change(self.parameters),
+            optimizer=change(self.optimizer),
+            copies=None if self.copies is None else change(self.copies),
         )
 
 
@@ -79,13 +98,33 @@ ACROSS_REPLICAS = FULLY_SHARDED.replace(
 """Split within a replica, and each piece across replicas; in the other order a gather across
 replicas would have to reorder its result."""
 
+
+def _outwards(*axes: str) -> LogicalAxisRules:
+    """Return rules that split parameters over these axes, each piece over the next ones."""
+    experts = tuple(axis for axis in axes if axis != ax.EXPERT)
+    return FULLY_SHARDED.replace(embed=axes, expert_embed=experts)
+
+
+NESTED = _outwards(ax.EXPERT, ax.SEQ, ax.REPLICA, ax.DATA)
+"""Split over the nearest devices, and each piece over the others in the order of the mesh: in
+another order XLA turns no sum and slice into a reduce-scatter."""
+
+
 STATE_LAYOUTS: Final[dict[StateLayoutName, StateLayout]] = {
     "data_parallel": StateLayout(parameters=DATA_PARALLEL, optimizer=DATA_PARALLEL),
     "zero1": StateLayout(parameters=DATA_PARALLEL, optimizer=FULLY_SHARDED),
-    "zero2": StateLayout(parameters=FULLY_SHARDED, optimizer=FULLY_SHARDED, gathered="step"),
+    "zero2": StateLayout(
+        parameters=FULLY_SHARDED, optimizer=FULLY_SHARDED, copies=_outwards(), gathered="step"
+    ),
     "fully_sharded": StateLayout(parameters=FULLY_SHARDED, optimizer=FULLY_SHARDED),
     "hybrid": StateLayout(parameters=FULLY_SHARDED, optimizer=ACROSS_REPLICAS),
     "hierarchical": StateLayout(
         parameters=ACROSS_REPLICAS, optimizer=ACROSS_REPLICAS, gathered="replica"
+    ),
+    "nested": StateLayout(
+        parameters=NESTED,
+        optimizer=NESTED,
+        copies=_outwards(ax.EXPERT, ax.SEQ),
+        gathered="step",
     ),
 }

@@ -249,7 +249,7 @@ def three_levels(candidate: Candidate, chip: Chip) -> str:
         f"three levels         weights over {best.weights}, gradients over {best.gradients}, state"
         f" over {best.state} devices would send for {best.seconds(*given, chip):.3g} s,\n"
         f"                     over all devices {whole.seconds(*given, chip):.3g} s;"
-        " closed form, no --execution.rules executes it"
+        " closed form; --execution.rules nested has weights over expert x seq, all else over all"
     )
 
 

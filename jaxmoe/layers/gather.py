@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers sharded parameters, for the layouts that do not leave it to each use.
 
-`zero2` gathers all parameters once, before the first layer, and the layers use that copy. Gradients
-are taken of the sharded parameters: the gradient of a layer's copy is scattered at once, so that no
+`zero2` and `nested` gather all parameters once, before the first layer, and the layers use that
+copy, which `nested` leaves split over the nearest devices. Gradients are taken of the sharded
+parameters: the gradient of a layer's copy is scattered at once, so that no
 device holds the whole gradients of more than one layer.
 
 `hierarchical` gathers a layer's parameters across replicas once. The result, sharded within a
@@ -38,14 +39,15 @@ Tree = dict[str, Any]
 
 
 def gather_once(params: Tree, declarations: Tree, execution: ExecutionConfig) -> Tree:
-    """Return all parameters, sharded over the tensor and expert axes only.
+    """Return all parameters, laid out by the rules of the copies.
 
     Args:
         params: Parameters as stored.
         declarations: Declaration of each parameter, from the parameter table.
         execution: Sharding rules and dtype of matrices.
     """
-    rules = execution.axis_rules.replace(embed=(), expert_embed=())
+    rules = execution.state_layout.copies
+    assert rules is not None  # asked for only where there are copies
     dtype, placement = execution.precision.compute_dtype, Placement(rules)
 
     def gather(leaf: Array, declaration: Declaration) -> Array:

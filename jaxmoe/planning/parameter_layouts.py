@@ -85,6 +85,7 @@ def _layouts(
     layout, axes = execution.state_layout, row.declaration.axes
     stored = ArrayLayout.of_spec(layout.parameters.resolve(axes))
     updated = ArrayLayout.of_spec(layout.optimizer.resolve(axes))
+    copy = ArrayLayout.of_spec((layout.copies or layout.parameters).resolve(axes))
     kept = kept_axes(row, execution, mesh)
     splits = tuple(tuple(axis for axis in split if axis in kept) for split in stored.splits)
     used = ArrayLayout(splits)
@@ -92,11 +93,9 @@ def _layouts(
     alike = (ax.STAGE,) if row.declaration.is_stacked else ()
     left = tuple(a for a, n in mesh.items() if n > 1 and a not in used.split_axes() + alike)
     gradient = ArrayLayout(splits, partial=left)
-    sent = []
-    for change in changes(stored, used, mesh, size):
-        is_once = layout.gathered == "step" or (
-            layout.gathered == "replica" and change.axis == ax.REPLICA
-        )
+    sent = [(change, 1) for change in changes(stored, copy, mesh, size)]
+    for change in changes(copy, used, mesh, size):
+        is_once = layout.gathered == "replica" and change.axis == ax.REPLICA
         sent.append((change, 1 if is_once else uses))
     if not row.is_frozen:
         sent += [(change, 1) for change in changes(gradient, updated, mesh, size)]

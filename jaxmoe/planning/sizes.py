@@ -9,6 +9,7 @@ All layouts come from the parameter table and the rules of the execution:
     A   rows of its experts, T K: even, if rows are sent
     a parameter, sharded over the axes of its spec, is gathered for use over all of them but the
     tensor axis of dense layers, and the experts' own axes if the dispatcher sends rows to them
+    a copy that is gathered once a step is sharded by its own rules
     the layers of the staged scan are sharded over stages, also in use, and so is the vocabulary
 """
 
@@ -20,6 +21,7 @@ import math
 from collections.abc import Iterable
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxmoe.execution import Remat
 from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes
@@ -113,7 +115,18 @@ class Sizes:
 
     def axes_of(self, row: ParameterSpec) -> tuple[str, ...]:
         """Return the mesh axes larger than 1 over which a parameter is sharded."""
-        names = [entry if isinstance(entry, tuple) else (entry,) for entry in row.spec if entry]
+        return self._wide(row.spec)
+
+    def copied_axes(self, row: ParameterSpec) -> tuple[str, ...]:
+        """Return the axes over which the copy is sharded that layers read: the parameter, where
+        none is gathered once a step."""
+        rules = self.plan.execution.state_layout.copies
+        if rules is None:
+            return self.axes_of(row)
+        return self._wide(rules.resolve(row.declaration.axes))
+
+    def _wide(self, spec: PartitionSpec) -> tuple[str, ...]:
+        names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
         return tuple(axis for axes in names for axis in axes if self.mesh[axis] > 1)
 
     def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
@@ -140,6 +153,10 @@ class Sizes:
     def local(self, row: ParameterSpec) -> int:
         """Return the values of a parameter stored on one device."""
         return row.size // self.devices(self.axes_of(row))
+
+    def copied(self, row: ParameterSpec) -> int:
+        """Return the values on one device of the copy that layers read."""
+        return row.size // self.devices(self.copied_axes(row))
 
     def in_use(self, row: ParameterSpec) -> int:
         """Return the values of a parameter on one device in use, summed over layers."""

@@ -110,15 +110,19 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     for row in plan.table:
         axes, layers = sizes.gathered_axes(row), sizes.layers(row)
+        copied = sizes.copied_axes(row)
+        near = tuple(axis for axis in axes if axis in copied)  # at every use
+        far = tuple(axis for axis in axes if axis not in copied)  # once a step
         shared = sizes.in_use(row) * sizes.itemsize / layers
+        piece = shared / sizes.devices(near)
         passes = sizes.row_passes(row)
         gathers = passes.forward + passes.trained * _gathers(sizes, row)
-        if plan.execution.state_layout.gathered == "step":
-            gathers = layers
-        yield from _traffic(sizes, "weights", axes, shared, gathers)
+        yield from _traffic(sizes, "weights", near, shared, gathers)
+        yield from _traffic(sizes, "weights", far, piece, layers)
         if row.is_frozen:
             continue
-        yield from _traffic(sizes, "gradients", axes, shared, passes.weights)
+        yield from _traffic(sizes, "gradients", near, shared, passes.weights)
+        yield from _traffic(sizes, "gradients", far, piece, passes.weights)
         copies = tuple(
             axis
             for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
@@ -243,7 +247,7 @@ def _stages(sizes: Sizes) -> Iterator[Traffic]:
     width = jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     held = width * sum(map(sizes.local, staged))
     if is_whole:
-        held = sizes.itemsize * sum(map(sizes.in_use, staged))
+        held = sizes.itemsize * sum(map(sizes.copied, staged))
     yield from _traffic(sizes, "chunks", axes, held, 1)
     trained = [row for row in staged if not row.is_frozen]
     yield from _traffic(sizes, "chunks", axes, 4.0 * sum(map(sizes.local, trained)), 1)

@@ -43,6 +43,7 @@ LAYOUTS = [
     ("replica2_data2_expert2", "data_parallel"),
     ("replica2_data2_expert2", "hybrid"),
     ("replica2_data2_expert2", "hierarchical"),
+    ("replica2_data2_expert2", "nested"),
 ]
 """Pairs of a mesh and a state layout, for `pytest.mark.parametrize`: every mesh and every layout is
 in at least one."""

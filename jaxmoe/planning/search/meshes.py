@@ -79,7 +79,7 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     if own.skipping is not None:
         own.skipping.check(own.model, own.execution, own.accumulation, own.accumulated_balance)
     sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
-    for layout in (rules, own.execution.state_layout.optimizer):
+    for layout in own.execution.state_layout.rules:
         own.table.check_divides(layout, sizes)
     length = (plan.sequence_length,)
     rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)

@@ -39,7 +39,7 @@ from sharding.state_layouts import StateLayoutName
 
 RematPair = tuple[Remat, Remat | None]
 """Remat of the layers with experts, and of dense ones where it is another."""
-_ACROSS_REPLICAS = ("hybrid", "hierarchical")
+_ACROSS_REPLICAS = ("hybrid", "hierarchical", "nested")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

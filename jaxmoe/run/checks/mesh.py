@@ -40,7 +40,7 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
             f" execution.mesh.stage={execution.mesh.stage} separates them: set"
             " watch.gradients_every to 0"
         )
-    for rules in (execution.axis_rules, execution.state_layout.optimizer):
+    for rules in execution.state_layout.rules:
         plan.table.check_divides(rules, sizes)
     length = (training.sequence_length,)
     execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)

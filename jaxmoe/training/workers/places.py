@@ -45,7 +45,7 @@ def workers_of(
             f"execution.mesh.stage={execution.mesh.stage} with replicas {config.name!r}: a"
             " worker cannot be a pipeline yet: set execution.mesh.stage to 1"
         )
-    if execution.rules in ("hybrid", "hierarchical"):
+    if execution.rules in ("hybrid", "hierarchical", "nested"):
         raise ValueError(
             f"execution.rules={execution.rules} shares the state of all replicas out, and with"
             f" replicas {config.name!r} each has its own: choose fully_sharded or zero2"

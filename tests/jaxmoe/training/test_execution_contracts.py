@@ -131,6 +131,17 @@ LAYOUTS = {
             ("reduce-scatter", 8): (MATRICES - IN_LAYERS) / 8,
         },
     ),
+    # Weights are cut over pairs, all else over eight; on accelerators the last sum is scattered.
+    "nested": (
+        MeshConfig(replica=2, data=2, expert=2),
+        {
+            ("all-reduce", 8): GAINS,
+            ("all-gather", 4): MATRICES / 2,
+            ("all-gather", 2): GATHERED,
+            ("reduce-scatter", 2): MATRICES / 2,
+            ("all-reduce", 4): MATRICES / 2,
+        },
+    ),
 }
 
 
@@ -142,7 +153,8 @@ def test_bytes_of_the_state_are_those_of_the_formula(name):
     found = moved(ExecutionConfig(mesh=mesh, rules=rules, remat="full"))
     reduced, least = found.pop(("all-reduce", 8)), wanted[("all-reduce", 8)]
     assert least <= reduced + SCALARS // 8 and reduced <= least + SCALARS
-    found = {key: size for key, size in found.items() if size > SCALARS // 16}
+    # A few scalars may travel with an array.
+    found = {key: size - size % 64 for key, size in found.items() if size > SCALARS // 16}
     assert found == {key: size for key, size in wanted.items() if key != ("all-reduce", 8)}
 
 

@@ -21,6 +21,7 @@ from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh
 from sharding.distributed import global_batch
+from sharding.sequence_parallel import AllGatherKVConfig
 from tests.support.losses import summed_nll
 from tests.support.meshes import EXECUTIONS, IN_SHORT, mesh_of
 from tests.support.models import WIDE, WIDE_LENGTH, tokens_for
@@ -120,6 +121,15 @@ STATES = {
         optimizer_memory="host",
         optimizer_parts=2,
         parameter_memory="host",
+    ),
+    "nested": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=2, expert=2), rules="nested", remat="full"
+    ),
+    "nested_fold": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=2, seq=2),
+        rules="nested",
+        fold=MoEMesh(expert=2),
+        sequence_parallel=AllGatherKVConfig(),
     ),
     "hierarchical_fold": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=4), rules="hierarchical", fold=MoEMesh(expert=2)

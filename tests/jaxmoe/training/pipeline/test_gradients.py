@@ -156,6 +156,9 @@ SLOW = {
     "hierarchical": Row(
         parts=2, mesh=MeshConfig(replica=2, stage=2, data=2), execution={"rules": "hierarchical"}
     ),
+    "nested": Row(
+        parts=2, mesh=MeshConfig(replica=2, stage=2, expert=2), execution={"rules": "nested"}
+    ),
     "zero1": Row(mesh=MeshConfig(stage=4, data=2), execution={"rules": "zero1"}),
     "zero2, dense first": Row(
         model=DENSE_FIRST, mesh=MeshConfig(stage=4, data=2), execution={"rules": "zero2"}
