@@ -24,6 +24,7 @@ from flax import struct
 from jaxtyping import Array
 
 from sharding import axes as ax
+from sharding.products.low_rank import LowRank
 from sharding.products.quantized import Packed
 
 Role = Literal[
@@ -45,12 +46,16 @@ Role = Literal[
     "norm",
     "state",
     "head",
+    "adapter",
 ]
 ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttributeAccessIssue]
 
 _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
     ("router", "router_residual", "router_noise", "constant", "constant_mix", "state")
 )
+FACTORS: Final = ("down", "up", "scale")
+"""Parameters beside a matrix, named `<matrix>.<factor>`, of which an adapter makes an addition to
+it; see `sharding/products/low_rank.py`."""
 
 Dims = tuple[int, ...]
 MatrixAxes = tuple[Dims, Dims]
@@ -66,10 +71,13 @@ class Declaration:
     role: Role
     matrix: MatrixAxes | None = ((-2,), (-1,))
     """Input and output dimensions of the matrix, negative; None for a vector of gains."""
-    init: Literal["normal", "ones", "zeros", "fan_in", "log_range", "softplus_range"] = "normal"
+    init: (
+        Literal["normal", "ones", "zeros", "fan_in", "log_range", "softplus_range"]
+        | tuple[float, ...]
+    ) = "normal"
     """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
-    +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; or the inverse of softplus of
-    values whose logarithm is uniform from log(1e-3) to log(0.1)."""
+    +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse of softplus of
+    values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of a vector."""
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -86,6 +94,8 @@ class Declaration:
             key: PRNG key of the parameter.
         """
         match self.init:
+            case tuple():
+                return jnp.asarray(self.init, jnp.float32)
             case "ones" | "zeros":
                 return (jnp.ones if self.init == "ones" else jnp.zeros)(self.shape, jnp.float32)
             case "log_range":
@@ -155,25 +165,45 @@ class Deferred:
 
 
 def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
-    """Return `module.param` with a declaration; its initial value is f32.
+    """Return `module.param` with a declaration, and the addition of an adapter if it has one.
+
+    Its initial value is f32.
 
     Args:
         module: Linen module that owns the parameter.
         name: Name in the module; changing it changes the initial value.
         declaration: Shape, axes and role of the parameter.
     """
+    value = _adapted(module, name, _declared(module, name, declaration))
+    return value.merged() if isinstance(value, LowRank) else value
 
+
+def _declared(module: nn.Module, name: str, declaration: Declaration) -> Any:
     def initialise(key: Array) -> Declared:
         return Declared(value=declaration.own_values(key), declaration=declaration)
 
     value = module.param(name, initialise)
-    if isinstance(value, Deferred):
-        value = value.read(value.value, declaration)
-    return cast(Array, value)
+    return value.read(value.value, declaration) if isinstance(value, Deferred) else value
 
 
-def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> Array | Packed:
-    """Return `declare` for a matrix that may be quantised; see `jaxmoe.models.quantize`.
+def _adapted(module: nn.Module, name: str, weight: Any) -> Any:
+    """Return a matrix with the addition of an adapter, if its factors are among the parameters."""
+    names = [f"{name}.{factor}" for factor in FACTORS]
+    if not module.has_variable("params", names[0]):
+        return weight
+    given = [module.get_variable("params", one) for one in names]
+    read = [one.read(one.value, _FACTOR) if isinstance(one, Deferred) else one for one in given]
+    return LowRank(weight=weight, **dict(zip(FACTORS, read, strict=True)))
+
+
+_FACTOR: Final = Declaration(shape=(), axes=(), role="adapter", matrix=None)
+"""What the reader of a deferred factor is told of it."""
+
+
+def declare_matrix(
+    module: nn.Module, name: str, declaration: Declaration
+) -> Array | Packed | LowRank:
+    """Return `declare` for a matrix that may be quantised (`jaxmoe.models.quantize`) or adapted.
 
     Args:
         module: Linen module that owns the parameter.
@@ -187,18 +217,21 @@ def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> Ar
     if isinstance(given, Deferred) and isinstance(given.value, Packed):
         given = given.read(given.value, declaration)
     if not isinstance(given, Packed):
-        return declare(module, name, declaration)
+        return _adapted(module, name, _declared(module, name, declaration))
     if given.shape != declaration.shape:
         where = "/".join((*module.path, name))
         raise ValueError(
             f"{where}: a quantised matrix {given.shape} was given for {declaration.shape}: use the"
             " parameters with the model that they were trained with"
         )
-    return given
+    return _adapted(module, name, given)
 
 
-def as_factor(matrix: Array | Packed, dtype: Any) -> Array | Packed:
+def as_factor(matrix: Array | Packed | LowRank, dtype: Any) -> Array | Packed | LowRank:
     """Return a matrix in the dtype of the activations; a quantised one stays as it is."""
+    if isinstance(matrix, LowRank):
+        weight = as_factor(matrix.weight, dtype)
+        return dataclasses.replace(matrix.factors_as(dtype), weight=weight)
     return matrix if isinstance(matrix, Packed) else matrix.astype(dtype)
 
 

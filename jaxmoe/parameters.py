@@ -226,7 +226,9 @@ def _axes(row: ParameterSpec) -> str:
 
 def _values(row: ParameterSpec) -> tuple[str, ...]:
     declaration, hyper, initial = row.declaration, row.hyper, row.declaration.init
-    if initial == "normal":
+    if isinstance(initial, tuple):
+        initial = "given"
+    elif initial == "normal":
         initial = f"{'u' if hyper.distribution == 'uniform' else ''}{row.init_std:.6g}"
     return (
         row.path,

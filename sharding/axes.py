@@ -46,6 +46,7 @@ NORM: Final = "norm"  # the gains of a norm
 TAPS: Final = "taps"  # the taps of a convolution over positions
 STATE_GROUPS: Final = "state_groups"  # G, groups of heads that share the inputs of their states
 STATE: Final = "state"  # values of a recurrent state per channel
+RANK: Final = "rank"  # inner width of an adapter
 
 # Dimensions of activations.
 ACT_BATCH: Final = "act_batch"  # B or T
@@ -91,6 +92,7 @@ LOGICAL_AXES: Final = (
     TAPS,
     STATE_GROUPS,
     STATE,
+    RANK,
     *ACTIVATION_AXES,
 )
 

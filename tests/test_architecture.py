@@ -65,7 +65,7 @@ OPTIONAL_PACKAGES = (
 ORDER = (
     *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
     *("fingerprints", "messages", "processor", "islands"),
-    *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
+    *("declarations", "parameters", "precision", "execution", "routing", "layers", "adapters", "models"),
     *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "run"),
 )
@@ -79,6 +79,7 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Every registry, or union of config classes that has none, and the names it must have.
 REGISTRIES = {
     "experiments.launch.config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
+    "jaxmoe.adapters:Adapters": {"lora", "select"},
     "jaxmoe.data:DATA_SOURCES": {
         *(
             "corpus",

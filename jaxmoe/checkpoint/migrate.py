@@ -35,6 +35,7 @@ class Added:
 
 ADDED: tuple[Added, ...] = (
     Added("model.layers", []),
+    Added("model.adapter", None),
     Added("model.moe.kind", "moe"),
     Added("execution.remat_dense", None),
     Added("execution.precision.mixed", {"wide_fraction": 0.125, "block_size": None, "batches": 4}),

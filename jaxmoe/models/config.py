@@ -14,6 +14,7 @@ import functools
 import warnings
 from typing import ClassVar
 
+from jaxmoe.adapters import Adapters
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import ForwardMultipliers as ForwardMultipliers
 from jaxmoe.layers.context import LayerContext, require_positive
@@ -71,6 +72,9 @@ class ModelConfig:
     """Whether the output head is the transposed embedding."""
     multipliers: ForwardMultipliers = ForwardMultipliers()
     """Forward multipliers of the parameterisation."""
+    adapter: Adapters | None = None
+    """What is trained of a model whose other parameters are those of `checkpoint.initial`; None
+    trains all of them."""
 
     def __post_init__(self):
         fields = ("vocab_size", "num_layers", "embed_dim", "dense_dim", "norm_epsilon")
@@ -153,6 +157,11 @@ class ModelConfig:
     def stacks(self) -> tuple[LayerStack, ...]:
         """Equal layers whose parameters are stacked under one path, in the order of the paths."""
         return tuple(stack for scan in self.scans for stack in scan.stacks)
+
+    @property
+    def layer_numbers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Pairs (path of a stack, numbers of its layers)."""
+        return tuple((stack.path, tuple(stack.layers)) for stack in self.stacks)
 
     @property
     def num_moe_layers(self) -> int:

@@ -48,8 +48,9 @@ class Leaf(NamedTuple):
 
 
 def is_small(leaf: Leaf) -> bool:
-    """Return whether a parameter is of a router, norm or state, or a constant: never compressed."""
-    return leaf.role.startswith(("router", "constant")) or leaf.role in ("norm", "state")
+    """Return whether a parameter is of a router, norm, state or adapter, or a constant: never
+    compressed."""
+    return leaf.role.startswith(("router", "constant")) or leaf.role in ("norm", "state", "adapter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,7 +63,10 @@ def parameter_table(
         except ValueError as error:
             raise ValueError(f"parameter {path}: {error}") from error
         rows.append(ParameterSpec(path=path, declaration=declaration, hyper=hyper, spec=spec))
-    return ParameterTable(tuple(rows))
+    table = ParameterTable(tuple(rows))
+    if model.adapter is None:
+        return table
+    return model.adapter.table(table, rules, model.layer_numbers)
 
 
 @functools.lru_cache(maxsize=64)

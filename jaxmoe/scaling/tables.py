@@ -8,14 +8,14 @@
     hidden       attention_in, attention_out, attention_gate, mlp_*, shared_*
     experts      expert_in, expert_out
     router       router, constant_mix
-    vectors      norm, constant, state
+    vectors      norm, constant, state, adapter
     zeros        router_residual, router_noise
 
 The papers have rows for the first five and for norms. Choices of this library: the gate of the
 attention heads is a hidden matrix (as in ArchScale); `constant_mix` of MoE++ is a small matrix of
 logits, hence a router; its `constant` vectors are looked up like embeddings, and follow the gains;
 rates, steps and convolutions of recurrent mixers (`state`) are numbers per channel, as gains are;
-matrices that start at zero have no radius, and stay with AdamW.
+matrices that start at zero have no radius, and stay with AdamW; an adapter brings its own numbers.
 
 `router` of ForwardMultipliers multiplies the input of the router, which equals its logits if they
 are linear in it.
@@ -56,6 +56,7 @@ ROLE_CLASSES: Final[dict[Role, str]] = {
     "norm": "vectors",
     "state": "vectors",
     "head": "head",
+    "adapter": "vectors",
 }
 
 KAIMING: Final = Hyperparameters(init_std=1.0 / math.sqrt(3.0), distribution="uniform")

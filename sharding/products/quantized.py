@@ -13,6 +13,8 @@ has a scale for each piece.
 
 The matrix receives no gradient. `Packed` is every form of a matrix other than a floating array.
 
+A matrix with a low-rank addition (`LowRank`) holds one of these forms or a floating array.
+
 To add a form: its class in `Packed` of `sharding/products/quantized.py`, and a branch in
 `quantized_einsum`, `quantized_groups` and `logical_axes` there.
 """
@@ -29,6 +31,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import MixedArray, QuantizedArray, grouped_matmul, quantize, quantized_matmul
 from pallas_kernels.backend import Implementation
 from pallas_kernels.quantized_array import QuantizedDtype
+from sharding.products.low_rank import LowRank
 from sharding.products.observed import ObservedArray, observed_einsum, observed_groups
 
 Axes = tuple[str | None, ...]
@@ -137,13 +140,15 @@ def flattened(
     return QuantizedArray(values=flat(weight.values), scales=flat(weight.scales), axis=-2)
 
 
-def logical_axes(weight: Array | Packed, axes: Axes) -> Any:
-    """Return the logical axes of a matrix, or of all parts of a quantised one.
+def logical_axes(weight: Array | Packed | LowRank, axes: Axes) -> Any:
+    """Return the logical axes of a matrix, or of all its parts.
 
     Args:
         weight: The matrix.
         axes: Logical axes of the matrix without quantisation.
     """
+    if isinstance(weight, LowRank):
+        return weight.axes(logical_axes(weight.weight, axes), axes)
     if isinstance(weight, MixedArray):
         # `order` has the batch dimensions and, whole, one of channels.
         order = (*axes[: weight.order.ndim - 1], None)

@@ -32,6 +32,7 @@ from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
+from sharding.products.low_rank import LowRank
 from sharding.products.quantized import Packed, logical_axes, quantized_einsum
 
 
@@ -41,8 +42,8 @@ class Product:
 
     subscripts: str
     """Subscripts of `jnp.einsum`, activations first."""
-    weight: Array | Packed
-    """Weight in the dtype of the activations, or quantised."""
+    weight: Array | Packed | LowRank
+    """Weight in the dtype of the activations, or quantised, or with a low-rank addition."""
     weight_axes: tuple[str | None, ...]
     """Logical axes of the weight in use; a dimension that is None here and split in storage is
     gathered first."""
@@ -73,6 +74,8 @@ class Product:
         """
         if self.halo is not None:
             return self.halo.project(x, weight, self.dtype)
+        if isinstance(weight, LowRank):
+            return weight.added(self.of(x, weight.weight, placement), x)
         if isinstance(weight, Packed):
             given = {"activations": self.activations, "dtype": self.dtype or x.dtype}
             return quantized_einsum(self.subscripts, x, weight, **given)

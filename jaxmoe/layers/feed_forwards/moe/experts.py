@@ -17,13 +17,14 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, as_factor, declare_matrix
-from pallas_kernels import QuantizedArray, grouped_swiglu
+from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
 from pallas_kernels.halo import EncodedWeight
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded
 from sharding.products.halo import HaloProduct
+from sharding.products.low_rank import LowRank
 from sharding.products.quantized import Packed, quantized_groups
 
 WEIGHT_AXES = {
@@ -113,11 +114,12 @@ def apply_experts(
     """
     if halo is not None:
         return _in_few_bits(weights, rows, group_sizes, halo, expert_tensor)
-    gate_up: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
-    gate_up = gate_up if len(gate_up) == 2 else gate_up[0]
+    parts: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
+    gate_up = parts if len(parts) == 2 else parts[0]
     down: Any = as_factor(weights["down"], rows.dtype)
+    is_adapted = isinstance(gate_up, LowRank) or isinstance(down, LowRank)
     is_floating = isinstance(gate_up, QuantizedArray) and activations is None
-    if is_floating or not isinstance(gate_up, Packed):
+    if not is_adapted and (is_floating or not isinstance(gate_up, Packed)):
         return grouped_swiglu(
             rows,
             gate_up,
@@ -128,11 +130,18 @@ def apply_experts(
         )
 
     def multiply(rows: Array, weight: Any) -> Array:
+        if isinstance(weight, LowRank):
+            y = multiply(rows, weight.weight)
+            return weight.added_to_groups(y, rows, group_sizes, implementation)
+        if not isinstance(weight, Packed):
+            matrix = weight.reshape(*weight.shape[:2], -1)
+            return grouped_matmul(rows, matrix, group_sizes, implementation=implementation)
         return quantized_groups(
             rows, weight, group_sizes, activations=activations, implementation=implementation
         )
 
-    gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
+    hidden = [multiply(rows, part) for part in parts]
+    gate, up = hidden if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=-1)
     return multiply(jax.nn.silu(gate) * up, down)
 
 

@@ -37,6 +37,7 @@ from jaxmoe.routing import Router
 from jaxmoe.routing.balancers import of_weights
 from pallas_kernels.grouped_swiglu import reads_halves
 from sharding import axes as ax
+from sharding.products.low_rank import LowRank
 from sharding.products.quantized import logical_axes
 
 
@@ -151,7 +152,7 @@ class MoE(nn.Module):
             router=params,
             weights=own,
             constants=free,
-            coupled=weights if self.train and of_weights(self.moe.balancers) else {},
+            coupled=_merged(weights) if self.train and of_weights(self.moe.balancers) else {},
             state=routing.router_state,
             token_mask=routing.token_mask,
             segment_ids=routing.segment_ids,
@@ -187,6 +188,14 @@ class MoE(nn.Module):
         if halo is None or self.execution.dispatcher.lends_experts:
             return axes
         return encoded(axes, halo)
+
+
+def _merged(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights with the additions of adapters in them."""
+    return {
+        name: weight.merged() if isinstance(weight, LowRank) else weight
+        for name, weight in weights.items()
+    }
 
 
 def _row_axes(layout: MoELayout) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:

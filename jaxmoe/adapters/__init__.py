@@ -1,0 +1,25 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters: what is trained of a model whose other parameters stay as they are.
+
+    model = dataclasses.replace(model, adapter=LoraConfig(rank=16))
+    params = init_params(model, key)         # with the factors of the adapter
+    params = with_base(params, base)         # values of the model that is adapted
+
+A config has `table(base)`: the parameter table of the adapted model, with the rows of its own and
+the groups of those that are not trained. Initialisation, optimisers, sharding and checkpoints read
+the table.
+
+To add an adapter: a file in jaxmoe/adapters with its config, a member of `Adapters` in
+jaxmoe/adapters/__init__.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapters.py.
+"""
+
+from jaxmoe.adapters.base import Adapter as Adapter
+from jaxmoe.adapters.base import TargetsConfig as TargetsConfig
+from jaxmoe.adapters.fold import folded as folded
+from jaxmoe.adapters.fold import with_base as with_base
+from jaxmoe.adapters.lora import LoraConfig as LoraConfig
+from jaxmoe.adapters.select import SelectConfig as SelectConfig
+
+Adapters = LoraConfig | SelectConfig
+"""Union of the adapters, the registry that the command line reads."""

@@ -1,0 +1,44 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a model's values under an adapter, and folds an adapter into plain weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import traverse_util
+
+from jaxmoe.declarations import FACTORS
+from sharding.products.low_rank import LowRank
+
+
+def with_base(params: Any, base: Any) -> Any:
+    """Return the parameters of an adapted model with the values of another for those it has.
+
+    Args:
+        params: Parameters of the adapted model, nested dicts.
+        base: Parameters of the model without the adapter.
+    """
+    flat = traverse_util.flatten_dict(params, sep="/")
+    return traverse_util.unflatten_dict(flat | traverse_util.flatten_dict(base, sep="/"), sep="/")
+
+
+def is_factor(path: str) -> bool:
+    """Return whether a path is of a factor of an adapter."""
+    return path.rpartition(".")[2] in FACTORS and "." in path
+
+
+def folded(params: Any) -> Any:
+    """Return plain parameters, W + s A B for each adapted matrix; shapes [L *G *I *O].
+
+    Args:
+        params: Parameters of an adapted model, nested dicts of floating arrays.
+    """
+    flat = traverse_util.flatten_dict(params, sep="/")
+    plain = {path: value for path, value in flat.items() if not is_factor(path)}
+    for path in [path for path in flat if path.endswith(".down")]:
+        base = path.removesuffix(".down")
+        down, up, scale = (flat[f"{base}.{name}"] for name in FACTORS)
+        wide = scale.reshape(scale.shape + (1,) * (plain[base].ndim - scale.ndim))
+        plain[base] = LowRank(weight=plain[base], down=down, up=up, scale=wide).merged()
+    return traverse_util.unflatten_dict(plain, sep="/")

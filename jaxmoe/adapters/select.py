@@ -1,0 +1,45 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the model's own parameters of some roles, and freezes the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
+from jaxmoe.declarations import ROLES
+from jaxmoe.parameters import ParameterTable
+from sharding.rules import LogicalAxisRules
+
+_ALL_BUT_ROUTERS = tuple(role for role in ROLES if not role.startswith("router"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SelectConfig(Adapter):
+    """Train some of the model's own parameters. By default all but the routers, which is the
+    commonest way to fine-tune a Mixture-of-Experts model."""
+
+    name: ClassVar[str] = "select"
+
+    targets: TargetsConfig = TargetsConfig(roles=_ALL_BUT_ROUTERS)
+    """Parameters that are trained; a frozen router is `roles` without router."""
+
+    def table(self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers) -> ParameterTable:
+        """Return the table with the other rows frozen; see `Adapter.table`."""
+        del rules
+        chosen, found = self.targets.layers, []
+        for row in base:
+            own = layers_of(row, layers)
+            if not self.targets.has(row):
+                continue
+            if chosen is not None and own and set(own) & set(chosen) not in (set(), set(own)):
+                raise ValueError(
+                    f"adapter.targets.layers={chosen} has some of the layers"
+                    f" {own[0]} to {own[-1]}, whose parameters are one array: name all or none of"
+                    " them, or adapt them by adapter:lora"
+                )
+            if chosen is None or (own and set(own) <= set(chosen)):
+                found.append(row)
+        self.targets.check_found(found, base)
+        return ParameterTable(tuple(row if row in found else frozen(row) for row in base))
