@@ -54,7 +54,7 @@ _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
     ("router", "router_residual", "router_noise", "constant", "constant_mix", "state")
 )
 FACTORS: Final = ("down", "up", "scale")
-"""Parameters beside a matrix, named `<matrix>.<factor>`, of which an adapter makes an addition to
+"""Parameters beside a matrix, named `<matrix>:<factor>`, of which an adapter makes an addition to
 it; see `sharding/products/low_rank.py`."""
 
 Dims = tuple[int, ...]
@@ -188,7 +188,7 @@ def _declared(module: nn.Module, name: str, declaration: Declaration) -> Any:
 
 def _adapted(module: nn.Module, name: str, weight: Any) -> Any:
     """Return a matrix with the addition of an adapter, if its factors are among the parameters."""
-    names = [f"{name}.{factor}" for factor in FACTORS]
+    names = [f"{name}:{factor}" for factor in FACTORS]
     if not module.has_variable("params", names[0]):
         return weight
     given = [module.get_variable("params", one) for one in names]

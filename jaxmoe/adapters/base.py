@@ -22,14 +22,23 @@ class TargetsConfig:
     roles: tuple[Role, ...] = ("attention_in", "attention_out")
     """Roles of the parameters, as `describe` lists them: attention_in, attention_out, mlp_in,
     mlp_out, shared_in, shared_out, expert_in, expert_out, router, norm, embedding, head."""
-    layers: tuple[int, ...] | None = None
-    """Numbers of the layers, from 0; all when None."""
+    layers: tuple[int, ...] = ()
+    """Numbers of the layers, from 0; all when empty."""
     pattern: str | None = None
     """Pattern of the paths, with * and ?, beside the roles; all when None."""
 
     def __post_init__(self):
         if not self.roles:
             raise ValueError("adapter.targets.roles is empty: name a role, such as attention_in")
+
+    def layers_in(self, own: tuple[int, ...]) -> list[bool]:
+        """Return which layers of a parameter are among the targets; of one outside of layers,
+        whether it is.
+
+        Args:
+            own: Numbers of the layers of the parameter; empty outside of layers.
+        """
+        return [not self.layers or layer in self.layers for layer in own] or [not self.layers]
 
     def has(self, row: ParameterSpec) -> bool:
         """Return whether a parameter is among the targets, whatever its layer."""

@@ -23,9 +23,16 @@ def with_base(params: Any, base: Any) -> Any:
     return traverse_util.unflatten_dict(flat | traverse_util.flatten_dict(base, sep="/"), sep="/")
 
 
+def plain(params: Any) -> Any:
+    """Return the parameters without the factors of an adapter."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    own = {path: value for path, value in flat.items() if not is_factor(path)}
+    return traverse_util.unflatten_dict(own, sep="/")
+
+
 def is_factor(path: str) -> bool:
     """Return whether a path is of a factor of an adapter."""
-    return path.rpartition(".")[2] in FACTORS and "." in path
+    return path.rpartition(":")[2] in FACTORS and ":" in path
 
 
 def folded(params: Any) -> Any:
@@ -35,10 +42,10 @@ def folded(params: Any) -> Any:
         params: Parameters of an adapted model, nested dicts of floating arrays.
     """
     flat = traverse_util.flatten_dict(params, sep="/")
-    plain = {path: value for path, value in flat.items() if not is_factor(path)}
-    for path in [path for path in flat if path.endswith(".down")]:
-        base = path.removesuffix(".down")
-        down, up, scale = (flat[f"{base}.{name}"] for name in FACTORS)
-        wide = scale.reshape(scale.shape + (1,) * (plain[base].ndim - scale.ndim))
-        plain[base] = LowRank(weight=plain[base], down=down, up=up, scale=wide).merged()
-    return traverse_util.unflatten_dict(plain, sep="/")
+    own = {path: value for path, value in flat.items() if not is_factor(path)}
+    for path in [path for path in flat if path.endswith(":down")]:
+        base = path.removesuffix(":down")
+        down, up, scale = (flat[f"{base}:{name}"] for name in FACTORS)
+        wide = scale.reshape(scale.shape + (1,) * (own[base].ndim - scale.ndim))
+        own[base] = LowRank(weight=own[base], down=down, up=up, scale=wide).merged()
+    return traverse_util.unflatten_dict(own, sep="/")

@@ -58,9 +58,7 @@ class LoraConfig(Adapter):
         self.targets.check_found(targets, base)
         rows = [frozen(row) for row in base]
         for row in targets:
-            own = layers_of(row, layers)
-            chosen = self.targets.layers
-            is_adapted = [chosen is None or layer in chosen for layer in own] or [chosen is None]
+            is_adapted = self.targets.layers_in(layers_of(row, layers))
             if any(is_adapted):
                 rows += _factors(row, self.rank_of(row), self.scale_of(row), is_adapted, rules)
         if len(rows) == len(base):
@@ -118,7 +116,7 @@ def _factors(
     made = {"down": (down, _TRAINED), "up": (up, _TRAINED), "scale": (factor, _FIXED)}
     return [
         ParameterSpec(
-            path=f"{row.path}.{name}",
+            path=f"{row.path}:{name}",
             declaration=declaration,
             hyper=hyper,
             spec=rules.resolve(declaration.axes),

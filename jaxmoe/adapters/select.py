@@ -28,18 +28,17 @@ class SelectConfig(Adapter):
     def table(self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers) -> ParameterTable:
         """Return the table with the other rows frozen; see `Adapter.table`."""
         del rules
-        chosen, found = self.targets.layers, []
-        for row in base:
+        found = []
+        for row in filter(self.targets.has, base):
             own = layers_of(row, layers)
-            if not self.targets.has(row):
-                continue
-            if chosen is not None and own and set(own) & set(chosen) not in (set(), set(own)):
+            is_trained = self.targets.layers_in(own)
+            if any(is_trained) and not all(is_trained):
                 raise ValueError(
-                    f"adapter.targets.layers={chosen} has some of the layers"
-                    f" {own[0]} to {own[-1]}, whose parameters are one array: name all or none of"
-                    " them, or adapt them by adapter:lora"
+                    f"adapter.targets.layers={self.targets.layers} has some of the layers"
+                    f" {', '.join(map(str, own))}, whose parameters are one array: name all or none"
+                    " of them, or adapt them by adapter:lora"
                 )
-            if chosen is None or (own and set(own) <= set(chosen)):
+            if all(is_trained):
                 found.append(row)
         self.targets.check_found(found, base)
         return ParameterTable(tuple(row if row in found else frozen(row) for row in base))

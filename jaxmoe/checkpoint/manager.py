@@ -29,7 +29,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmoe.checkpoint import bounds
+from jaxmoe.checkpoint.base_model import BaseModel
 from jaxmoe.checkpoint.capture import reason_against
 from jaxmoe.checkpoint.commit import TRASH, Commits, Fence
 from jaxmoe.checkpoint.damage import (
@@ -39,7 +39,6 @@ from jaxmoe.checkpoint.damage import (
     make_directory,
     opening_errors,
 )
-from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.literal_path import literal_path
 from jaxmoe.checkpoint.manifest import (
     CheckpointAbandonedError,
@@ -55,17 +54,11 @@ from jaxmoe.checkpoint.manifest import (
     make_manifest,
     read_manifest,
 )
-from jaxmoe.checkpoint.reading import (
-    Reading,
-    array_reader,
-    shared_manifest,
-    shared_steps,
-    target_of,
-)
+from jaxmoe.checkpoint.reading import read_state, shared_manifest, shared_steps
 from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, open_manager
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import muted
-from jaxmoe.state_tree import is_key, pack, unpack
+from jaxmoe.state_tree import pack
 from sharding.distributed import agree, gather
 
 logger = logging.getLogger(__name__)
@@ -95,6 +88,7 @@ class CheckpointManager:
         verify: Verify = "full",
         kept: Sequence[int] = (),
         fence: Fence | None = None,
+        base: BaseModel | None = None,
     ):
         if keep < 2:
             raise ValueError(f"keep={keep} must be at least 2: the last may be unfinished")
@@ -104,7 +98,7 @@ class CheckpointManager:
             if is_writer:
                 make_directory(self.directory)
         self.damaged_directory = self.directory / _DAMAGED
-        self._is_writer = is_writer
+        self._is_writer, self._base = is_writer, base
         self._verify: Verify = verify
         self._commits = Commits(self.directory, fence, is_writer=is_writer)
         self._commits.empty_trash()
@@ -161,6 +155,7 @@ class CheckpointManager:
             ReplicasDifferError: Devices hold other bits than their replicas, in this state or in
                 that of an earlier lazy save; raised on all processes.
         """
+        state = state if self._base is None else self._base.without(state)
         check_arrays(state)
         check_json(config=config, data=data or {})
         packed = pack(state)
@@ -184,7 +179,10 @@ class CheckpointManager:
             logger.warning("saves wait until the state is on the host: %s", shown)
             self._has_warned = True
         try:
-            manifest = make_manifest(state, step=step, config=config, data=data or {}, prints={})
+            base = None if self._base is None else self._base.to_json()
+            manifest = make_manifest(
+                state, step=step, config=config, data=data or {}, prints={}, base=base
+            )
             self._writer.write(manifest, packed, is_lazy=is_lazy and not is_short)
             self._commits.pending = step
         except SAVE_ERRORS as error:
@@ -268,27 +266,13 @@ class CheckpointManager:
 
     def _read(self, step: int, manifest: CheckpointManifest, target: Any) -> Any:
         """Return the state of a step whose files have been checked; checks its arrays."""
-        where = f"{self.directory}/{step}"
-        if target is None:
-            if reason := bounds.beyond_memory(manifest.arrays):
-                raise CheckpointError(f"{where}: {reason}")
-            target = target_of(manifest)
-        whole, target = target, without_later(manifest, target)
-        check_target(manifest, target, where)
-        packed = jax.eval_shape(pack, target)
-        shardings = pack(jax.tree.map(sharding_of, target, is_leaf=is_key))
-        abstract = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            packed,
-            shardings,
-        )
-        arguments = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
-        with Reading(where), array_reader(ocp.StandardCheckpointHandler()) as reader:
-            restored = reader.restore(self.directory / str(step) / "state", args=arguments)
-        state = unpack(restored, target)
-        if self._verify == "full":
-            check_fingerprints(manifest, state, where)
-        return with_later(manifest, state, whole, where)
+        where, base = f"{self.directory}/{step}", None if target is None else self._base
+        if base is None:
+            return read_state(self.directory / str(step), manifest, target, where, self._verify)
+        base.check(manifest, where)
+        own = base.without(target)
+        state = read_state(self.directory / str(step), manifest, own, where, self._verify)
+        return base.completed(state, target)
 
     def restore_newest(
         self,
@@ -392,8 +376,3 @@ class CheckpointManager:
         self.finish()
         self._manager.close()
 
-
-def sharding_of(leaf: Any) -> Any:
-    """Return the sharding of a leaf; the default device if it has none."""
-    placed = getattr(leaf, "sharding", None)
-    return placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])

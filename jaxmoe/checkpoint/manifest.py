@@ -7,7 +7,8 @@ names, shapes and dtypes and lists all differences, because the store would cast
 The fingerprints of arrays (`jaxmoe/fingerprints.py`) are computed on the devices before writing
 and compared after reading.
 
-Schema 2 added the fingerprints; checkpoints of schema 1 are read without that check.
+Schema 2 added the fingerprints; checkpoints of schema 1 are read without that check. Schema 3 is
+that of checkpoints of an adapter, which name the model that it adapts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from jaxmoe.state_tree import SEPARATOR, flatten, is_key
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
+_WITHOUT_BASE = 2
 
 
 class CheckpointError(JaxmoeError, ValueError):
@@ -64,12 +66,18 @@ class CheckpointManifest:
     """Data position and fingerprint; may be empty."""
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     """Fingerprints of the arrays by path; empty in schema 1."""
-    schema: int = SCHEMA
+    base: dict[str, Any] | None = None
+    """Model that an adapter was trained on: {"path": ..., "step": ..., "fingerprint": ...}; None
+    where all parameters are saved."""
+    schema: int = _WITHOUT_BASE
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as JSON."""
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        if self.base is None:
+            del fields["base"]
+        return fields
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> CheckpointManifest:
@@ -93,7 +101,8 @@ class CheckpointManifest:
         names = {field.name for field in dataclasses.fields(cls)}
         wrong = [name for name, kind in kinds.items() if not isinstance(data.get(name), kind)]
         wrong += sorted(data.keys() - names)
-        wrong += [n for n in ("fingerprints", "versions") if not isinstance(data.get(n, {}), dict)]
+        optional = ("fingerprints", "versions", "base")
+        wrong += [name for name in optional if not isinstance(data.get(name, {}), dict)]
         if wrong:
             raise CheckpointDamagedError(
                 f"{where} has an invalid manifest: see {', '.join(wrong)[:200]}"
@@ -136,6 +145,7 @@ def make_manifest(
     config: Mapping[str, Any],
     data: Mapping[str, Any],
     prints: Mapping[str, str] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> CheckpointManifest:
     """Return the manifest of a state to save; every process must call this.
 
@@ -145,6 +155,7 @@ def make_manifest(
         config: Config of the run as JSON.
         data: Data position.
         prints: Fingerprints of the state; computed when None.
+        base: Model that an adapter is trained on; None where all parameters are saved.
     """
     packages = ("jaxmoe", "jax", "flax", "optax", "orbax-checkpoint")
     versions = {name: _version(name) for name in packages}
@@ -155,6 +166,8 @@ def make_manifest(
         data=dict(data),
         fingerprints=fingerprints(state) if prints is None else dict(prints),
         versions=versions,
+        base=None if base is None else dict(base),
+        schema=_WITHOUT_BASE if base is None else SCHEMA,
     )
 
 

@@ -18,12 +18,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
+from jaxmoe.checkpoint import bounds
+from jaxmoe.checkpoint.damage import Verify
+from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.manifest import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointManifest,
+    check_fingerprints,
+    check_target,
 )
-from jaxmoe.state_tree import SEPARATOR
+from jaxmoe.state_tree import SEPARATOR, is_key, pack, unpack
 from sharding.distributed import agree, share
 
 
@@ -116,3 +121,47 @@ def target_of(manifest: CheckpointManifest) -> dict[str, Any]:
         for path, array in manifest.arrays.items()
     }
     return traverse_util.unflatten_dict(flat, sep=SEPARATOR)
+
+
+def read_state(
+    path: Any, manifest: CheckpointManifest, target: Any, where: str, verify: Verify
+) -> Any:
+    """Return the state of a step whose files have been checked; every process must call this.
+
+    Args:
+        path: Directory of the step.
+        manifest: Its manifest.
+        target: State of arrays or shapes with shardings; nested dicts of arrays when None.
+        where: Name of the checkpoint in messages.
+        verify: Whether arrays are compared with their fingerprints ("full").
+
+    Raises:
+        CheckpointError: The arrays differ from the target's.
+        CheckpointDamagedError: Arrays have changed or cannot be read.
+    """
+    if target is None:
+        if reason := bounds.beyond_memory(manifest.arrays):
+            raise CheckpointError(f"{where}: {reason}")
+        target = target_of(manifest)
+    whole, target = target, without_later(manifest, target)
+    check_target(manifest, target, where)
+    packed = jax.eval_shape(pack, target)
+    shardings = pack(jax.tree.map(sharding_of, target, is_leaf=is_key))
+    abstract = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        packed,
+        shardings,
+    )
+    arguments = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
+    with Reading(where), array_reader(ocp.StandardCheckpointHandler()) as reader:
+        restored = reader.restore(path / "state", args=arguments)
+    state = unpack(restored, target)
+    if verify == "full":
+        check_fingerprints(manifest, state, where)
+    return with_later(manifest, state, whole, where)
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Return the sharding of a leaf; the default device if it has none."""
+    placed = getattr(leaf, "sharding", None)
+    return placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -26,7 +26,7 @@ from flax import traverse_util
 from jaxtyping import Array
 
 from jaxmoe.checkpoint import bounds
-from jaxmoe.checkpoint.manager import CheckpointManager, Verify, sharding_of
+from jaxmoe.checkpoint.manager import CheckpointManager, Verify
 from jaxmoe.checkpoint.manifest import (
     CheckpointError,
     CheckpointManifest,
@@ -36,7 +36,7 @@ from jaxmoe.checkpoint.manifest import (
     spell,
 )
 from jaxmoe.checkpoint.mapping import Merged, Rename, Rule, plan_mapping
-from jaxmoe.checkpoint.reading import Reading, array_reader
+from jaxmoe.checkpoint.reading import Reading, array_reader, sharding_of
 from jaxmoe.state_tree import SEPARATOR, flatten, is_key, unpack
 
 logger = logging.getLogger(__name__)

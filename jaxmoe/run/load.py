@@ -27,6 +27,7 @@ from jaxmoe.models.quantize import abstract_params
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.adapted import base_of
 from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.run.replicas.workers import has_workers, world_of_workers
 from jaxmoe.training.state import TrainState, state_around
@@ -213,7 +214,9 @@ def restore_run(
             )
         return *_load_huggingface(config, directory.path, needs_data), 0
     assembly = _assemble(config, directory, needs_data)
-    manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)
+    manager = CheckpointManager(
+        directory.checkpoints_directory, is_writer=False, base=base_of(assembly)
+    )
 
     def check(manifest: CheckpointManifest) -> None:
         if not needs_data or not has_own_data:

@@ -38,6 +38,7 @@ from jaxmoe.run.elastic.shrink import fitted
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import Steps, has_state, save_last
 from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.provenance.adapted import base_of
 from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
@@ -175,6 +176,7 @@ def prepare(
         verify=config.checkpoint.verify,
         kept=assembly.plan.kept_steps,
         fence=directory.fence if is_first else None,
+        base=base_of(assembly),
     )
     resources.callback(checkpoints.close)
     watchdog.beat("restoring")

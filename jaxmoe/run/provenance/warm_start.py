@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxmoe.adapters import plain, with_base
 from jaxmoe.checkpoint import CheckpointError, CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest, describe
 from jaxmoe.checkpoint.mapping import Rule, plan_mapping, read_rules
@@ -47,8 +48,7 @@ def branched_state(
     """
     plan = assembly.plan
     config, training = plan.config.checkpoint, plan.config.training
-    directory = _directory(str(config.initial))
-    manifest = _manifest(directory, config)
+    directory, manifest = initial_directory(config), initial_manifest(config)
     # As checkpoints hold it: with the forward multipliers in the model.
     check_branch(manifest.config, dataclasses.replace(plan.config, model=plan.model))
     if manifest.step >= training.steps:
@@ -78,10 +78,10 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
             have another shape or dtype; lists all of them.
     """
     config = assembly.plan.config.checkpoint
-    directory, rules = _directory(str(config.initial)), _rules(config)
-    manifest = _manifest(directory, config)
+    directory, rules = initial_directory(config), _rules(config)
+    manifest = initial_manifest(config)
     names = plan_mapping(rules, manifest.arrays) if rules else manifest.arrays
-    target = {"params": state.params}
+    target = {"params": plain(state.params)}
     wanted = describe({"router_state": state.router_state}) if state.router_state else {}
     here = {path for path in names if path.startswith("router_state/")}
     is_router_taken = bool(wanted) and all(
@@ -99,7 +99,7 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
         )
 
     with jax.set_mesh(assembly.mesh):
-        begun = jax.jit(around)(found["params"])
+        begun = jax.jit(around)(with_base(state.params, found["params"]))
     begun = begun.replace(router_state=found.get("router_state", begun.router_state))
     begun = assembly.with_workers(begun)
     say(_message(directory, manifest, set(target), bool(wanted) or bool(here)))
@@ -110,9 +110,9 @@ def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> Source:
     return Source(path=str(config.initial), step=manifest.step, config=manifest.config)
 
 
-def _directory(path: str) -> pathlib.Path:
-    """Return the directory of checkpoints of a run, or the directory itself."""
-    given = pathlib.Path(path).expanduser()
+def initial_directory(config: CheckpointConfig) -> pathlib.Path:
+    """Return the directory of checkpoints of `checkpoint.initial`, or the directory itself."""
+    given = pathlib.Path(str(config.initial)).expanduser()
     return given / "checkpoints" if (given / "checkpoints").is_dir() else given
 
 
@@ -122,9 +122,14 @@ def _rules(config: CheckpointConfig) -> tuple[Rule, ...]:
     return read_rules(config.initial_mapping, "checkpoint.initial_mapping")
 
 
-def _manifest(directory: pathlib.Path, config: CheckpointConfig) -> CheckpointManifest:
-    """Return the manifest of the step to take."""
+def initial_manifest(config: CheckpointConfig) -> CheckpointManifest:
+    """Return the manifest of the step of `checkpoint.initial` to take.
+
+    Raises:
+        ValueError: It holds no checkpoint.
+    """
     try:
+        directory = initial_directory(config)
         manager = CheckpointManager(directory, is_writer=False, verify=config.verify)
     except CheckpointError as error:
         raise ValueError(f"checkpoint.initial={config.initial}: {error}") from error
