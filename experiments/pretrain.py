@@ -40,6 +40,7 @@ from jaxmoe.optional import MissingPackageError
 from jaxmoe.resilience.stop import Reason, StopRequest
 from jaxmoe.resilience.watchdog import JAX_LATER, Ending, Watchdog
 from jaxmoe.run import Run
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.reporter import check_packages
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import START, Stopwatch, process_age
@@ -52,21 +53,46 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    stopwatch = Stopwatch(START, already=age)
     prog, about = "python -m experiments.pretrain", __doc__ or ""
     extends = bool(argv) and argv[0] in WORDS
     if extends:
         recipe, config = None, parse_continuation(argv, prog, about)
     else:
         recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, about)
-    write(f"pretrain {recipe or argv[0]}: finding devices, reading data, building the model ...")
+    name = config.run.name or recipe
+    return train(
+        config, command="pretrain", name=name, shown=recipe or argv[0], extends=extends, age=age
+    )
+
+
+def train(
+    config: PretrainConfig,
+    *,
+    command: str,
+    name: str | None,
+    shown: str = "",
+    extends: bool = False,
+    age: float = 0.0,
+) -> int:
+    """Train a run, and return the exit code of the command.
+
+    Args:
+        config: Configuration of the run.
+        command: Name of the command, for messages.
+        name: Name of the run; that of its directory when None.
+        shown: Name in the first message; `name` when empty.
+        extends: Whether a run that is there may go on with changed fields.
+        age: Seconds that the process has spent on this run before the call.
+    """
+    stopwatch = Stopwatch(START, already=age)
+    write(f"{command} {shown or name}: finding devices, reading data, building the model ...")
     with flags.exit_on_bad_configuration():
         check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.
         start_process(
             start=config.processes.start, heartbeat=config.processes.heartbeat + JAX_LATER
         )
-    run = Run(config, name=config.run.name or recipe, extends=extends)
+    run = Run(config, name=name, extends=extends)
     with (
         Watchdog(config.processes, exit_code) as watchdog,
         StopRequest(functools.partial(_end_before_steps, run, watchdog), end_at_once) as stop,

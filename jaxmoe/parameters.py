@@ -119,6 +119,9 @@ class ParameterTable:
     def __iter__(self) -> Iterator[ParameterSpec]:
         return iter(self.rows)
 
+    def __getitem__(self, index: int) -> ParameterSpec:
+        return self.rows[index]
+
     def __len__(self) -> int:
         return len(self.rows)
 

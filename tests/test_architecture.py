@@ -65,7 +65,16 @@ OPTIONAL_PACKAGES = (
 ORDER = (
     *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
     *("fingerprints", "messages", "processor", "islands"),
-    *("declarations", "parameters", "precision", "execution", "routing", "layers", "adapters", "models"),
+    *(
+        "declarations",
+        "parameters",
+        "precision",
+        "execution",
+        "routing",
+        "layers",
+        "adapters",
+        "models",
+    ),
     *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "run"),
 )

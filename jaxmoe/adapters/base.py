@@ -72,8 +72,15 @@ class Adapter(abc.ABC):
     name: ClassVar[str]
     """Key in the registry."""
 
+    @property
     @abc.abstractmethod
-    def table(self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers) -> ParameterTable:
+    def words(self) -> str:
+        """The adapter in words, for the header of a run."""
+
+    @abc.abstractmethod
+    def table(
+        self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
+    ) -> ParameterTable:
         """Return the parameter table of the adapted model.
 
         Args:

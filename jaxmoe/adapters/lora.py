@@ -50,7 +50,14 @@ class LoraConfig(Adapter):
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"adapter.alpha={self.alpha} must be above 0")
 
-    def table(self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers) -> ParameterTable:
+    @property
+    def words(self) -> str:
+        """The adapter in words, for the header of a run."""
+        return f"lora rank {self.rank}, alpha {self.alpha:g}, on {' '.join(self.targets.roles)}"
+
+    def table(
+        self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
+    ) -> ParameterTable:
         """Return the table with frozen rows and the factors; see `Adapter.table`."""
         targets = [
             row for row in base if self.targets.has(row) and row.declaration.matrix is not None

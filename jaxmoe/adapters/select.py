@@ -25,7 +25,14 @@ class SelectConfig(Adapter):
     targets: TargetsConfig = TargetsConfig(roles=_ALL_BUT_ROUTERS)
     """Parameters that are trained; a frozen router is `roles` without router."""
 
-    def table(self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers) -> ParameterTable:
+    @property
+    def words(self) -> str:
+        """The adapter in words, for the header of a run."""
+        return f"select {' '.join(self.targets.roles)}"
+
+    def table(
+        self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
+    ) -> ParameterTable:
         """Return the table with the other rows frozen; see `Adapter.table`."""
         del rules
         found = []

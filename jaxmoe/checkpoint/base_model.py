@@ -91,4 +91,3 @@ def fingerprint_of(prints: Mapping[str, str]) -> str:
     """
     lines = "\n".join(f"{path} {prints[path]}" for path in sorted(prints))
     return hashlib.sha256(lines.encode()).hexdigest()[:32]
-

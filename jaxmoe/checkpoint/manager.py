@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxmoe.checkpoint.base_model import BaseModel
 from jaxmoe.checkpoint.capture import reason_against
@@ -47,10 +46,8 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointManifest,
     CheckpointsLostError,
     check_arrays,
-    check_fingerprints,
     check_global,
     check_json,
-    check_target,
     make_manifest,
     read_manifest,
 )
@@ -375,4 +372,3 @@ class CheckpointManager:
         """Wait for the current save and end Orbax's threads."""
         self.finish()
         self._manager.close()
-

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the floating-point operations of a training step from the config.
 
-    per token = 6 * (parameters in matrix products that the token meets)
+    per token = 6 * (parameters in matrix products that the token meets; 4 for frozen ones)
               + sum over layers of 6 * N * (H + Hv) * S / 2   causal attention: half of the S x S
                                                               logits (all where not causal)
 
@@ -13,7 +13,7 @@ and the router's sorting are not counted; a head tied to the embedding is.
 from __future__ import annotations
 
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.parameters import ParameterTable
+from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding import axes as ax
 
 
@@ -24,16 +24,27 @@ def matmul_parameters(model: ModelConfig, table: ParameterTable) -> int:
         model: Experts and embedding.
         table: Parameters of the model.
     """
-    total = 0
+    return sum(_matmul_sizes(model, table).values())
+
+
+def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSpec, int]:
+    """Return the values of each parameter in matrix products that one token meets."""
+    found = {}
     for row in table:
         role, declaration = row.declaration.role, row.declaration
         if role == "norm" or (role == "embedding" and not model.has_tied_embeddings):
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
-            total += row.size * model.moe.top_k // model.moe.num_experts
+            found[row] = row.size * model.moe.top_k // model.moe.num_experts
         else:
-            total += row.size
-    return total
+            found[row] = row.size
+    return found
+
+
+def _product_flops(model: ModelConfig, table: ParameterTable) -> float:
+    """Return the FLOPs per token of products; a frozen matrix has no gradient of its own."""
+    sizes = _matmul_sizes(model, table)
+    return sum(size * (4.0 if row.is_frozen else 6.0) for row, size in sizes.items())
 
 
 def flops_per_token(
@@ -48,7 +59,7 @@ def flops_per_token(
         left_out: Share of the layers of the longest scan that a token does not pass through.
     """
     mixing = sum(kind.mixer.flops_per_token(sequence_length) for kind in model.kinds)
-    whole = 6.0 * matmul_parameters(model, table) + mixing
+    whole = _product_flops(model, table) + mixing
     if not left_out:
         return whole
     (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
@@ -57,4 +68,4 @@ def flops_per_token(
         stack.num_layers * stack.kind.mixer.flops_per_token(sequence_length)
         for stack in scan.stacks
     )
-    return whole - left_out * (6.0 * matmul_parameters(model, rows) + mixing)
+    return whole - left_out * (_product_flops(model, rows) + mixing)

@@ -75,10 +75,11 @@ class Plan:
 
     @property
     def matrix_rate(self) -> float:
-        """Peak learning rate of the hidden matrices, which share one multiplier."""
-        return self.peak_rate(
-            next(row for row in self.table if row.declaration.role == "attention_in")
-        )
+        """Peak learning rate of the hidden matrices, which share one multiplier; where they are
+        frozen, of the first parameter that is trained."""
+        trained = self.table.trained_rows
+        hidden = [row for row in trained if row.declaration.role == "attention_in"]
+        return self.peak_rate((hidden or trained or self.table)[0])
 
 
 def make_plan(config: PretrainConfig) -> Plan:
@@ -112,7 +113,7 @@ def make_plan(config: PretrainConfig) -> Plan:
 def describe_rates(plan: Plan) -> str:
     """Return the peak rate of each role as text; empty if all have the rate of the optimiser."""
     peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
-    for row in plan.table:
+    for row in plan.table.trained_rows:
         rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
     if set(rates) == {peak}:
         return ""

@@ -55,9 +55,7 @@ def base_of(assembly: Assembly) -> BaseModel | None:
     else:
         manifest = initial_manifest(config)
         step, prints = manifest.step, _of_params(manifest.fingerprints, left_out)
-        read = functools.partial(
-            _read_run, initial_directory(config), manifest.step, config.verify
-        )
+        read = functools.partial(_read_run, initial_directory(config), manifest.step, config.verify)
     return BaseModel(
         path=config.initial,
         step=step,

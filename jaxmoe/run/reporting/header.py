@@ -12,7 +12,7 @@ from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.plan import describe_rates
+from jaxmoe.run.plan import Plan, describe_rates
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.replicas.workers import describe_workers
 from jaxmoe.run.reporting.pipelines import pipeline_in_words, skipping_in_words
@@ -35,7 +35,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
     lines = (
-        f"jaxmoe pretrain  {name}  {directory.path}  ({resumed})",
+        f"jaxmoe {'pretrain' if model.adapter is None else 'finetune'}  {name}  {directory.path}  ({resumed})",
         f"devices  {_mesh_text(assembly)}",
         f"model    {model.num_layers} layers, width {model.embed_dim}, {experts};"
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
@@ -61,6 +61,8 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         say(f"skipping {skipping_in_words(*given)}")
     if (workers := describe_workers(assembly)) is not None:
         say(f"replicas {workers}")
+    if model.adapter is not None:
+        say("\n".join(_adapter_lines(plan)))
     if rates := describe_rates(plan):
         say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:
@@ -86,6 +88,22 @@ def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) ->
         f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
         " See its report.html, give another --run.name, or train on: python -m experiments.pretrain"
         f" resume {directory.path} --training.steps {2 * config.training.steps}"
+    )
+
+
+def _adapter_lines(plan: Plan) -> tuple[str, str]:
+    """Return what is trained, and of which model."""
+    adapter, table = plan.model.adapter, plan.table
+    assert adapter is not None  # asked for only then
+    sizes = [row.size for row in table.trained_rows]
+    frozen = sum(row.size for row in table if row.is_frozen)
+    width = plan.config.execution.precision.parameter_dtype.itemsize
+    initial = plan.config.checkpoint
+    step = "" if initial.initial_step is None else f" step {initial.initial_step}"
+    return (
+        f"base     {initial.initial}{step}, {format_count(frozen)} parameters frozen",
+        f"adapter  {adapter.words}: {len(sizes)} arrays, {format_count(sum(sizes))} parameters"
+        f" trained, {sum(sizes) * width / 1e6:.2f} MB, {sum(sizes) / table.total:.1%} of all",
     )
 
 

@@ -1,0 +1,129 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tunes a trained run or a Hugging Face model: an adapter, or some of its own parameters.
+
+    python -m experiments.finetune --checkpoint.initial RUN data:files --data.path 'docs/**/*.md'
+    python -m experiments.finetune --checkpoint.initial DIR adapter:lora --adapter.rank 8 \\
+        --adapter.targets.roles attention_in attention_out expert_in expert_out
+    python -m experiments.finetune --checkpoint.initial RUN adapter:select
+
+`--checkpoint.initial` gives model, tokenizer, data and precision; flags change them. `adapter:` is
+short for `model.adapter:`. `select` trains all but the routers unless told otherwise. The run is
+like one of `pretrain`: the same command resumes, and evaluate, generate and report open it. Its
+checkpoints hold what is trained, and name the model that was adapted.
+
+Exit codes: those of `pretrain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+
+from experiments.cli import flags
+from experiments.cli.exit import run_command
+from experiments.pretrain import train
+from jaxmoe.adapters import LoraConfig
+from jaxmoe.checkpoint.huggingface.hub import model_directory
+from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.replicas import SynchronousConfig
+from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
+from jaxmoe.run.load import saved_config
+from jaxmoe.training.stopwatch import process_age
+from sharding.mesh import MeshConfig
+from sharding.pipeline import InterleavedConfig
+
+_INITIAL = "--checkpoint.initial"
+STEPS, LEARNING_RATE, WARMUP_STEPS = 200, 1e-3, 10
+
+
+def main(argv: Sequence[str], *, age: float = 0.0) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: Arguments of the command line.
+        age: Seconds that the process has spent on this run before the call.
+    """
+    prog, about = "python -m experiments.finetune", __doc__ or ""
+    words = [_long(word) for word in argv]
+    with flags.exit_on_bad_configuration():
+        start = finetune_config(_initial(words))
+    config = flags.parse_flags(start, words, prog, about)
+    with flags.exit_on_bad_configuration():
+        config = _in_own_directory(config)
+    return train(config, command="finetune", name=str(config.run.name), age=age)
+
+
+def finetune_config(initial: str | None) -> PretrainConfig:
+    """Return the configuration of a fine-tuning, before any flag.
+
+    Args:
+        initial: Run directory; directory, or name on the hub, of a Hugging Face model; None for the
+            defaults, which `--help` shows.
+
+    Raises:
+        ValueError: There is no such model, or it is adapted itself.
+    """
+    path = None if initial is None else model_directory(initial, "checkpoint.initial")
+    saved = PretrainConfig() if path is None else saved_config(path)
+    if saved.model.adapter is not None:
+        raise ValueError(
+            f"checkpoint.initial={initial} holds an adapter ({saved.model.adapter.name}) of"
+            f" {saved.checkpoint.initial}: fold it first, python -m experiments.checkpoint convert"
+            f" --run.directory {initial} --fold True"
+        )
+    training = dataclasses.replace(saved.training, steps=STEPS, batch_ramp=None, skipping=None)
+    execution = dataclasses.replace(
+        saved.execution, mesh=MeshConfig(), fold=None, pipeline=InterleavedConfig()
+    )
+    return dataclasses.replace(
+        saved,
+        model=dataclasses.replace(saved.model, adapter=LoraConfig()),
+        training=training,
+        optimizer=AdamWConfig(learning_rate=LEARNING_RATE),
+        schedule=LinearConfig(warmup_steps=WARMUP_STEPS),
+        replicas=SynchronousConfig(),
+        execution=execution,
+        checkpoint=CheckpointConfig(initial=path),
+        run=RunConfig(),
+    )
+
+
+def _initial(words: Sequence[str]) -> str | None:
+    """Return the value of `--checkpoint.initial`, which gives the defaults of the other flags."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith(f"{_INITIAL}="):
+            found = word.partition("=")[2]
+        elif word == _INITIAL:
+            found = following
+    return found
+
+
+def _long(word: str) -> str:
+    """Return a word with `model.adapter` for `adapter`."""
+    for short in ("adapter:", "--adapter.", "--adapter="):
+        if word.startswith(short):
+            return word.replace("adapter", "model.adapter", 1)
+    return "--model.adapter" if word == "--adapter" else word
+
+
+def _in_own_directory(config: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with a name and a directory of its own."""
+    if config.checkpoint.initial is None:
+        raise ValueError(
+            f"{_INITIAL} is missing: name the model to fine-tune, a run directory or one of a"
+            " Hugging Face model"
+        )
+    adapter = config.model.adapter
+    kind = "full" if adapter is None else adapter.name
+    name = config.run.name or f"{pathlib.Path(config.checkpoint.initial).resolve().name}-{kind}"
+    directory = config.run.directory or f"runs/finetune/{name}"
+    run = dataclasses.replace(config.run, name=name, directory=directory)
+    return dataclasses.replace(config, run=run)
+
+
+if __name__ == "__main__":
+    run_command(functools.partial(main, age=process_age()))
