@@ -31,7 +31,7 @@ Axes = tuple[str | None, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """Matrix [*G *I *O] with G batch, I input and O output dimensions, and its low-rank addition."""
+    """Matrix [*G *I *O], of G batch, I input and O output dimensions, and a low-rank addition."""
 
     weight: Any
     """W, an array or a quantised matrix."""

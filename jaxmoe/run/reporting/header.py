@@ -34,8 +34,9 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
+    command = "pretrain" if model.adapter is None else "finetune"
     lines = (
-        f"jaxmoe {'pretrain' if model.adapter is None else 'finetune'}  {name}  {directory.path}  ({resumed})",
+        f"jaxmoe {command}  {name}  {directory.path}  ({resumed})",
         f"devices  {_mesh_text(assembly)}",
         f"model    {model.num_layers} layers, width {model.embed_dim}, {experts};"
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
