@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from sharding import axes as ax
 from sharding.products.low_rank import LowRank
-from sharding.products.quantized import Packed
+from sharding.products.quantized import Packed, Weight
 
 Role = Literal[
     "embedding",
@@ -95,7 +95,7 @@ class Declaration:
         """
         match self.init:
             case tuple():
-                return jnp.asarray(self.init, jnp.float32)
+                return jnp.asarray(self.init, jnp.float32).reshape(self.shape)
             case "ones" | "zeros":
                 return (jnp.ones if self.init == "ones" else jnp.zeros)(self.shape, jnp.float32)
             case "log_range":
@@ -200,9 +200,7 @@ _FACTOR: Final = Declaration(shape=(), axes=(), role="adapter", matrix=None)
 """What the reader of a deferred factor is told of it."""
 
 
-def declare_matrix(
-    module: nn.Module, name: str, declaration: Declaration
-) -> Array | Packed | LowRank:
+def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> Weight:
     """Return `declare` for a matrix that may be quantised (`jaxmoe.models.quantize`) or adapted.
 
     Args:
@@ -227,7 +225,7 @@ def declare_matrix(
     return _adapted(module, name, given)
 
 
-def as_factor(matrix: Array | Packed | LowRank, dtype: Any) -> Array | Packed | LowRank:
+def as_factor(matrix: Weight, dtype: Any) -> Weight:
     """Return a matrix in the dtype of the activations; a quantised one stays as it is."""
     if isinstance(matrix, LowRank):
         weight = as_factor(matrix.weight, dtype)

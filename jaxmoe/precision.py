@@ -174,13 +174,20 @@ class PrecisionPolicy:
         """Dtype that activations are rounded to before a quantised weight; None for none."""
         return QUANTIZED_WEIGHTS[self.weights][1] if self.weights in QUANTIZED_WEIGHTS else None
 
-    def check_trains(self) -> None:
+    def check_trains(self, *, has_adapter: bool = False) -> None:
         """Refuse formats that have no gradient.
 
+        Args:
+            has_adapter: Whether an adapter is trained: its base may have quantised weights.
+
         Raises:
-            ValueError: Quantised weights, or a quantised cache.
+            ValueError: Quantised weights that are trained, activations in few bits, or a quantised
+                cache.
         """
+        held = self.weights in ("w4a16", "w8a16") and has_adapter
         for field, floating in (("weights", "floating"), ("cache", "compute")):
+            if field == "weights" and held:
+                continue
             if (value := getattr(self, field)) != floating:
                 raise ValueError(
                     f"execution.precision.{field}={value!r} is for inference, and training needs"

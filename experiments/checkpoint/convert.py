@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a run to 8 or 4 bits, or to Hugging Face files and back.
+"""Converts a run to 8 or 4 bits, to plain weights, or to Hugging Face files and back.
 
     python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
     python -m experiments.generate --run.directory runs/pretrain/tiny-w4a8 --cache int4
@@ -8,6 +8,7 @@
         --mixed.wide_fraction 0.125
     python -m experiments.checkpoint convert --run.directory RUN --to_huggingface auto --to DIR
     python -m experiments.checkpoint convert --from_huggingface DIR --to RUN
+    python -m experiments.checkpoint convert --run.directory runs/finetune/tiny-lora --fold True
 
 The result is a run directory for evaluate and generate (config.json, one checkpoint without the
 optimiser's state, summary.json with sizes and errors), or a directory that from_pretrained of
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.checkpoint.converted import fold_run, write_converted
 from experiments.checkpoint.huggingface import (
     ExportConfig,
     ExportFamily,
@@ -42,8 +44,6 @@ from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.models.quantize import (
     dequantize_parameter,
     largest_error,
@@ -53,18 +53,15 @@ from jaxmoe.models.quantize import (
     stored_bytes,
 )
 from jaxmoe.precision import MIXED, MixedConfig
-from jaxmoe.run.assemble import Assembly, describe_devices
+from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.calibrate import measure_activations
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run, saved_config
-from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
 from jaxmoe.training.state import TrainState
 from pallas_kernels import MixedArray, QuantizedArray
 
 Format = Literal["w4a8", "w8a8", "w4ax", "w4a4", "w4a16", "w8a16", "fp8"]
-_MODES = ("quantise", "to_huggingface", "from_huggingface")
+_MODES = ("quantise", "to_huggingface", "from_huggingface", "fold")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +75,8 @@ class ConvertConfig:
     quantise: Format | None = None
     """Bits of weights (w) and of activations in their products (a; 16: the compute dtype; x: 8 for
     the channels with outliers, 4 for the others). fp8: both in float8_e4m3fn."""
+    fold: bool | None = None
+    """Whether the adapter of a fine-tuned run is added to the weights that it adapts."""
     mixed: MixedConfig = MixedConfig()
     """Blocks and calibration of --quantise w4ax."""
     to_huggingface: ExportFamily | None = None
@@ -139,7 +138,7 @@ def convert(config: ConvertConfig) -> str:
     if not modes:
         raise ValueError(
             "convert needs a target: give --quantise w4a8, w8a8, w4ax, w4a4, w4a16, w8a16 or fp8,"
-            " or --to_huggingface auto, or --from_huggingface DIR"
+            " or --to_huggingface auto, or --from_huggingface DIR, or --fold True"
         )
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)} exclude each other: give one")
@@ -153,11 +152,13 @@ def convert(config: ConvertConfig) -> str:
         if config.to is None:
             raise ValueError("--from_huggingface needs --to RUN: the run directory to make")
         return import_run(config.from_huggingface, _free(config.to), config.imported)
-    suffix = form or "huggingface"
+    suffix = form or ("folded" if config.fold else "huggingface")
     target = _free(config.to or f"{source.rstrip('/')}-{suffix}")
     if config.to_huggingface is not None:
         run = config.run
         return export_run(source, run.step, target, config.to_huggingface, config.exported)
+    if config.fold:
+        return fold_run(config.run, target)
     assert form is not None  # the remaining mode
     return _to_few_bits(config, form, target)
 
@@ -170,6 +171,11 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
         raise ValueError(
             f"run.directory={source} is converted already, to {weights}: convert the run that it"
             " came from"
+        )
+    if given.model.adapter is not None:
+        raise ValueError(
+            f"run.directory={source} holds an adapter ({given.model.adapter.name}): fold it first,"
+            f" python -m experiments.checkpoint convert --run.directory {source} --fold True"
         )
     mixers = [kind.mixer for kind in given.model.kinds if not kind.mixer.can_quantize]
     if mixers:
@@ -215,7 +221,7 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
             * given.training.sequence_length,
         }
     config_of_run = dataclasses.replace(given, execution=execution)
-    _write(target, RunDirectory(source), state, step, config_of_run, assembly, summary)
+    write_converted(target, RunDirectory(source), state, step, config_of_run, assembly, summary)
     share = sum(one.bytes_before for one in rounded) / before
     lines = [
         _table(rounded),
@@ -279,30 +285,6 @@ def _wide(matrix: QuantizedArray | MixedArray) -> str:
         return ""
     block_size = matrix.weights.values.size // matrix.weights.scales.size
     return f"{matrix.num_wide}/{matrix.order.shape[-1] // block_size}"
-
-
-def _write(
-    target: pathlib.Path,
-    source: RunDirectory,
-    state: TrainState,
-    step: int,
-    config: PretrainConfig,
-    assembly: Assembly,
-    summary: dict[str, Any],
-) -> None:
-    """Write the run directory, with the data position and the tokenizer of the source."""
-    manifest = read_manifest(source.checkpoints_directory / str(step))
-    with new_run(target, config) as unfinished:
-        copy_tokenizer(source, unfinished)
-        save_checkpoint(
-            unfinished.checkpoints_directory,
-            state,
-            step=step,
-            config=config,
-            data=manifest.data,
-        )
-        unfinished.write_environment(describe_devices(assembly.mesh.devices.flat))
-        unfinished.write_summary(summary)
 
 
 def _free(path: str) -> pathlib.Path:

@@ -119,6 +119,11 @@ def export_run(
             f"run.directory={source} holds quantised weights ({weights}), with which transformers"
             " computes other logits: convert the run that it came from"
         )
+    if (adapter := config.model.adapter) is not None:
+        raise ValueError(
+            f"run.directory={source} holds an adapter ({adapter.name}): fold it first, python -m"
+            f" experiments.checkpoint convert --run.directory {source} --fold True"
+        )
     model = make_plan(config).model
     name, why = suggest_family(model) if family == "auto" else (family, "")
     files = tokenizer_files(own_data(config, directory), seed=config.training.seed)

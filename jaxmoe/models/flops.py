@@ -34,6 +34,8 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
         role, declaration = row.declaration.role, row.declaration
         if role == "norm" or (role == "embedding" and not model.has_tied_embeddings):
             continue
+        if role == "adapter" and declaration.matrix is None:
+            continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
             found[row] = row.size * model.moe.top_k // model.moe.num_experts
         else:

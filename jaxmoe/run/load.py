@@ -322,7 +322,8 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
         ValueError: The directory holds imported or quantised weights, or the precision is one for
             inference.
     """
-    config.execution.precision.check_trains()
+    has_adapter = config.model.adapter is not None
+    config.execution.precision.check_trains(has_adapter=has_adapter)
     if not config.data.has_rows:
         raise ValueError(
             f"data:{config.data.name} has no rows to train on: choose data, such as data:files"
@@ -341,7 +342,7 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
             " optimiser's state: choose another directory with --run.directory"
         )
     weights = directory.config_json().get("execution", {}).get("precision", {}).get("weights")
-    if weights not in (None, "floating"):
+    if weights not in (None, "floating") and not has_adapter:
         raise ValueError(
             f"run.directory={directory.path} holds a run whose weights were rounded to {weights},"
             " for inference: train the one that it came from, or choose another directory with"

@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.optim.groups import train_only
 from jaxmoe.routing import RouterStatistics
-from jaxmoe.scaling.initialize import init_params, lay_out
+from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import all_finite, no_norms, select
 from jaxmoe.training.host_arrays import layers_to_host
@@ -118,6 +119,7 @@ def state_around(
     """
     opt_state = {}
     if optimizer is not None:
+        optimizer = trained_part(model, optimizer)
         held = jax.device_put(params, jax.memory.Space.Device)
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
@@ -131,6 +133,18 @@ def state_around(
         recent_norms=no_norms(),
         layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
     )
+
+
+def trained_part(
+    model: ModelConfig, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Return the optimiser without state for what an adapter freezes.
+
+    Args:
+        model: Model to train.
+        optimizer: Optax transformation for all parameters, or already without.
+    """
+    return optimizer if model.adapter is None else train_only(parameter_table(model), optimizer)
 
 
 def _longest(model: ModelConfig) -> int:

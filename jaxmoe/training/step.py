@@ -32,7 +32,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry.detailed import mean_log_prob
-from jaxmoe.scaling.initialize import lay_out
+from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
@@ -50,6 +50,7 @@ from jaxmoe.training.state import (
     UpdatedState,
     WholeState,
     fetch,
+    trained_part,
     update_routers,
 )
 from sharding.constrain import place_like
@@ -77,7 +78,7 @@ class TrainStep:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0, or None not to clip")
         check_ratio(self.max_norm_ratio)
-        self.execution.precision.check_trains()
+        self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
         check_parts(self.execution, self.optimizer)
 
@@ -225,16 +226,19 @@ def make_train_step(
             it is refused. None refuses only what is not finite.
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
         table: Groups of the parameters, from which the optimiser was built; those of the group
-            `frozen` are not differentiated and stay bitwise. None trains all.
+            `frozen` are not differentiated and stay bitwise. None trains all, or what the adapter
+            of the model trains.
         skipping: Layers that micro-batches leave out; None for none.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
             precision for inference alone, or a model that does not fit the objective.
     """
+    if table is None and model.adapter is not None:
+        table = parameter_table(model)
     one_step = TrainStep(
         model=model,
-        optimizer=optimizer,
+        optimizer=trained_part(model, optimizer),
         execution=execution or ExecutionConfig(),
         accumulation=accumulation,
         clip=clip,

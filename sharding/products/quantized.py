@@ -38,6 +38,8 @@ Axes = tuple[str | None, ...]
 
 Packed = QuantizedArray | MixedArray | ObservedArray
 """Matrix of a layer that is not a floating array."""
+Weight = Array | Packed | LowRank
+"""Matrix of a layer in any form."""
 
 
 def quantized_einsum(
@@ -140,7 +142,7 @@ def flattened(
     return QuantizedArray(values=flat(weight.values), scales=flat(weight.scales), axis=-2)
 
 
-def logical_axes(weight: Array | Packed | LowRank, axes: Axes) -> Any:
+def logical_axes(weight: Weight, axes: Axes) -> Any:
     """Return the logical axes of a matrix, or of all its parts.
 
     Args:

@@ -33,7 +33,7 @@ from sharding.constrain import Encoded, Placement
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.products.low_rank import LowRank
-from sharding.products.quantized import Packed, logical_axes, quantized_einsum
+from sharding.products.quantized import Packed, Weight, logical_axes, quantized_einsum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Product:
 
     subscripts: str
     """Subscripts of `jnp.einsum`, activations first."""
-    weight: Array | Packed | LowRank
+    weight: Weight
     """Weight in the dtype of the activations, or quantised, or with a low-rank addition."""
     weight_axes: tuple[str | None, ...]
     """Logical axes of the weight in use; a dimension that is None here and split in storage is

@@ -32,7 +32,7 @@ from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
-from sharding.products.quantized import Packed
+from sharding.products.quantized import Weight
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 from sharding.sequence_parallel import (
     CACHE_AXES,
@@ -259,7 +259,7 @@ class Attention(nn.Module):
         given = {"placement": placement, "positions": positions, "rules": rules}
         return attend_cached(q, k, v, cache.entries, cache.layer, **given)
 
-    def _declare(self, name, shape, axes, role: Role, matrix) -> Array | Packed:
+    def _declare(self, name, shape, axes, role: Role, matrix) -> Weight:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)
         return declare_matrix(self, name, declaration)
 

@@ -25,7 +25,7 @@ from sharding import axes as ax
 from sharding.constrain import Encoded
 from sharding.products.halo import HaloProduct
 from sharding.products.low_rank import LowRank
-from sharding.products.quantized import Packed, quantized_groups
+from sharding.products.quantized import Packed, Weight, quantized_groups
 
 WEIGHT_AXES = {
     "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),
@@ -44,7 +44,7 @@ class Experts(nn.Module):
     expert_dim: int
 
     @nn.compact
-    def __call__(self) -> dict[str, Array | Packed]:
+    def __call__(self) -> dict[str, Weight]:
         """Return `gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised."""
         num_experts, hidden = self.num_experts, self.expert_dim
         gate_up = Declaration(

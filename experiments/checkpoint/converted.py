@@ -1,0 +1,90 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the run directory of a converted model, and folds the adapter of a fine-tuned run."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.evaluate import FinishedRunConfig
+from jaxmoe.adapters import folded
+from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.checkpoint.manifest import read_manifest
+from jaxmoe.run.assemble import Assembly, describe_devices
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.conversion import new_run
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
+from jaxmoe.training.state import TrainState
+
+
+def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
+    """Write a fine-tuned run with plain weights, and return a report for the user.
+
+    Args:
+        run: Fine-tuned run.
+        target: Run directory to make.
+
+    Raises:
+        ValueError: The run has no adapter, or its base is quantised.
+    """
+    source = run.directory
+    assembly, state, step = load_run(source, run.step, run.mesh, needs_data=False)
+    given = assembly.plan.config
+    if (adapter := given.model.adapter) is None:
+        raise ValueError(
+            f"run.directory={source} has no adapter, its weights are plain: leave out --fold"
+        )
+    if (weights := given.execution.precision.weights) != "floating":
+        raise ValueError(
+            f"run.directory={source} adapts weights in {weights}, to which nothing can be added:"
+            " fold it into the run that they were rounded from, with --checkpoint.initial"
+        )
+    with jax.set_mesh(assembly.mesh):
+        params = jax.jit(folded)(state.params)
+    # On the mesh of the other arrays, as a checkpoint requires.
+    params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
+    state = dataclasses.replace(state, params=params, opt_state={})
+    model = dataclasses.replace(given.model, adapter=None)
+    checkpoint = dataclasses.replace(given.checkpoint, initial=None, initial_step=None)
+    config = dataclasses.replace(given, model=model, checkpoint=checkpoint)
+    summary = {
+        "status": "converted",
+        "format": "folded",
+        "source": source,
+        "checkpoint_step": step,
+        "adapter": adapter.name,
+        "parameters_total": assembly.plan.table.total,
+    }
+    write_converted(target, RunDirectory(source), state, step, config, assembly, summary)
+    return f"{adapter.words}: added to the weights\nstep {step} of {source} is in {target}"
+
+
+def write_converted(
+    target: pathlib.Path,
+    source: RunDirectory,
+    state: TrainState,
+    step: int,
+    config: PretrainConfig,
+    assembly: Assembly,
+    summary: dict[str, Any],
+) -> None:
+    """Write the run directory, with the data position and the tokenizer of the source."""
+    manifest = read_manifest(source.checkpoints_directory / str(step))
+    with new_run(target, config) as unfinished:
+        copy_tokenizer(source, unfinished)
+        save_checkpoint(
+            unfinished.checkpoints_directory,
+            state,
+            step=step,
+            config=config,
+            data=manifest.data,
+        )
+        unfinished.write_environment(describe_devices(assembly.mesh.devices.flat))
+        unfinished.write_summary(summary)
