@@ -27,11 +27,12 @@ def _launch(folder, *more, command=None):
 
 
 def test_each_island_has_its_environment_and_is_restarted_alone(tmp_path, capsys):
-    """Real islands: one is killed in its first round, is started again, and joins."""
+    """Real islands: one is killed after its first round, is started again, and joins."""
     script = ROOT / "tests" / "support" / "island_process.py"
     killed = (
         f"mark={tmp_path}/mark; if [ {{island}} = 2 ] && [ ! -e $mark ]; then touch $mark;"
-        f" {sys.executable} {script} {tmp_path}/killed & sleep 1; kill -9 $!; kill -9 $$; fi;"
+        f" {sys.executable} {script} {tmp_path}/killed &"
+        f" until [ -s {tmp_path}/killed ]; do sleep 0.02; done; kill -9 $!; kill -9 $$; fi;"
         f" exec {sys.executable} {script} {tmp_path}/log{{island}}"
     )
     given = ["--islands", "4", "--islands_grace", "1", "--run.directory", str(tmp_path / "run")]
