@@ -31,12 +31,19 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Role
 from jaxmoe.parameters import ParameterSpec, ParameterTable
-from jaxmoe.precision import MIXED, QUANTIZED_WEIGHTS, MixedConfig, WeightFormat
+from jaxmoe.precision import (
+    MIXED,
+    QUANTIZED_WEIGHTS,
+    MixedConfig,
+    PrecisionPolicy,
+    WeightFormat,
+)
 from pallas_kernels import MixedArray, QuantizedArray, dequantize, quantize
 from pallas_kernels.quantized_matmul.mixed_array import channel_order
 from sharding import axes as ax
@@ -219,6 +226,33 @@ def abstract_params(
         return dataclasses.replace(parts, weights=place_matrix(parts.weights), order=order)
 
     return table.tree(one)
+
+
+def quantized_params(
+    table: ParameterTable,
+    params: Any,
+    precision: PrecisionPolicy,
+    rules: LogicalAxisRules,
+    mesh: Mesh,
+) -> Any:
+    """Return parameters in the format of the weights, laid out on the mesh.
+
+    Args:
+        table: Parameters of the model.
+        params: Floating values.
+        precision: Format of the weights, other than w4ax.
+        rules: Rules from logical axes to mesh axes.
+        mesh: Mesh of the layout.
+    """
+    form = precision.weights
+    shapes = abstract_params(table, form, precision.parameter_dtype, rules, mesh)
+    flat = traverse_util.flatten_dict(params, sep="/")
+
+    def rounded(flat: Any) -> Any:
+        return table.tree(lambda row: quantize_parameter(row, flat[row.path], form))
+
+    with jax.set_mesh(mesh):
+        return jax.jit(rounded, out_shardings=jax.tree.map(lambda one: one.sharding, shapes))(flat)
 
 
 def _check_uncut(row: ParameterSpec, rules: LogicalAxisRules, sizes: Mapping[str, int]) -> None:

@@ -18,6 +18,7 @@ from jaxmoe.data.levels import LevelPacking
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.sequences import choose_form
+from jaxmoe.models.quantize import quantized_params
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import abstract_state
 from jaxmoe.planning.attached import attached_chip
@@ -161,7 +162,7 @@ class Assembly:
     def new_world(self) -> TrainState:
         """Return the state before the first step, without workers."""
         key = jax.random.key(self.plan.config.training.seed)
-        return init_state(
+        state = init_state(
             self.plan.model,
             self.plan.optimizer,
             key,
@@ -170,6 +171,13 @@ class Assembly:
             mesh=self.mesh,
             keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
         )
+        precision, table = self.execution.precision, self.plan.table
+        if precision.weights == "floating":
+            return state
+        rounded = quantized_params(
+            table, state.params, precision, self.execution.axis_rules, self.mesh
+        )
+        return dataclasses.replace(state, params=rounded)
 
     def state_shapes(self) -> TrainState:
         """Return shapes and shardings of the state of a run without workers."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from jaxmoe.data import Batch
 from jaxmoe.run.assemble import Assembly
@@ -35,5 +36,18 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
         with jax.set_mesh(assembly.mesh):
             step_function = assembly.jitted_step(assembly.micro_batches(rows))
             batch = assembly.batch(max(first, first_step))
-            programs[batch.tokens.shape[0]] = step_function.lower(state, batch).compile()
+            rows = batch.tokens.shape[0]
+            if _has_int4(state):
+                programs[rows] = step_function
+            else:
+                programs[rows] = step_function.lower(state, batch).compile()
     return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)
+
+
+def _has_int4(state: TrainState) -> bool:
+    """Return whether weights are in 4 bits; such a step is compiled when it is first called.
+
+    A program compiled ahead refuses int4 arrays: JAX 0.10 to 0.12 compare their layout as the array
+    reports it, without the number of bits, with the one that XLA requires.
+    """
+    return any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(state.params))

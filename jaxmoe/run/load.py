@@ -20,7 +20,6 @@ from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
-from jaxmoe.checkpoint.huggingface.weights import load
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.data import DataConfig, DataError, SkippedRows, check_position
 from jaxmoe.models.quantize import abstract_params
@@ -28,6 +27,7 @@ from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.adapted import base_of
+from jaxmoe.run.provenance.huggingface_values import huggingface_values
 from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.run.replicas.workers import has_workers, world_of_workers
 from jaxmoe.training.state import TrainState, state_around
@@ -262,10 +262,7 @@ def _load_huggingface(
     """
     assembly = assemble(config, needs_data=needs_data)
     execution, mesh = assembly.execution, assembly.mesh
-    _, tensors = open_huggingface(path, rules=execution.axis_rules)
-    params, router_state = load(tensors, mesh=mesh, axis_rules=execution.axis_rules)
-    dtype = jax.numpy.dtype(execution.precision.parameter_dtype)
-    params = jax.tree.map(lambda value: value.astype(dtype), params)
+    params, router_state = huggingface_values(path, execution, mesh)
     key = jax.random.key(config.training.seed)
     with jax.set_mesh(mesh):
         state = state_around(assembly.plan.model, None, execution, params, key)
@@ -279,7 +276,8 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
     """Return the state, or its shapes and shardings, that a checkpoint is restored to."""
     execution, plan = assembly.execution, assembly.plan
     precision = execution.precision
-    if precision.weights == "floating" and not _is_imported(manager, step):
+    trains = precision.weights == "floating" or plan.model.adapter is not None
+    if trains and not _is_imported(manager, step):
         return assembly.new_state()
     key = jax.random.key(plan.config.training.seed)
     with jax.set_mesh(assembly.mesh):

@@ -137,7 +137,7 @@ class Lineage:
                 raise
             found = None
         if found is not None:
-            if left := config.initial:
+            if (left := config.initial) and assembly.plan.model.adapter is None:
                 say(f"checkpoint.initial={left} is ignored: the run continues")
             if snapshots is not None:
                 snapshots.keep_only(None)

@@ -120,7 +120,8 @@ def state_around(
     opt_state = {}
     if optimizer is not None:
         optimizer = trained_part(model, optimizer)
-        held = jax.device_put(params, jax.memory.Space.Device)
+        held = params if model.adapter is None else parameter_table(model).trained(params)
+        held = jax.device_put(held, jax.memory.Space.Device)
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),

@@ -13,16 +13,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from flax import traverse_util
 
 from jaxmoe.checkpoint.base_model import BaseModel, fingerprint_of
-from jaxmoe.checkpoint.huggingface import open_huggingface
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
-from jaxmoe.checkpoint.huggingface.weights import load
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.fingerprints import fingerprints
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.provenance.huggingface_values import huggingface_values
 from jaxmoe.run.provenance.warm_start import initial_directory, initial_manifest
 
 
@@ -84,9 +82,6 @@ def _read_run(
 
 
 def _read_huggingface(assembly: Assembly, path: str, target: dict[str, Any]) -> dict[str, Any]:
-    rules = assembly.execution.axis_rules
-    _, tensors = open_huggingface(pathlib.Path(path), rules=rules)
-    params, _ = load(tensors, mesh=assembly.mesh, axis_rules=rules)
+    params, _ = huggingface_values(path, assembly.execution, assembly.mesh)
     flat = traverse_util.flatten_dict(params, sep="/")
-    dtype = jax.numpy.dtype(assembly.execution.precision.parameter_dtype)
-    return {name: flat[name].astype(dtype) for name in target}
+    return {name: flat[name] for name in target}

@@ -19,9 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.adapters import plain, with_base
 from jaxmoe.checkpoint import CheckpointError, CheckpointManager
+from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.checkpoint.manifest import CheckpointManifest, describe
 from jaxmoe.checkpoint.mapping import Rule, plan_mapping, read_rules
 from jaxmoe.checkpoint.restore import restore_part
@@ -29,6 +31,7 @@ from jaxmoe.configs import TAG
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig
+from jaxmoe.run.provenance.huggingface_values import huggingface_values
 from jaxmoe.run.provenance.lineage import Source, check_branch
 from jaxmoe.training.state import TrainState, state_around
 
@@ -78,6 +81,8 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
             have another shape or dtype; lists all of them.
     """
     config = assembly.plan.config.checkpoint
+    if is_huggingface(str(config.initial)):
+        return _of_huggingface(assembly, state)
     directory, rules = initial_directory(config), _rules(config)
     manifest = initial_manifest(config)
     names = plan_mapping(rules, manifest.arrays) if rules else manifest.arrays
@@ -90,20 +95,61 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
     if is_router_taken and here == wanted.keys():
         target["router_state"] = state.router_state
     found = restore_part(directory, target, step=manifest.step, mapping=rules, verify=config.verify)
-    plan, key = assembly.plan, jax.random.key(assembly.plan.config.training.seed)
-    execution = assembly.execution
-
-    def around(params):
-        return state_around(
-            plan.model, plan.optimizer, execution, params, key, config.keeps_layer_norms
-        )
-
-    with jax.set_mesh(assembly.mesh):
-        begun = jax.jit(around)(with_base(state.params, found["params"]))
-    begun = begun.replace(router_state=found.get("router_state", begun.router_state))
-    begun = assembly.with_workers(begun)
+    begun = _begin(assembly, state, found["params"], found.get("router_state"))
     say(_message(directory, manifest, set(target), bool(wanted) or bool(here)))
     return _source(config, manifest), begun
+
+
+def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[Source, TrainState]:
+    """Return the state of a new run with the parameters of a Hugging Face model.
+
+    Raises:
+        ValueError: The model is another, or a step or a mapping is given.
+    """
+    config = assembly.plan.config.checkpoint
+    for field in ("initial_step", "initial_mapping"):
+        if (value := getattr(config, field)) is not None:
+            raise ValueError(
+                f"checkpoint.{field}={value}: {config.initial} holds a Hugging Face model, which"
+                " has neither steps nor other names: leave it out"
+            )
+    path = str(config.initial)
+    params, router_state = huggingface_values(path, assembly.execution, assembly.mesh)
+    found, wanted = describe({"params": params}), describe({"params": plain(state.params)})
+    if found != wanted:
+        differing = sorted(p for p in found | wanted if found.get(p) != wanted.get(p))
+        raise ValueError(
+            f"checkpoint.initial={path} holds another model than model: {', '.join(differing[:5])}"
+            f" and {max(len(differing) - 5, 0)} more differ: take its own with python -m"
+            f" experiments.finetune --checkpoint.initial {path}"
+        )
+    whole = NamedSharding(assembly.mesh, PartitionSpec())
+    router_state = jax.device_put(router_state, whole) if router_state else None
+    begun = _begin(assembly, state, params, router_state)
+    say(f"initial  parameters from {path}, a Hugging Face model")
+    return Source(path=path, step=0, config={}), begun
+
+
+def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any) -> TrainState:
+    """Return the state before the first step with other parameters and router state.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        state: State before the first step, with the factors of an adapter.
+        params: Parameters of the model.
+        router_state: Router state; a new one when None.
+    """
+    plan, key = assembly.plan, jax.random.key(assembly.plan.config.training.seed)
+    keeps = plan.config.checkpoint.keeps_layer_norms
+
+    def around(params):
+        return state_around(plan.model, plan.optimizer, assembly.execution, params, key, keeps)
+
+    with jax.set_mesh(assembly.mesh):
+        begun = jax.jit(around)(with_base(state.params, params))
+    if router_state is not None:
+        begun = begun.replace(router_state=router_state)
+    return assembly.with_workers(begun)
 
 
 def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> Source:
