@@ -50,7 +50,8 @@ COMMANDS = {
     "bench chunks": "experiments.bench.chunks:ChunkBenchConfig",
     "bench compiled": "experiments.bench.compiled:CompiledBenchConfig",
 }
-"""The config class of each command; `describe` and `data` take the flags of `pretrain`."""
+"""The config class of each command; `describe`, `data` and `finetune` take the flags of
+`pretrain`."""
 
 
 def write(target: pathlib.Path) -> None:

@@ -27,12 +27,12 @@ from experiments.cli.exit import run_command
 from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
 from jaxmoe.run.load import saved_config
 from jaxmoe.training.stopwatch import process_age
-from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig
 
 _INITIAL = "--checkpoint.initial"
@@ -76,7 +76,7 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         )
     training = dataclasses.replace(saved.training, steps=STEPS, batch_ramp=None, skipping=None)
     execution = dataclasses.replace(
-        saved.execution, mesh=MeshConfig(), fold=None, pipeline=InterleavedConfig()
+        saved.execution, mesh=ExecutionConfig().mesh, fold=None, pipeline=InterleavedConfig()
     )
     return dataclasses.replace(
         saved,
@@ -94,11 +94,11 @@ def finetune_config(initial: str | None) -> PretrainConfig:
 def _initial(words: Sequence[str]) -> str | None:
     """Return the value of `--checkpoint.initial`, which gives the defaults of the other flags."""
     found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for place, word in enumerate(words):
         if word.startswith(f"{_INITIAL}="):
             found = word.partition("=")[2]
-        elif word == _INITIAL:
-            found = following
+        elif word == _INITIAL and place + 1 < len(words):
+            found = words[place + 1]
     return found
 
 

@@ -19,7 +19,7 @@ from jaxmoe.run.assemble import Assembly, describe_devices
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import load_run
+from jaxmoe.run.load import load_run, saved_config
 from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
 from jaxmoe.training.state import TrainState
 
@@ -53,7 +53,9 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
     state = dataclasses.replace(state, params=params, opt_state={})
     model = dataclasses.replace(given.model, adapter=None)
     checkpoint = dataclasses.replace(given.checkpoint, initial=None, initial_step=None)
-    config = dataclasses.replace(given, model=model, checkpoint=checkpoint)
+    # The optimiser of the adapter may lack the groups of the others.
+    optimizer = saved_config(str(given.checkpoint.initial)).optimizer
+    config = dataclasses.replace(given, model=model, checkpoint=checkpoint, optimizer=optimizer)
     summary = {
         "status": "converted",
         "format": "folded",

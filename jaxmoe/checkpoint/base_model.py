@@ -27,7 +27,7 @@ class BaseModel:
     """Run directory, directory of checkpoints, or directory of a Hugging Face model."""
     step: int
     fingerprint: str
-    """Of the parameters that are left out; see `fingerprint_of`."""
+    """Fingerprint of the parameters that are left out; see `fingerprint_of`."""
     left_out: frozenset[str]
     """Paths of the parameters that checkpoints leave out."""
     load: Callable[[dict[str, Any]], dict[str, Any]]

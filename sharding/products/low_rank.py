@@ -74,11 +74,14 @@ class LowRank:
 
     def merged(self) -> Array:
         """Return W + s A B in the dtype of W, a floating array."""
-        groups, rank = self.down.shape[: self.num_batch], self.down.shape[-1]
-        down = self.down.reshape(*groups, -1, rank).astype(jnp.float32)
-        up = self.up.reshape(*groups, rank, -1).astype(jnp.float32)
-        product = jnp.matmul(down, up, preferred_element_type=jnp.float32)
-        added = self.scale * product.reshape(self.shape)
+        batch = tuple(range(self.num_batch))
+        product = jax.lax.dot_general(
+            self.down.astype(jnp.float32),
+            self.up.astype(jnp.float32),
+            (((self.down.ndim - 1,), (len(batch),)), (batch, batch)),
+            preferred_element_type=jnp.float32,
+        )
+        added = self.scale * product
         return (self.weight.astype(jnp.float32) + added).astype(self.weight.dtype)
 
     def added(self, y: Array, x: Array) -> Array:

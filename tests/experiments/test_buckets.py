@@ -38,6 +38,7 @@ LINES = {
         ("--command", f"python -m experiments.pretrain --run.directory {BUCKET}"),
         ("--command", f"python -m experiments.pretrain --run.directory={BUCKET}"),
     ],
+    "finetune": [("--checkpoint.initial", BUCKET)],
     "levels": [IN_RUN],
     "outer": [IN_RUN],
     "place": [IN_RUN],

@@ -30,6 +30,7 @@ COMMANDS = {
         "ensemble",
         "evaluate",
         "evaluate_tasks",
+        "finetune",
     ),
     *(
         "gates",

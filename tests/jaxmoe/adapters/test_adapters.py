@@ -72,7 +72,7 @@ def tokens(model, rows=2, length=6):
 
 
 def loss_and_gradients(model, execution, params, ids, *, is_folded=False):
-    """Of the trained parameters, by the factors or by their sum with the weights."""
+    """Return those of the trained parameters, by the factors or by their sum with the weights."""
     table = parameter_table(model)
 
     def loss(trained):

@@ -271,7 +271,7 @@ def test_newer_schema_is_refused(tmp_path):
     save_checkpoint(tmp_path, _small(1), step=1, config={})
     _edit_manifest(tmp_path / "1", schema=99)
     assert _message(load_checkpoint, tmp_path) == (
-        f"{tmp_path}/1 has schema 99, this jaxmoe knows 2: install a newer jaxmoe"
+        f"{tmp_path}/1 has schema 99, this jaxmoe knows 3: install a newer jaxmoe"
     )
     _edit_manifest(tmp_path / "1", schema=None)
     assert _message(load_checkpoint, tmp_path) == (

@@ -1,0 +1,110 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning from the command line: what is saved, resumed, opened, folded and refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import evaluate, finetune
+from experiments.checkpoint import __main__ as checkpoint
+from experiments.cli.flags import ExitCode
+from jaxmoe import load_checkpoint, save_checkpoint
+from jaxmoe.checkpoint.manifest import read_manifest
+from jaxmoe.run.load import load_run
+from tests.support.runs import logged_losses, saved_leaves
+
+ADAPTER = ("adapter:lora", "--adapter.rank", "2", "--adapter.targets.roles", "attention_in")
+
+
+def flags(base, directory, steps, *more):
+    where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
+    length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
+    outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
+    return [*where, *ADAPTER, *length, *outputs, *more]
+
+
+@pytest.fixture(scope="module")
+def tuned(finished, tmp_path_factory):
+    """A run of 4 steps on top of `finished`, in one go."""
+    directory = tmp_path_factory.mktemp("finetune") / "tuned"
+    assert finetune.main(flags(finished, directory, 4)) == ExitCode.DONE
+    return directory
+
+
+def test_checkpoints_hold_the_adapter_and_name_its_base(finished, tuned):
+    manifest = read_manifest(tuned / "checkpoints" / "4")
+    params = {path for path in manifest.arrays if path.startswith("params/")}
+    assert params and all(path.endswith((":down", ":up", ":scale")) for path in params)
+    assert manifest.base is not None
+    assert (manifest.base["path"], manifest.base["step"]) == (str(finished), 6)
+
+
+def test_the_base_is_bitwise_that_of_its_run(finished, tuned):
+    _, state, step = load_run(str(tuned), None, needs_data=False)
+    base = load_checkpoint(finished / "checkpoints", step=6)["params"]
+    assert step == 4
+    for path, value in jax.tree_util.tree_flatten_with_path(base)[0]:
+        held = state.params
+        for key in path:
+            held = held[key.key]
+        np.testing.assert_array_equal(held, value)
+
+
+def test_resumed_in_the_middle_it_ends_bitwise_alike(finished, tuned, tmp_path):
+    stopped = tmp_path / "stopped"
+    assert finetune.main(flags(finished, stopped, 4)) == ExitCode.DONE
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    assert finetune.main(flags(finished, stopped, 4)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (tuned, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert logged_losses(stopped) == logged_losses(tuned)
+
+
+def test_folded_weights_compute_what_the_adapter_does(tuned, tmp_path, capsys):
+    folded = tmp_path / "folded"
+    convert = ["convert", "--run.directory", str(tuned), "--fold", "True", "--to", str(folded)]
+    assert checkpoint.main(convert) == ExitCode.DONE
+    capsys.readouterr()
+    losses = []
+    for directory in (tuned, folded):
+        assert evaluate.main(["--run.directory", str(directory)]) == ExitCode.DONE
+        line = capsys.readouterr().out.splitlines()[-1]
+        losses.append(float(line.partition("eval/bits_per_token=")[2].split()[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert json.loads((folded / "summary.json").read_text())["format"] == "folded"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--checkpoint.initial is missing"),
+        (("--checkpoint.initial", "nowhere"), "nowhere"),
+        (("--checkpoint.initial", "{tuned}"), "holds an adapter (lora) of"),
+        (("--checkpoint.initial", "{finished}", "--adapter.rank", "0"), "adapter.rank=0 must be"),
+        (("--checkpoint.initial", "{finished}", "--adapter.rnak", "2"), "adapter.rank?"),
+    ],
+)
+def test_commands_that_cannot_run_say_why(words, message, finished, tuned, capsys):
+    given = [word.format(tuned=tuned, finished=finished) for word in words]
+    with pytest.raises(SystemExit) as ended:
+        finetune.main(given)
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION
+    assert message in capsys.readouterr().err
+
+
+def test_another_base_is_refused(finished, tuned, tmp_path, capsys):
+    other, here = tmp_path / "other", finished / "checkpoints"
+    shutil.copytree(finished, other, ignore=shutil.ignore_patterns("checkpoints"))
+    state, manifest = load_checkpoint(here, step=6), read_manifest(here / "6")
+    state["params"]["head"]["weight"] = state["params"]["head"]["weight"].at[0, 0].add(1e-3)
+    save_checkpoint(
+        other / "checkpoints", state, step=6, config=manifest.config, data=manifest.data
+    )
+    with pytest.raises(SystemExit):
+        finetune.main(flags(other, tuned, 4))
+    message = capsys.readouterr().err
+    assert "holds other parameters: name the model that was adapted" in message
