@@ -41,7 +41,7 @@ def folded(params: Any) -> Any:
     Args:
         params: Parameters of an adapted model, nested dicts of floating arrays.
     """
-    flat = traverse_util.flatten_dict(params, sep="/")
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     own = {path: value for path, value in flat.items() if not is_factor(path)}
     for path in [path for path in flat if path.endswith(":down")]:
         base = path.removesuffix(":down")

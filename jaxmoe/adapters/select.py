@@ -8,11 +8,11 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
-from jaxmoe.declarations import ROLES
+from jaxmoe.declarations import ROLES, Role
 from jaxmoe.parameters import ParameterTable
 from sharding.rules import LogicalAxisRules
 
-_ALL_BUT_ROUTERS = tuple(role for role in ROLES if not role.startswith("router"))
+_ALL_BUT_ROUTERS: tuple[Role, ...] = tuple(role for role in ROLES if not role.startswith("router"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

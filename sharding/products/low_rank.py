@@ -120,8 +120,6 @@ class LowRank:
         groups, rank = self.down.shape[0], self.down.shape[-1]
         down = self.down.reshape(groups, math.prod(self.down.shape[1:-1]), rank)
         up = self.up.reshape(groups, rank, math.prod(self.up.shape[2:]))
-        given = {"implementation": implementation}
-        wide = grouped_matmul(
-            grouped_matmul(rows, down, group_sizes, **given), up, group_sizes, **given
-        )
+        narrow = grouped_matmul(rows, down, group_sizes, implementation=implementation)
+        wide = grouped_matmul(narrow, up, group_sizes, implementation=implementation)
         return y + self.scale.astype(y.dtype) * wide

@@ -117,9 +117,9 @@ def apply_experts(
     parts: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
     gate_up = parts if len(parts) == 2 else parts[0]
     down: Any = as_factor(weights["down"], rows.dtype)
-    is_adapted = isinstance(gate_up, LowRank) or isinstance(down, LowRank)
     is_floating = isinstance(gate_up, QuantizedArray) and activations is None
-    if not is_adapted and (is_floating or not isinstance(gate_up, Packed)):
+    is_fused = is_floating or not isinstance(gate_up, Packed)
+    if is_fused and not isinstance(gate_up, LowRank) and not isinstance(down, LowRank):
         return grouped_swiglu(
             rows,
             gate_up,
