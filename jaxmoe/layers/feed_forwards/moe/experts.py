@@ -119,11 +119,11 @@ def apply_experts(
     down: Any = as_factor(weights["down"], rows.dtype)
     is_floating = isinstance(gate_up, QuantizedArray) and activations is None
     is_fused = is_floating or not isinstance(gate_up, Packed)
-    if is_fused and not isinstance(gate_up, LowRank) and not isinstance(down, LowRank):
+    if is_fused and not any(isinstance(weight, LowRank) for weight in (gate_up, down)):
+        pair: Any = (gate_up, down)
         return grouped_swiglu(
             rows,
-            gate_up,
-            down,
+            *pair,
             group_sizes,
             down_is_turned=gathers_width,
             implementation=implementation,
