@@ -16,7 +16,8 @@ import zstandard
 from etils import epath
 
 from jaxmoe.data import DataError
-from jaxmoe.data.reading.formats import BadRecord, Record, read_records
+from jaxmoe.data.reading.formats import read_records
+from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.tracking import MissingPackageError
 
 TEXTS = ["one", "two\nlines", "drei \u00e4"]
