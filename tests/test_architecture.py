@@ -83,6 +83,7 @@ REGISTRIES = {
         *(
             "corpus",
             "files",
+            "chat",
             "mixture",
             "huggingface",
             "markov",

@@ -11,6 +11,7 @@ To add a source: `jaxmoe/data/source.py` (the interface to implement, in a file 
 
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import Batch, DataError, validate_batch
+from jaxmoe.data.chat import ChatConfig
 from jaxmoe.data.corpus import CorpusConfig
 from jaxmoe.data.files import FilesConfig
 from jaxmoe.data.hosts import check_hosts
@@ -32,6 +33,7 @@ from jaxmoe.data.tokenizer import TOKENIZERS, TokenizerConfig
 DataConfig = (
     CorpusConfig
     | FilesConfig
+    | ChatConfig
     | MixtureConfig
     | HuggingFaceConfig
     | MarkovConfig
@@ -44,6 +46,7 @@ __all__ = [
     "DATA_SOURCES",
     "TOKENIZERS",
     "Batch",
+    "ChatConfig",
     "CorpusConfig",
     "DataConfig",
     "DataError",

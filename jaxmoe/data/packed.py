@@ -233,6 +233,7 @@ class PackedSource:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what was read, and how it became tokens."""
+        weights = self.documents["train"].weights
         return {
             "kind": self._kind,
             **{
@@ -247,6 +248,7 @@ class PackedSource:
             },
             "validation_fraction": self._config.validation_fraction,
             "packing": self._config.packing,
+            **({} if weights is None else {"long_documents": self._config.long_documents}),
             "tokenizer": self.tokenizer.fingerprint(),
             **({} if self.partition is None else {"partition": self.partition.fingerprint()}),
         }

@@ -58,8 +58,17 @@ class Tokenizer(Protocol):
         """Whether tokens stand for text, so that bits per byte are defined."""
         ...
 
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Texts that `encode_controls` reads as tokens of their own, and `encode_all` as text."""
+        ...
+
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
         """Return the ids of each text without separators, of any integer type."""
+        ...
+
+    def encode_controls(self, text: str) -> Shaped[np.ndarray, " S"]:
+        """Return the ids of a text, in which special tokens that it spells are those tokens."""
         ...
 
     def encode_prompt(self, text: str) -> Shaped[np.ndarray, " S"]:
@@ -220,10 +229,15 @@ class ByteTokenizer:
     vocab_size: int = 256
     separator: int | None = 0
     is_text: bool = True
+    special_tokens: Sequence[str] = ()
 
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_controls(self, text: str) -> Shaped[np.ndarray, " S"]:
+        """Return the bytes of a text."""
+        return self.encode_all([text])[0]
 
     def encode_prompt(self, text: str) -> Shaped[np.ndarray, " S"]:
         """Return the bytes of a text."""
@@ -246,10 +260,15 @@ class IdTokenizer:
     vocab_size: int
     separator: int | None
     is_text: bool = False
+    special_tokens: Sequence[str] = ()
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the numbers in each text."""
         return [np.array([*self._numbers(text)], np.int32) for text in texts]
+
+    def encode_controls(self, text: str) -> Int[np.ndarray, " S"]:
+        """Return the numbers in a text."""
+        return self.encode_all([text])[0]
 
     def encode_prompt(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the numbers in a text."""
