@@ -33,6 +33,7 @@ from pallas_kernels.array_types import Int, Shaped
 _MOST_TEXT = 2**25
 """Bytes of a split above which n-grams are not counted, because it would take too long."""
 _SPLITS: tuple[Split, Split] = ("train", "validation")
+_FATES = {"cut": "cut", "truncate": "truncated", "leave_out": "left out"}
 _OF_WEIGHTS = ("trained_tokens", "untrained_documents")
 """Facts of documents with loss weights."""
 
@@ -108,6 +109,9 @@ def build_sources(
 class WeightCounts:
     """What is trained of documents with loss weights, and what is left out."""
 
+    documents: int
+    skipped: int
+    """Records that cannot be used."""
     tokens: int
     trained: int
     """Tokens with a weight above 0."""
@@ -119,23 +123,23 @@ class WeightCounts:
     """Pieces of documents that are in no row."""
     unused: int
     """Documents of which no piece is in a row."""
+    fate: str
+    """What becomes of documents that do not fit into a row: cut, truncated or left out."""
 
-    def describe(self, config: ReadingConfig, sequence_length: int) -> str:
+    def describe(self, unit: str, sequence_length: int) -> str:
         """Return the counts in words, without those that are 0.
 
         Args:
-            config: Config that says how documents were read.
+            unit: Word for the documents.
             sequence_length: S.
         """
         parts = [f"{self.trained / max(1, self.tokens):.1%} of them trained"]
         if self.untrained:
-            parts.append(f"{self.untrained:,} {config.documents} without a trained token left out")
+            parts.append(f"{self.untrained:,} {unit} without a trained token left out")
         if self.long:
-            fate = {"cut": "cut", "truncate": "truncated", "leave_out": "left out"}
             parts.append(
-                f"{self.long:,} {config.documents} longer than {sequence_length + 1} tokens"
-                f" {fate[config.long_documents]} (in no row: {self.pieces:,} pieces,"
-                f" {self.unused:,} whole {config.documents})"
+                f"{self.long:,} {unit} longer than {sequence_length + 1} tokens {self.fate} (in no"
+                f" row: {self.pieces:,} pieces, {self.unused:,} whole {unit})"
             )
         return ", ".join(parts)
 
@@ -187,6 +191,11 @@ class PackedSource:
     def vocab_size(self) -> int:
         """Vocabulary of the tokenizer."""
         return self.tokenizer.vocab_size
+
+    @property
+    def unit(self) -> str:
+        """Word for the documents, in the plural."""
+        return self._config.documents
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -260,7 +269,7 @@ class PackedSource:
         return (
             f"{self._kind}: {count:,} {self._config.documents}, {tokens:,} tokens"
             + (f" ({skipped:,} records left out)" if skipped else "")
-            + ("" if counts is None else f", {counts.describe(self._config, sequence_length)}")
+            + ("" if counts is None else f", {counts.describe(self.unit, sequence_length)}")
             + f", {self.tokenizer.fingerprint()['kind']} tokenizer of {self.vocab_size:,} ids"
             + ("" if ratio is None else f", {ratio:.2f} bytes/token")
             + ("" if self.partition is None else f", {self.partition.describe()}")
@@ -282,11 +291,14 @@ class PackedSource:
             return None
         packed = [self.packed(split, sequence_length) for split in _SPLITS]
         return WeightCounts(
+            documents=self._total("documents"),
+            skipped=self._total("skipped_records"),
             tokens=self._total("tokens"),
             trained=self._total("trained_tokens"),
             untrained=self._total("untrained_documents"),
             long=sum(int(part.is_long.sum()) for part in packed if isinstance(part, BestFit)),
             pieces=sum(part.num_left_out for part in packed if isinstance(part, BestFit)),
+            fate=_FATES[self._config.long_documents],
             unused=sum(part.num_unused for part in packed if isinstance(part, BestFit)),
         )
 

@@ -164,9 +164,7 @@ def _length_of_prefix(
         return len(prefix)
     at = int(differing[0]) if len(differing) else size
     alone, whole = (
-        f"{tokenizer.decode(ids[at : at + 1]).decode(errors='replace')!r} (id {ids[at]})"
-        if at < len(ids)
-        else "the end"
+        f"{tokenizer.spell(ids[at : at + 1])!r} (id {ids[at]})" if at < len(ids) else "the end"
         for ids in (prefix, tokens)
     )
     raise ConversationError(

@@ -9,7 +9,7 @@ file of its own; `jaxmoe/data/chat/__init__.py` (its name).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxmoe.data.chat.messages import Message
 from jaxmoe.data.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ class Piece(NamedTuple):
     text: str = ""
 
 
+@runtime_checkable
 class ChatTemplate(Protocol):
     """A template; hashable."""
 

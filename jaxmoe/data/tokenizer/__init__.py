@@ -79,6 +79,10 @@ class Tokenizer(Protocol):
         """Return the text of ids in UTF-8, without separators."""
         ...
 
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the text of ids to show, with separators and special tokens."""
+        ...
+
     def fingerprint(self) -> dict[str, Any]:
         """Return kind, size and sha256 as JSON values."""
         ...
@@ -248,6 +252,11 @@ class ByteTokenizer:
         tokens = np.asarray(tokens)
         return tokens[tokens != self.separator].astype(np.uint8).tobytes()
 
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the bytes as text, with `|` for separators; invalid UTF-8 becomes U+FFFD."""
+        tokens = np.where(np.asarray(tokens) == self.separator, ord("|"), tokens)
+        return tokens.astype(np.uint8).tobytes().decode(errors="replace")
+
     def fingerprint(self) -> dict[str, Any]:
         """Return kind and size."""
         return {"kind": BytesConfig.name, "vocab_size": self.vocab_size}
@@ -277,6 +286,10 @@ class IdTokenizer:
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """Return the numbers as text."""
         return " ".join(map(str, np.asarray(tokens).tolist())).encode()
+
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the numbers as text."""
+        return self.decode(tokens).decode()
 
     def fingerprint(self) -> dict[str, Any]:
         """Return kind, size and separator."""

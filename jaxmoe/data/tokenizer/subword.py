@@ -114,6 +114,10 @@ class SubwordTokenizer:
         tokens = np.asarray(tokens)
         return self._bpe.decode(tokens[tokens != self.separator].tolist()).encode()
 
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the text of ids to show, with separators and special tokens."""
+        return self._bpe.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+
     def _encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         with _RustErrors(self.path):
             encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
