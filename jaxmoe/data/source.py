@@ -53,6 +53,11 @@ class SourceKind:
     """Whether there is data to train and evaluate on."""
 
     @property
+    def has_loss_weights(self) -> bool:
+        """Whether parts of rows are not predicted, although they are no padding."""
+        return False
+
+    @property
     def packs_levels(self) -> bool:
         """Whether the documents of a step are packed by level; see `jaxmoe.data.levels`."""
         return False

@@ -67,6 +67,11 @@ class ChatConfig(ReadingConfig):
     leave_out: none."""
 
     @property
+    def has_loss_weights(self) -> bool:
+        """Whether parts of conversations are not predicted."""
+        return self.train_on != "all"
+
+    @property
     def long_documents(self) -> Long:
         """Pieces to keep of conversations that do not fit into a row."""
         return self.long_conversations

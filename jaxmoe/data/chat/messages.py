@@ -47,7 +47,7 @@ def read_conversation(value: Any) -> tuple[Message, ...]:
             role, or calls a tool.
     """
     if not isinstance(value, dict):
-        raise ConversationError(f"is a {type(value).__name__}, not an object: {_NEITHER}")
+        raise ConversationError(f"expected an object, found {type(value).__name__}: {_NEITHER}")
     if value.get("messages") is None and not {"prompt", "completion"} & value.keys():
         there = ", ".join(map(repr, value)) or "none"
         raise ConversationError(f"has fields {there}: {_NEITHER}. Rename its fields")
@@ -69,8 +69,8 @@ def read_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
     """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ConversationError(
-            f"field {name!r} is a {type(value).__name__}, which must be a list of objects with"
-            " 'role' and 'content'"
+            f"field {name!r} must be a list of objects with 'role' and 'content', found"
+            f" {type(value).__name__}"
         )
     if not value:
         raise ConversationError(f"field {name!r} is empty: give it a message, or remove the record")
@@ -90,7 +90,7 @@ def as_json(messages: Sequence[Message]) -> str:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise ConversationError(
-            f"{where} is a {type(value).__name__}, not an object with 'role' and 'content'"
+            f"{where} must be an object with 'role' and 'content', found {type(value).__name__}"
         )
     if calls := value.get("tool_calls") or value.get("function_call"):
         raise ConversationError(
@@ -114,8 +114,8 @@ def _message(value: Any, where: str) -> Message:
 def _text(value: Any, where: str) -> str:
     """Return a text; raise a ConversationError for other values."""
     if not isinstance(value, str):
-        found = "missing" if value is None else f"a {type(value).__name__}, {repr(value)[:40]}"
-        raise ConversationError(f"{where} must be a text, and is {found}")
+        found = "nothing" if value is None else f"{type(value).__name__} {repr(value)[:40]}"
+        raise ConversationError(f"{where} must be a text, found {found}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
