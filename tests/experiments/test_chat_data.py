@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import data, generate, pretrain
+from jaxmoe.checkpoint.hook import CheckpointHook
 from tests.experiments.test_own_data import SMALL
 from tests.support.runs import logged_losses, saved_leaves
 
@@ -24,7 +25,7 @@ def _home(tmp_path, monkeypatch):
 
 
 WORDS = ("data:chat", "--data.path", "chats.jsonl", "--data.on_bad_record", "skip")
-LONG = ("--training.sequence_length", "96", "--training.batch_size", "4")
+LONG = ("--training.sequence_length", "96", "--data.validation_fraction", "0.3")
 
 
 def test_inspect_shows_the_masked_text_and_what_is_left_out(capsys, monkeypatch):
@@ -49,12 +50,20 @@ def test_inspect_shows_the_masked_text_and_what_is_left_out(capsys, monkeypatch)
 
 
 @pytest.mark.slow
-def test_resumed_training_on_conversations_is_bitwise(capsys):
-    words = [*WORDS, *SMALL, *LONG, "--run.directory"]
+def test_resumed_training_on_conversations_is_bitwise(capsys, monkeypatch):
+    words = [*WORDS, *SMALL, *LONG, "--execution.mesh.data", "1", "--run.directory"]
     assert pretrain.main([*words, "whole"]) == 0
     output = capsys.readouterr().out
     assert "data     chat: 61 conversations, " in output
-    assert pretrain.main([*words, "parts", "--training.steps", "2"]) == 0
+    run = CheckpointHook.run
+
+    def run_and_stop(self, step, state):
+        run(self, step, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CheckpointHook, "run", run_and_stop)
+        pretrain.main([*words, "parts"])
     assert pretrain.main([*words, "parts"]) == 0
     whole, parts = (saved_leaves(pathlib.Path(name), 4) for name in ("whole", "parts"))
     for name, leaf in whole.items():
