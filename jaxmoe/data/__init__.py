@@ -33,9 +33,9 @@ from jaxmoe.data.tokenizer import TOKENIZERS, TokenizerConfig
 DataConfig = (
     CorpusConfig
     | FilesConfig
-    | ChatConfig
     | MixtureConfig
     | HuggingFaceConfig
+    | ChatConfig
     | MarkovConfig
     | LanguageMixtureConfig
     | TextOnlyConfig

@@ -87,7 +87,7 @@ class ChatConfig(ReadingConfig):
                 "data.tokenizer:ids has no text, and conversations are text: choose"
                 " data.tokenizer:bytes, :file or :trained"
             )
-        if self.template == "tokenizer" and (self.tokenizer.is_bytes or self.tokenizer.is_trained):
+        if self.template == "tokenizer" and self.tokenizer.directory is None:
             raise ValueError(
                 "data.template=tokenizer reads the chat_template beside a tokenizer.json: give one"
                 " with data.tokenizer:file --data.tokenizer.path DIR, or choose chatml or plain"
@@ -103,9 +103,9 @@ class ChatConfig(ReadingConfig):
         Raises:
             DataError: The tokenizer has none, or it cannot be read.
         """
-        if self.template == "chatml":
-            return ChatML()
-        return Plain() if self.template == "plain" else read_template(self.tokenizer.path)
+        if (place := self.tokenizer.directory) is not None and self.template == "tokenizer":
+            return read_template(place)
+        return ChatML() if self.template == "chatml" else Plain()
 
     def build(self, seed: int = 0) -> PackedSource:
         """Read, render and plan the conversations, or read them from the cache.

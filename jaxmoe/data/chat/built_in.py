@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,10 @@ _BEGIN, _END = Piece("control", "<|im_start|>"), Piece("control", "<|im_end|>")
 class ChatML:
     """Marks of begin and end around each turn."""
 
-    end: ClassVar[Piece | None] = _END
+    @property
+    def end(self) -> Piece:
+        """The mark of the end of a turn."""
+        return _END
 
     def pieces(
         self, messages: Sequence[Message], *, add_generation_prompt: bool
@@ -61,7 +64,10 @@ class ChatML:
 class Plain:
     """The role in words before each turn; the separator after an answer."""
 
-    end: ClassVar[Piece | None] = _SEPARATOR
+    @property
+    def end(self) -> Piece:
+        """The separator."""
+        return _SEPARATOR
 
     def pieces(
         self, messages: Sequence[Message], *, add_generation_prompt: bool

@@ -43,7 +43,8 @@ class Conversations(FileCollection):
 
     def __init__(self, paths: Sequence[str], template: ChatTemplate, train_on: TrainOn, field: str):
         super().__init__(paths, field)
-        self._template, self._train_on = template, train_on
+        self._template = template
+        self._train_on: TrainOn = train_on
 
     def identity(self) -> Any:
         """Return what identifies the files, the template and the tokens to train on."""

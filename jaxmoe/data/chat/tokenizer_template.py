@@ -77,17 +77,15 @@ class TokenizerTemplate:
         return {"template": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def read_template(path: str) -> TokenizerTemplate:
+def read_template(place: pathlib.Path) -> TokenizerTemplate:
     """Return the chat template of a tokenizer.
 
     Args:
-        path: A tokenizer.json, or its directory.
+        place: Directory of its tokenizer.json.
 
     Raises:
         DataError: There is none, or it cannot be read.
     """
-    place = pathlib.Path(path).expanduser()
-    place = place if place.is_dir() else place.parent
     settings_text, source = _read(place / SETTINGS), _read(place / JINJA)
     where = place / (SETTINGS if source is None else JINJA)
     settings: Any = {}

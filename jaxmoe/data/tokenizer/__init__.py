@@ -100,6 +100,11 @@ class _Kind:
     is_trained: ClassVar[bool] = False
     """Whether building it reads the train split."""
 
+    @property
+    def directory(self) -> pathlib.Path | None:
+        """Directory of its file, in which other files describe it; None without a file."""
+        return None
+
     def moved(self, before: pathlib.Path, after: pathlib.Path) -> Any:
         """Return the config with `after` in the place of the file `before`, if it names that."""
         del before, after
@@ -141,6 +146,14 @@ class FileConfig(_Kind):
             raise DataError("data.tokenizer.path is empty: give the path of a tokenizer.json")
         path = pathlib.Path(self.path).expanduser()
         return SubwordTokenizer(path / "tokenizer.json" if path.is_dir() else path, self.separator)
+
+    @property
+    def directory(self) -> pathlib.Path | None:
+        """Directory of its file, in which other files describe it; None without a file."""
+        if not self.path:
+            return None
+        path = pathlib.Path(self.path).expanduser()
+        return path if path.is_dir() else path.parent
 
     def moved(self, before: pathlib.Path, after: pathlib.Path) -> FileConfig:
         """Return the config with `after` in the place of the file `before`, if it names that."""

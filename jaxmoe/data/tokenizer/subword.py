@@ -93,7 +93,7 @@ class SubwordTokenizer:
             encoding = self._with_controls.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 
-    @functools.cached_property
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts that `encode_controls` reads as tokens of their own, and `encode_all` as text."""
         added = self._bpe.get_added_tokens_decoder().values()

@@ -208,7 +208,7 @@ def _directory(settings, jinja=None):
 )
 def test_unusable_template_of_a_tokenizer_is_refused(settings, message):
     with pytest.raises(DataError, match=message):
-        read_template(_directory(settings))
+        read_template(pathlib.Path(_directory(settings)))
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_every_prefix_is_the_beginning_of_the_whole(place, subword, turns, name,
 
 def _read(tmp_path, template, **fields):
     place = write_tokenizer(tmp_path / "t", template, **fields)
-    return read_template(str(place)), FileConfig(path=str(place)).build(lambda: (), place)
+    return read_template(place), FileConfig(path=str(place)).build(lambda: (), place)
 
 
 def test_template_without_prefixes_is_refused_with_the_first_differing_token(tmp_path):
@@ -189,6 +189,7 @@ def test_template_without_prefixes_is_refused_with_the_first_differing_token(tmp
         masked(messages, template, tokenizer, "assistant")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LLAMA, "chatml"])
 @pytest.mark.parametrize("is_prompt", [False, True])
 def test_ids_equal_those_of_transformers(tmp_path, text, is_prompt):
@@ -196,7 +197,7 @@ def test_ids_equal_those_of_transformers(tmp_path, text, is_prompt):
     kwargs = {} if text == "chatml" else {"template": text}
     place = write_tokenizer(tmp_path / "t", **kwargs)
     theirs = transformers.AutoTokenizer.from_pretrained(place)
-    template, ours = read_template(str(place)), FileConfig(path=str(place)).build(tuple, place)
+    template, ours = read_template(place), FileConfig(path=str(place)).build(tuple, place)
     turns = ("system:  quick ", "user: the and\n\nna\u00efve ", "assistant: \U0001f914 the")
     given = [{"role": m.role, "content": m.content} for m in _messages(*turns)]
     wanted = theirs.apply_chat_template(
