@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 Packing = Literal["best_fit", "concatenate", "levels"]
 Long = Literal["cut", "truncate", "leave_out"]
-"""Of a document of several pieces: all of them, the first, or none."""
+"""Pieces to keep of a document of several: all, the first, or none."""
 
 CONCATENATED_WEIGHTS = (
     "data.packing=concatenate joins documents end to end: an answer would see other conversations, "
