@@ -65,7 +65,7 @@ def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[
     """
     if template.end is None:
         return ()
-    return (tuple(_ids(template.end, tokenizer).tolist()),)
+    return (tuple(_control_ids(template.end, tokenizer).tolist()),)
 
 
 def masked(
@@ -112,27 +112,26 @@ def _rendered(
     known: dict[Piece, np.ndarray],
 ) -> np.ndarray:
     """Return the ids of the pieces; `known` keeps them for the next prefix."""
-    parts = [np.zeros(0, np.int32)]
-    for piece in template.pieces(messages, add_generation_prompt=add_generation_prompt):
-        if piece not in known:
-            known[piece] = _ids(piece, tokenizer)
-        parts.append(known[piece])
-    return np.concatenate(parts)
+    pieces = list(template.pieces(messages, add_generation_prompt=add_generation_prompt))
+    new = [piece for piece in dict.fromkeys(pieces) if piece not in known]
+    known |= {piece: _control_ids(piece, tokenizer) for piece in new if piece.kind != "text"}
+    texts = [piece for piece in new if piece.kind == "text"]
+    encoded = tokenizer.encode_all([piece.text for piece in texts]) if texts else []
+    for piece, ids in zip(texts, encoded, strict=True):
+        if tokenizer.separator in ids:
+            raise ConversationError(
+                f"a message spells the separator between documents (id {tokenizer.separator}): "
+                "remove it, or leave the conversation out"
+            )
+        known[piece] = ids.astype(np.int32)
+    return np.concatenate([np.zeros(0, np.int32), *(known[piece] for piece in pieces)])
 
 
-def _ids(piece: Piece, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the ids of a piece."""
+def _control_ids(piece: Piece, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the ids of a piece that is no text."""
     if piece.kind == "separator":
         return np.array([tokenizer.separator], np.int32)
-    if piece.kind == "control":
-        return tokenizer.encode_controls(piece.text).astype(np.int32)
-    ids = tokenizer.encode_all([piece.text])[0].astype(np.int32)
-    if tokenizer.separator in ids:
-        raise ConversationError(
-            f"a message spells the separator between documents (id {tokenizer.separator}): remove "
-            "it, or leave the conversation out"
-        )
-    return ids
+    return tokenizer.encode_controls(piece.text).astype(np.int32)
 
 
 def _check_contents(
