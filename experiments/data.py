@@ -5,12 +5,16 @@
     python -m experiments.data inspect [recipe] --data.path docs/ [--training.sequence_length 512]
 
 Takes the recipe and the flags of `experiments.pretrain`, and reads, tokenises and packs in the same
-way, with the same cache. Compiles nothing. Writes summary.json to runs/data/<name>.
+way, with the same cache. Of conversations (data:chat) it shows some with the text that is trained
+in green, or in [[ ]] where the output is no terminal. Compiles nothing. Writes summary.json to
+runs/data/<name>.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +25,7 @@ from experiments.cli.exit import run_command
 from experiments.cli.process import configure_logging
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.data import Loader, Mixture, PackedSource, Row, Source, Split
+from jaxmoe.errors import printable
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 
@@ -28,6 +33,9 @@ _BAR = 40
 """Width of the longest bar, characters."""
 _SHOWN_ROWS = 3
 _SHOWN_TOKENS = 60
+_SHOWN_DOCUMENTS, _SHOWN_LINES = 4, 24
+_BRACKETS, _COLOURS = ("[[", "]]"), ("\x1b[32m", "\x1b[0m")
+"""What begins and ends trained text, in a file and on a terminal."""
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
@@ -68,6 +76,7 @@ def summarise(config: PretrainConfig, source: Source) -> dict[str, Any]:
             name: {split: _split_numbers(part, split, length) for split in _SPLITS}
             for name, part in _parts(source).items()
         },
+        **_weights(source, length),
         "data": source.fingerprint(),
     }
 
@@ -94,6 +103,8 @@ def page(config: PretrainConfig, source: Source) -> str:
     lines += ["", f"rows of {length} + 1 tokens, as training draws them ('|' is a separator)"]
     for number in range(_SHOWN_ROWS):
         lines += [f"row {number}", *_shown(source, loader.row(number))]
+    if isinstance(source, PackedSource):
+        lines += _trained(source, length)
     return "\n".join(lines)
 
 
@@ -157,6 +168,62 @@ def _shown(source: Source, row: Row) -> Iterator[str]:
         yield f"  {places[0]:>6} to {places[-1]:>6}  {text.encode('unicode_escape').decode()}{dots}"
     if padding := int((segments == 0).sum()):
         yield f"  {len(segments) - padding:>6} to {len(segments) - 1:>6}  (padding)"
+
+
+def _weights(source: Source, length: int) -> dict[str, Any]:
+    """Return what is trained of documents with loss weights; empty for other sources."""
+    counts = source.weight_counts(length) if isinstance(source, PackedSource) else None
+    return {} if counts is None else {"weights": dataclasses.asdict(counts)}
+
+
+def _trained(source: PackedSource, length: int) -> Iterator[str]:
+    """Yield what is trained and left out of documents with loss weights, and some of them."""
+    counts, documents = source.weight_counts(length), source.documents["train"]
+    if counts is None:
+        return
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    marks = _COLOURS if is_terminal else _BRACKETS
+    share = counts.trained / max(1, counts.tokens)
+    yield from ("", f"{counts.documents:,} {source.unit}, {share:.1%} of their tokens are trained")
+    reasons = {
+        "records cannot be used": counts.skipped,
+        f"{source.unit} without a token to train on": counts.untrained,
+        f"{source.unit} without a trained token within a row": counts.unused,
+        f"pieces of {source.unit} that are longer than a row": counts.pieces,
+    }
+    yield from (f"  left out: {count:,} {reason}" for reason, count in reasons.items() if count)
+    if counts.long:
+        yield f"  {counts.fate}: {counts.long:,} {source.unit} longer than {length + 1} tokens"
+    where = "green" if is_terminal else " ".join(marks)
+    yield from ("", f"{source.unit} of the train split, what is trained in {where}")
+    for number in range(min(_SHOWN_DOCUMENTS, len(documents.lengths))):
+        tokens, weights = documents.document(number), documents.document_weights(number)
+        assert weights is not None  # there are counts
+        yield f"{number}"
+        lines = list(_marked(source, tokens, weights > 0, marks))
+        yield from (f"  {line}".rstrip() for line in lines[:_SHOWN_LINES])
+        if len(lines) > _SHOWN_LINES:
+            yield f"  ... ({len(tokens):,} tokens)"
+
+
+def _marked(
+    source: PackedSource, tokens: np.ndarray, is_trained: np.ndarray, marks: tuple[str, str]
+) -> Iterator[str]:
+    """Yield the lines of a document, with marks around what is trained in each line."""
+    borders = np.flatnonzero(np.diff(is_trained.astype(np.int8))) + 1
+    line = ""
+    for part, trained in zip(
+        np.split(tokens, borders), is_trained[np.append(0, borders)], strict=True
+    ):
+        first, *others = source.tokenizer.spell(part).split("\n")
+        for number, text in enumerate([first, *others]):
+            if number:
+                yield line
+                line = ""
+            shown = printable(text)
+            line += f"{marks[0]}{shown}{marks[1]}" if trained and shown else shown
+    if line:
+        yield line
 
 
 if __name__ == "__main__":

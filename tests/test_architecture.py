@@ -93,6 +93,7 @@ REGISTRIES = {
         *(
             "corpus",
             "files",
+            "chat",
             "mixture",
             "huggingface",
             "markov",

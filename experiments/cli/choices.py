@@ -189,6 +189,9 @@ def _implied(choice: Choice, chosen: str | None, current: str, named: Mapping[st
     if wanted <= fields.get(name, set()):
         return name
     fitting = [name for name, own in fields.items() if wanted <= own]
+    if len(fitting) > 1:  # a member may ask to be named where others have the same fields
+        implied = [name for name in fitting if getattr(choice.members[name], "is_implied", True)]
+        fitting = implied or fitting
     if chosen is None and len(fitting) == 1:
         return fitting[0]
     lines = [

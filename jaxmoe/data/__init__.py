@@ -11,6 +11,7 @@ To add a source: `jaxmoe/data/source.py` (the interface to implement, in a file 
 
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import Batch, DataError, validate_batch
+from jaxmoe.data.chat import ChatConfig
 from jaxmoe.data.corpus import CorpusConfig
 from jaxmoe.data.files import FilesConfig
 from jaxmoe.data.hosts import check_hosts
@@ -34,6 +35,7 @@ DataConfig = (
     | FilesConfig
     | MixtureConfig
     | HuggingFaceConfig
+    | ChatConfig
     | MarkovConfig
     | LanguageMixtureConfig
     | TextOnlyConfig
@@ -44,6 +46,7 @@ __all__ = [
     "DATA_SOURCES",
     "TOKENIZERS",
     "Batch",
+    "ChatConfig",
     "CorpusConfig",
     "DataConfig",
     "DataError",

@@ -6,18 +6,20 @@ The records of a collection (files, a Hugging Face dataset) become a directory i
 $XDG_CACHE_HOME/jaxmoe/data/<key>:
 
     tokens.bin     the tokens of all documents, end to end, in 1, 2 or 4 bytes each (memory-mapped)
+    weights.bin    loss weight of each token, one byte; only where records have weights
     offsets.npy    start of each document, and the end of the last
     digests.npy    8 bytes of the sha256 of each document's text
     sizes.npy      bytes of text of each document; -1 where the record was already token ids
-    facts.json     sizes and sha256 of what was read, and the number of skipped records
+    facts.json     format, sizes and sha256 of what was read, and the number of skipped records
     slots-*.npy    the packing of a split into rows of one length (see `packing.py`)
     parts-*.npz    centroids of a partition, and the part of each document (see `partition.py`)
 
 The key is a hash of the request: names, sizes and modification times of the files, tokenizer,
 fields. The directory is written under a temporary name and renamed, so that it is always whole;
-processes that write it at the same time write the same content.
+processes that write it at the same time write the same content. A directory of another format is
+not read: its key differs, and so does the format in its facts.
 
-To add a collection: `jaxmoe/data/collection.py` (the interface to implement),
+To add a collection: `jaxmoe/data/reading/collection.py` (the interface to implement),
 `jaxmoe/data/packed.py` (`build_sources`, which its config's `build` calls).
 """
 
@@ -25,7 +27,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -33,23 +34,20 @@ import pathlib
 import shutil
 import uuid
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.collection import Collection
-from jaxmoe.data.held_out import digest, held_out
-from jaxmoe.data.reading.formats import BadRecord, Record
-from jaxmoe.data.source import Split
+from jaxmoe.data.held_out import digest
+from jaxmoe.data.reading.collection import Collection
+from jaxmoe.data.reading.records import BadRecord, Record
+from jaxmoe.data.store import FORMAT, WEIGHTS, Store, open_store
 from jaxmoe.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxmoe.messages import Progress
-from pallas_kernels.array_types import Int, Shaped
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
-"""Version of the cache's files; increased when their meaning changes."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_TEXTS = 4096
 _BATCH_IDS = 2**20
@@ -59,78 +57,6 @@ _TOKENIZER_OF_IDS = (
 )
 
 BadRecords = Literal["stop", "skip"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DocumentSet:
-    """Documents of one split, as ranges of one array of tokens."""
-
-    tokens: Shaped[np.ndarray, " tokens"]
-    starts: Int[np.ndarray, " documents"]
-    lengths: Int[np.ndarray, " documents"]
-    sizes: Int[np.ndarray, " documents"]
-    """Bytes of text of each document; -1 where unknown."""
-
-    def document(self, number: int) -> Shaped[np.ndarray, " S"]:
-        """Return the tokens of a document, separators included."""
-        start = int(self.starts[number])
-        return self.tokens[start : start + int(self.lengths[number])]
-
-    def members(self, numbers: Int[np.ndarray, " members"]) -> DocumentSet:
-        """Return some of the documents."""
-        return DocumentSet(
-            tokens=self.tokens,
-            starts=self.starts[numbers],
-            lengths=self.lengths[numbers],
-            sizes=self.sizes[numbers],
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Store:
-    """Result of the planning pass in the cache."""
-
-    directory: pathlib.Path
-    tokens: Shaped[np.ndarray, " tokens"]
-    offsets: Int[np.ndarray, " borders"]
-    digests: Shaped[np.ndarray, " documents"]
-    sizes: Int[np.ndarray, " documents"]
-    facts: dict[str, Any]
-
-    def split(self, fraction: float) -> dict[Split, DocumentSet]:
-        """Return the train and the validation split.
-
-        Args:
-            fraction: Share of the documents to hold out; 0: none.
-        """
-        lengths = np.diff(self.offsets)
-        if fraction == 0.0:
-            whole = self._where(np.ones(len(lengths), bool))
-            return {"train": whole, "validation": self._where(np.zeros(len(lengths), bool))}
-        is_held_out = held_out(self.digests, fraction)
-        if is_held_out is not None:
-            return {"train": self._where(~is_held_out), "validation": self._where(is_held_out)}
-        cut = lengths - np.ceil(lengths * fraction).astype(np.int64)
-        unknown = np.full(len(lengths), -1)
-        return {
-            "train": DocumentSet(
-                tokens=self.tokens, starts=self.offsets[:-1], lengths=cut, sizes=unknown
-            ),
-            "validation": DocumentSet(
-                tokens=self.tokens,
-                starts=self.offsets[:-1] + cut,
-                lengths=lengths - cut,
-                sizes=unknown,
-            ),
-        }
-
-    def _where(self, mask: np.ndarray) -> DocumentSet:
-        return DocumentSet(
-            tokens=self.tokens,
-            starts=self.offsets[:-1][mask],
-            lengths=np.diff(self.offsets)[mask],
-            sizes=self.sizes[mask],
-        )
 
 
 def plan_documents(
@@ -153,7 +79,7 @@ def plan_documents(
     """
     key = cache_key(collection.identity(), tokenizer.fingerprint(), on_bad_record)
     directory = cache / key
-    if (store := _open(directory)) is None:
+    if (store := open_store(directory)) is None:
         store = _written(directory, collection, tokenizer, on_bad_record)
     for message in store.facts.get("warnings", ()):
         logger.warning("%s", message)
@@ -176,7 +102,7 @@ def _written(
             _publish(new, directory)
         finally:
             shutil.rmtree(new, ignore_errors=True)
-    store = _open(directory)
+    store = open_store(directory)
     assert store is not None  # it has just been written
     return store
 
@@ -202,7 +128,7 @@ def _publish(new: pathlib.Path, directory: pathlib.Path) -> None:
     try:
         new.rename(directory)
     except OSError:
-        if _open(directory) is not None:
+        if open_store(directory) is not None:
             return
         # The present store is damaged. It is renamed before it is deleted, so that the name never
         # refers to a partial store.
@@ -214,7 +140,7 @@ def _publish(new: pathlib.Path, directory: pathlib.Path) -> None:
 
 def cache_key(*parts: Any) -> str:
     """Return the key of a request in the cache, in hexadecimal digits."""
-    content = json.dumps([_FORMAT, *parts], sort_keys=True).encode()
+    content = json.dumps([FORMAT, *parts], sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:24]
 
 
@@ -232,16 +158,24 @@ def _write(
     lengths, digests, sizes = array.array("q"), array.array("Q"), array.array("q")
     skipped: list[str] = []
     progress, tokens = Progress(), 0
-    with (directory / "tokens.bin").open("wb") as stream:
-        for ids, content_digest, size in _documents(collection, tokenizer, on_bad_record, skipped):
-            stream.write(np.ascontiguousarray(ids, dtype).data)
-            lengths.append(len(ids))
-            digests.append(content_digest)
-            sizes.append(size)
-            tokens += len(ids)
+    with contextlib.ExitStack() as files:
+        stream = files.enter_context((directory / "tokens.bin").open("wb"))
+        weights = None
+        if collection.has_weights:
+            weights = _Weights(files.enter_context((directory / WEIGHTS).open("wb")))
+        for document in _documents(collection, tokenizer, on_bad_record, skipped):
+            if weights is not None and not weights.write(document):
+                continue
+            stream.write(np.ascontiguousarray(document.ids, dtype).data)
+            lengths.append(len(document.ids))
+            digests.append(document.digest)
+            sizes.append(document.size)
+            tokens += len(document.ids)
             progress.at("reading data: {:,} documents, {:,} tokens", len(lengths), tokens)
     if not lengths:
         found = "only empty documents"
+        if weights is not None and weights.untrained:
+            found = f"{weights.untrained} records without a token to train on"
         if skipped:
             found = f"{len(skipped)} records that cannot be used, the first: {skipped[0]}"
         raise DataError(f"{collection} holds no text: found {found}")
@@ -258,14 +192,55 @@ def _write(
         "documents": len(lengths),
         "tokens": int(offsets[-1]),
         "dtype": np.dtype(dtype).name,
+        "format": FORMAT,
+        **({} if weights is None else weights.facts()),
     }
     (directory / "facts.json").write_text(json.dumps(facts))
 
 
+class _Document(NamedTuple):
+    """A document to write."""
+
+    ids: np.ndarray
+    digest: int
+    size: int
+    """Bytes of text in UTF-8; -1 where unknown."""
+    weights: np.ndarray | None = None
+
+
+class _Weights:
+    """Writes the loss weights of documents, and counts those that have none above 0.
+
+    Args:
+        stream: File of the weights.
+    """
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        self.untrained, self._trained = 0, 0
+
+    def write(self, document: _Document) -> bool:
+        """Write the weights of a document; return False, and count it, if no token is trained."""
+        weights = document.weights
+        if weights is None or weights.shape != document.ids.shape or weights.dtype != np.uint8:
+            raise ValueError("a record of a collection with weights needs one uint8 for each id")
+        count = int(np.count_nonzero(weights[1:]))
+        if not count:
+            self.untrained += 1
+            return False
+        self._trained += count
+        self._stream.write(np.ascontiguousarray(weights).data)
+        return True
+
+    def facts(self) -> dict[str, int]:
+        """Return the trained tokens, and the documents left out because they have none."""
+        return {"trained_tokens": self._trained, "untrained_documents": self.untrained}
+
+
 def _documents(
     collection: Collection, tokenizer: Tokenizer, on_bad_record: BadRecords, skipped: list[str]
-) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Yield tokens, digest and bytes of each non-empty document."""
+) -> Iterator[_Document]:
+    """Yield the documents that are not empty."""
     waiting: list[_Text] = []
     characters = 0
     for record in collection.records(tokenizer):
@@ -287,7 +262,9 @@ def _documents(
         elif len(checked):
             yield from _tokenized(waiting, tokenizer)  # keeps the order of documents
             waiting, characters = [], 0
-            yield checked, _digest_of_ids(checked), -1
+            assert isinstance(record, Record)  # a BadRecord stays one
+            known = _digest_of_ids(checked) if record.digest is None else record.digest
+            yield _Document(checked, known, -1, record.weights)
     yield from _tokenized(waiting, tokenizer)
 
 
@@ -300,7 +277,7 @@ class _Text(NamedTuple):
     """Bytes in UTF-8."""
 
 
-def _tokenized(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, int]]:
+def _tokenized(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[_Document]:
     if not texts:
         return
     encoded = tokenizer.encode_all([one.text for one in texts])
@@ -309,7 +286,7 @@ def _tokenized(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[tuple[np.nd
         ids = encoded.pop()  # freed before the next
         ends = np.array([tokenizer.separator], ids.dtype)
         ids = np.concatenate([ends, ids, ends])
-        yield ids, one.digest, one.size
+        yield _Document(ids, one.digest, one.size)
 
 
 def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:
@@ -349,30 +326,3 @@ def _digest_of_ids(ids: np.ndarray) -> int:
     for begin in range(0, len(ids), _BATCH_IDS):
         total.update(ids[begin : begin + _BATCH_IDS].astype("<i8").data)
     return int.from_bytes(total.digest()[:8], "big")
-
-
-def _open(directory: pathlib.Path) -> Store | None:
-    """Return the store in a directory, None if it is missing or damaged."""
-    try:
-        facts = json.loads((directory / "facts.json").read_text())
-        offsets, digests, sizes = (
-            np.load(directory / f"{name}.npy") for name in ("offsets", "digests", "sizes")
-        )
-        dtype = np.dtype(facts["dtype"])
-        size = (directory / "tokens.bin").stat().st_size
-        if (
-            size != offsets[-1] * dtype.itemsize
-            or not len(digests) == len(sizes) == len(offsets) - 1
-        ):
-            return None
-        tokens = np.memmap(directory / "tokens.bin", dtype, "r")
-    except (OSError, EOFError, ValueError, KeyError, IndexError):
-        return None
-    return Store(
-        directory=directory,
-        tokens=tokens,
-        offsets=offsets,
-        digests=digests,
-        sizes=sizes,
-        facts=facts,
-    )

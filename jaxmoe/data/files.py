@@ -26,9 +26,11 @@ from typing import Any, ClassVar, Literal
 from etils import epath
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.packed import PackedSource, ReadingConfig, build_sources
-from jaxmoe.data.reading.formats import BadRecord, Record, index_file, read_records
+from jaxmoe.data.packed import PackedSource, build_sources
+from jaxmoe.data.reading.config import TextReadingConfig
+from jaxmoe.data.reading.formats import index_file, read_records
 from jaxmoe.data.reading.paths import absolute_name, find_files
+from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.data.tokenizer import Tokenizer
 
 _MOST_NAMES = 16
@@ -38,7 +40,7 @@ BinDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FileReadingConfig(ReadingConfig):
+class FileReadingConfig(TextReadingConfig):
     """Fields of all sources that read files."""
 
     bin_dtype: BinDtype = "uint16"
@@ -78,20 +80,18 @@ class FilesConfig(FileReadingConfig):
         return build_sources(self, self.name, {"": train}, held_out=held_out, seed=seed)[""]
 
 
-class Files:
-    """Documents of files: a collection.
+class FileCollection:
+    """Files of a collection, and what identifies them.
 
     Args:
         paths: Files, globs or directories.
-        config: Config that says how to read them.
         field: Config field of the paths, for messages.
 
     Raises:
         DataError: A path matches no file.
     """
 
-    def __init__(self, paths: Sequence[str], config: FileReadingConfig, field: str = "data.path"):
-        self._config = config
+    def __init__(self, paths: Sequence[str], field: str):
         self._spelled = f"{field}={' '.join(paths)}"
         self.files = find_files(paths, field)
         self._without_checksum: set[str] = set()
@@ -99,28 +99,13 @@ class Files:
     def __str__(self) -> str:
         return self._spelled
 
-    def identity(self) -> Any:
-        """Return names, sizes and modification times, and the fields that affect reading."""
-        return {
-            "files": [[absolute_name(path), *_stamp(path)] for path in self._all_files()],
-            "text_field": self._config.text_field,
-            "bin_dtype": self._config.bin_dtype,
-        }
+    def stamps(self) -> list[Any]:
+        """Return name, size and modification time of each file."""
+        return [[absolute_name(path), *_stamp(path)] for path in self._all_files()]
 
     def content(self) -> dict[str, Any]:
         """Return sizes and sha256, of each file if they are few."""
         return self._content
-
-    def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
-        """Yield the documents of all files."""
-        for path in self.files:
-            yield from read_records(
-                path,
-                text_field=self._config.text_field,
-                bin_dtype=self._config.bin_dtype,
-                separator=None if tokenizer is None else tokenizer.separator,
-                on_no_checksum=functools.partial(self._without_checksum.add, str(path)),
-            )
 
     def warnings(self) -> list[str]:
         """Return what `records` found that does not stop it: content without a checksum."""
@@ -131,6 +116,10 @@ class Files:
             f"without a checksum, {min(self._without_checksum)} among them, so that damaged "
             "content may be read as text: compress them with `zstd --check` to have it detected"
         ]
+
+    def without_checksum(self, path: epath.Path) -> None:
+        """Remember that compressed content of a file has no checksum."""
+        self._without_checksum.add(str(path))
 
     @functools.cached_property
     def _content(self) -> dict[str, Any]:
@@ -158,6 +147,44 @@ class Files:
         return sorted(
             [*self.files, *(path for path in indices if path.exists())], key=absolute_name
         )
+
+
+class Files(FileCollection):
+    """Documents of files: a collection.
+
+    Args:
+        paths: Files, globs or directories.
+        config: Config that says how to read them.
+        field: Config field of the paths, for messages.
+
+    Raises:
+        DataError: A path matches no file.
+    """
+
+    has_weights = False
+
+    def __init__(self, paths: Sequence[str], config: FileReadingConfig, field: str = "data.path"):
+        super().__init__(paths, field)
+        self._config = config
+
+    def identity(self) -> Any:
+        """Return names, sizes and modification times, and the fields that affect reading."""
+        return {
+            "files": self.stamps(),
+            "text_field": self._config.text_field,
+            "bin_dtype": self._config.bin_dtype,
+        }
+
+    def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
+        """Yield the documents of all files."""
+        for path in self.files:
+            yield from read_records(
+                path,
+                text_field=self._config.text_field,
+                bin_dtype=self._config.bin_dtype,
+                separator=None if tokenizer is None else tokenizer.separator,
+                on_no_checksum=functools.partial(self.without_checksum, path),
+            )
 
 
 def _stamp(path: epath.Path) -> tuple[int, int]:

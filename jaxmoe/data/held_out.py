@@ -4,7 +4,8 @@
 
 A document is held out by its own sha256, so that equal documents stay together and adding one moves
 no other. If fewer than five are expected, the fraction is counted off in the order of their sha256;
-if less than one is expected, the end of every document is held out.
+if less than one is expected, the end of every document is held out. Conversations are held out
+whole, at least one: the end of an answer is no answer.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxmoe.data.collection import Collection
-from jaxmoe.data.reading.formats import Record
+from jaxmoe.data.reading.collection import Collection
+from jaxmoe.data.reading.records import Record
 from pallas_kernels.array_types import Shaped
 
 _FEWEST_BY_DIGEST = 5
 """Expected number of held-out documents below which they are counted off instead."""
 
 
-def held_out(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.ndarray | None:
+def held_out(
+    digests: Shaped[np.ndarray, " documents"], fraction: float, *, is_whole: bool = False
+) -> np.ndarray | None:
     """Return which documents are held out; None if the end of each document is held out instead.
 
     Args:
         digests: Digest of each document, 64 bits.
         fraction: Share of the documents to hold out.
+        is_whole: Whether to hold out one document where less than one is expected.
     """
     expected = len(digests) * fraction
     if expected >= _FEWEST_BY_DIGEST:
         return digests < np.uint64(int(fraction * 2**64))
-    if expected < 1:
+    if expected < 1 and not is_whole:
         return None
-    return digests <= np.sort(digests)[round(expected) - 1]
+    return digests <= np.sort(digests)[max(1, round(expected)) - 1]
 
 
 def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
@@ -49,18 +53,19 @@ def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
         fraction: Share of the documents that is held out; 0: none.
     """
     if not fraction:
-        yield from _texts(collection)
+        yield from (text for _, text in _texts(collection))
         return
     first = itertools.islice(_texts(collection), math.ceil(_FEWEST_BY_DIGEST / fraction))
-    mask = held_out(np.array([digest(text.encode()) for text in first], np.uint64), fraction)
+    digests = np.array([found for found, _ in first], np.uint64)
+    mask = held_out(digests, fraction, is_whole=collection.has_weights)
     if mask is None:
-        yield from (text[: int(len(text) * (1 - fraction))] for text in _texts(collection))
+        yield from (text[: int(len(text) * (1 - fraction))] for _, text in _texts(collection))
         return
-    for number, text in enumerate(_texts(collection)):
+    for number, (found, text) in enumerate(_texts(collection)):
         if number < len(mask):
             is_held_out = mask[number]
         else:  # enough documents that each one's digest decides
-            is_held_out = digest(text.encode()) < int(fraction * 2**64)
+            is_held_out = found < int(fraction * 2**64)
         if not is_held_out:
             yield text
 
@@ -70,7 +75,9 @@ def digest(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
 
 
-def _texts(collection: Collection) -> Iterator[str]:
+def _texts(collection: Collection) -> Iterator[tuple[int, str]]:
+    """Yield digest and text of each document."""
     for record in collection.records(None):
         if isinstance(record, Record) and isinstance(record.value, str) and record.value:
-            yield record.value
+            known = record.digest
+            yield digest(record.value.encode()) if known is None else known, record.value

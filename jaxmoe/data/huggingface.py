@@ -17,14 +17,16 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.packed import PackedSource, ReadingConfig, build_sources
-from jaxmoe.data.reading.formats import BadRecord, Record, text_record
+from jaxmoe.data.packed import PackedSource, build_sources
+from jaxmoe.data.reading.config import TextReadingConfig
+from jaxmoe.data.reading.formats import text_record
+from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.optional import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HuggingFaceConfig(ReadingConfig):
+class HuggingFaceConfig(TextReadingConfig):
     """A data set of the Hugging Face hub, or one saved to a directory."""
 
     name: ClassVar[str] = "huggingface"
@@ -58,6 +60,8 @@ class Rows:
     Raises:
         DataError: It cannot be loaded, or has no such split or column.
     """
+
+    has_weights = False
 
     def __init__(self, config: HuggingFaceConfig):
         self._config = config

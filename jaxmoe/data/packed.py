@@ -13,106 +13,29 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.collection import Collection
-from jaxmoe.data.documents import (
-    BadRecords,
-    DocumentSet,
-    Store,
-    cache_key,
-    plan_documents,
-    writing_to,
-)
+from jaxmoe.data.documents import cache_key, plan_documents, writing_to
 from jaxmoe.data.held_out import train_texts
-from jaxmoe.data.packing import BestFit, Concatenated, Packing
-from jaxmoe.data.partition import Partition, PartitionedConfig, part_of_documents
+from jaxmoe.data.packing import BestFit, Concatenated
+from jaxmoe.data.partition import Partition, part_of_documents
+from jaxmoe.data.reading.collection import Collection
+from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import Row, Split
-from jaxmoe.data.text_only import TextOnly, copied, encode_document
-from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
-from jaxmoe.disk import cache_directory
+from jaxmoe.data.store import DocumentSet, Store
+from jaxmoe.data.text_only import encode_document
+from jaxmoe.data.tokenizer import Tokenizer
 from pallas_kernels.array_types import Int, Shaped
 
 _MOST_TEXT = 2**25
 """Bytes of a split above which n-grams are not counted, because it would take too long."""
 _SPLITS: tuple[Split, Split] = ("train", "validation")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReadingConfig(PartitionedConfig):
-    """Fields of all sources that read documents."""
-
-    takes_tokenizer: ClassVar[bool] = True
-
-    text_field: str = "text"
-    """Field (JSON) or column (Parquet) of the text."""
-    tokenizer: TokenizerConfig = BytesConfig()
-    """Tokenizer of text; model.vocab_size must be at least its vocabulary."""
-    packing: Packing = "best_fit"
-    """best_fit: documents side by side, attention within each. concatenate: documents end to end,
-    cut at every row, attention across documents; computes faster. levels: the documents of the
-    best_fit rows of a step, packed again into micro-batches by level, see jaxmoe/data/levels."""
-    validation_fraction: float = 0.05
-    """Share of documents to hold out; of the end of each, if that is less than one document."""
-    on_bad_record: BadRecords = "stop"
-    """stop: a bad record ends the run. skip: bad records are left out, counted and reported."""
-    cache: str | None = None
-    """Directory of cached tokens; $XDG_CACHE_HOME/jaxmoe/data (~/.cache/...) when None."""
-
-    def __post_init__(self):
-        self.check()
-
-    @property
-    def packs_levels(self) -> bool:
-        """Whether the documents of a step are packed by level."""
-        return self.packing == "levels"
-
-    def with_tokenizer(self, path: pathlib.Path) -> Any:
-        """Return the config with a copy of its tokenizer.json, if it has one."""
-        return dataclasses.replace(self, tokenizer=copied(self.tokenizer, path))
-
-    def build_text(self, seed: int = 0) -> Any:
-        """Return a source that encodes and decodes; it reads data only to train a tokenizer.
-
-        Args:
-            seed: Seed of the order of documents.
-
-        Raises:
-            DataError: The tokenizer cannot be read, or the data that it is trained on.
-        """
-        if self.tokenizer.is_trained:
-            config: Any = self
-            return config.build(seed)
-        return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()))
-
-    def check(self) -> None:
-        """Raise a ValueError for invalid values."""
-        self.check_partition()
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(
-                f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1"
-            )
-        if not self.text_field:
-            raise ValueError("data.text_field is empty: name the field that holds the text")
-
-    @property
-    def cache_directory(self) -> pathlib.Path:
-        """Directory of cached tokens.
-
-        Raises:
-            DataError: `cache` is empty, a URL, or no path.
-        """
-        if self.cache is None:
-            return cache_directory() / "data"
-        if not self.cache.strip() or "://" in self.cache or "\0" in self.cache:
-            raise DataError(
-                f"data.cache={self.cache!r} must be a local directory, which is created if it does "
-                f"not exist: name one, or leave it out for {cache_directory() / 'data'}"
-            )
-        return pathlib.Path(self.cache).expanduser()
+_FATES = {"cut": "cut", "truncate": "truncated", "leave_out": "left out"}
+_OF_WEIGHTS = ("trained_tokens", "untrained_documents")
+"""Facts of documents with loss weights."""
 
 
 def build_sources(
@@ -182,6 +105,45 @@ def build_sources(
     return sources
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightCounts:
+    """What is trained of documents with loss weights, and what is left out."""
+
+    documents: int
+    skipped: int
+    """Records that cannot be used."""
+    tokens: int
+    trained: int
+    """Tokens with a weight above 0."""
+    untrained: int
+    """Documents left out because no token of them has a weight above 0."""
+    long: int
+    """Documents that do not fit into a row."""
+    pieces: int
+    """Pieces of documents that are in no row."""
+    unused: int
+    """Documents of which no piece is in a row."""
+    fate: str
+    """What becomes of documents that do not fit into a row: cut, truncated or left out."""
+
+    def describe(self, unit: str, sequence_length: int) -> str:
+        """Return the counts in words, without those that are 0.
+
+        Args:
+            unit: Word for the documents.
+            sequence_length: S.
+        """
+        parts = [f"{self.trained / max(1, self.tokens):.1%} of them trained"]
+        if self.untrained:
+            parts.append(f"{self.untrained:,} {unit} without a trained token left out")
+        if self.long:
+            parts.append(
+                f"{self.long:,} {unit} longer than {sequence_length + 1} tokens {self.fate} (in no"
+                f" row: {self.pieces:,} pieces, {self.unused:,} whole {unit})"
+            )
+        return ", ".join(parts)
+
+
 class PackedSource:
     """Documents of one tokenizer, packed into rows.
 
@@ -231,6 +193,11 @@ class PackedSource:
         return self.tokenizer.vocab_size
 
     @property
+    def unit(self) -> str:
+        """Word for the documents, in the plural."""
+        return self._config.documents
+
+    @property
     def bytes_per_token(self) -> float | None:
         """Bytes of held-out text per prediction."""
         return self._bytes_per_token
@@ -241,7 +208,7 @@ class PackedSource:
             return None
         documents = self.documents["validation"]
         counted = sum(
-            size if size >= 0 else len(self.tokenizer.decode(documents.document(number)[1:]))
+            size if size >= 0 else len(self.tokenizer.decode(_predicted(documents, number)))
             for number, size in enumerate(documents.sizes.tolist())
         )
         if not counted:
@@ -249,7 +216,7 @@ class PackedSource:
                 "no byte of the validation split is predicted: its documents are too short. Hold "
                 f"out more (data.validation_fraction={self._config.validation_fraction})"
             )
-        return counted / int(np.maximum(documents.lengths - 1, 0).sum())
+        return counted / documents.trained_tokens()
 
     def num_rows(self, split: Split, sequence_length: int) -> int:
         """Return the number of rows of an epoch, the same in every epoch."""
@@ -275,6 +242,7 @@ class PackedSource:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what was read, and how it became tokens."""
+        weights = self.documents["train"].weights
         return {
             "kind": self._kind,
             **{
@@ -283,24 +251,25 @@ class PackedSource:
                     "documents": facts["documents"],
                     "tokens": facts["tokens"],
                     "skipped_records": facts["skipped_records"],
+                    **{name: facts[name] for name in _OF_WEIGHTS if name in facts},
                 }
                 for split, facts in self._facts.items()
             },
             "validation_fraction": self._config.validation_fraction,
             "packing": self._config.packing,
+            **({} if weights is None else {"long_documents": self._config.long_documents}),
             "tokenizer": self.tokenizer.fingerprint(),
             **({} if self.partition is None else {"partition": self.partition.fingerprint()}),
         }
 
     def describe(self, sequence_length: int) -> str:
         """Return documents, tokens, tokenizer and packing efficiency in one line."""
-        count = sum(facts["documents"] for facts in self._facts.values())
-        tokens = sum(facts["tokens"] for facts in self._facts.values())
-        skipped = sum(facts["skipped_records"] for facts in self._facts.values())
-        ratio = self.bytes_per_token
+        count, tokens, skipped = map(self._total, ("documents", "tokens", "skipped_records"))
+        ratio, counts = self.bytes_per_token, self.weight_counts(sequence_length)
         return (
-            f"{self._kind}: {count:,} documents, {tokens:,} tokens"
+            f"{self._kind}: {count:,} {self._config.documents}, {tokens:,} tokens"
             + (f" ({skipped:,} records left out)" if skipped else "")
+            + ("" if counts is None else f", {counts.describe(self.unit, sequence_length)}")
             + f", {self.tokenizer.fingerprint()['kind']} tokenizer of {self.vocab_size:,} ids"
             + ("" if ratio is None else f", {ratio:.2f} bytes/token")
             + ("" if self.partition is None else f", {self.partition.describe()}")
@@ -308,9 +277,37 @@ class PackedSource:
             + f" {self.packed('train', sequence_length).efficiency():.1%} full"
         )
 
+    def _total(self, fact: str) -> int:
+        """Return the sum of a fact over the files of both splits."""
+        return sum(facts.get(fact, 0) for facts in self._facts.values())
+
+    def weight_counts(self, sequence_length: int) -> WeightCounts | None:
+        """Return what is trained, and what is left out; None for documents without weights.
+
+        Args:
+            sequence_length: S, which decides what is cut.
+        """
+        if self.documents["train"].weights is None:
+            return None
+        packed = [self.packed(split, sequence_length) for split in _SPLITS]
+        return WeightCounts(
+            documents=self._total("documents"),
+            skipped=self._total("skipped_records"),
+            tokens=self._total("tokens"),
+            trained=self._total("trained_tokens"),
+            untrained=self._total("untrained_documents"),
+            long=sum(int(part.is_long.sum()) for part in packed if isinstance(part, BestFit)),
+            pieces=sum(part.num_left_out for part in packed if isinstance(part, BestFit)),
+            fate=_FATES[self._config.long_documents],
+            unused=sum(part.num_unused for part in packed if isinstance(part, BestFit)),
+        )
+
     def text(self, split: Split) -> Shaped[np.ndarray, " length"] | None:
-        """Return the documents, separated by byte 0; None above 32 MB."""
+        """Return the documents, separated by byte 0; None above 32 MB, or if parts of documents
+        are not predicted."""
         documents = self.documents[split]
+        if documents.weights is not None:
+            return None
         most = _MOST_TEXT if self.vocab_size <= 256 else _MOST_TEXT // 2
         if not self.tokenizer.is_text or documents.lengths.sum() > most:
             return None
@@ -340,10 +337,20 @@ class PackedSource:
         part = ""
         if split == "train" and self.partition is not None:
             part = f"{self.partition.part + 1}of{self.partition.clusters.num_parts}-"
+        if documents.weights is not None:
+            part += f"{self._config.long_documents}-"
         kept = f"slots-{split}-{fraction}-{part}{sequence_length}.npy"
         return BestFit(
             documents,
             sequence_length=sequence_length,
             seed=seed,
             file=self._directories[split] / kept,
+            long=self._config.long_documents,
         )
+
+
+def _predicted(documents: DocumentSet, number: int) -> np.ndarray:
+    """Return the tokens of a document that are predicted with a weight above 0."""
+    weights = documents.document_weights(number)
+    tokens = documents.document(number)[1:]
+    return tokens if weights is None else tokens[weights[1:] > 0]

@@ -17,6 +17,9 @@ last tokens of an epoch, fewer than S, are left out.
 `levels`: the rows of `best_fit`, whose documents the loader packs again for each step
 (`jaxmoe/data/levels`); held-out rows stay as they are.
 
+Documents may have loss weights (`data:chat`). Of those, pieces without a trained token are left
+out, so that every row has one, and `long` says what becomes of documents of several pieces.
+
 The loader orders the rows. The held-out split, which is not shuffled, is permuted here by a
 constant seed, so that its first batches resemble the others.
 
@@ -35,14 +38,22 @@ from typing import Literal
 
 import numpy as np
 
-from jaxmoe.data.documents import DocumentSet
+from jaxmoe.data.batch import DataError
 from jaxmoe.data.order import frozen_generator
 from jaxmoe.data.source import Row
+from jaxmoe.data.store import DocumentSet
 from pallas_kernels.array_types import Int
 
 logger = logging.getLogger(__name__)
 
 Packing = Literal["best_fit", "concatenate", "levels"]
+Long = Literal["cut", "truncate", "leave_out"]
+"""Pieces to keep of a document of several: all, the first, or none."""
+
+CONCATENATED_WEIGHTS = (
+    "data.packing=concatenate joins documents end to end: an answer would see other conversations, "
+    "and a row may hold no answer. Choose best_fit or levels"
+)
 
 _KEPT_EPOCHS = 3
 """Number of epochs in memory: prefetched batches may belong to the next epoch."""
@@ -56,6 +67,7 @@ class BestFit:
         sequence_length: S.
         seed: Seed of the order in each epoch; None for the held-out split, which has one epoch.
         file: File that caches the packing of the lengths, if any.
+        long: Pieces to keep of documents that do not fit into a row.
     """
 
     def __init__(
@@ -65,9 +77,17 @@ class BestFit:
         sequence_length: int,
         seed: int | None,
         file: pathlib.Path | None,
+        long: Long = "cut",
     ):
         self._documents, self._length, self._seed = documents, sequence_length, seed
-        self._owner, self._piece, self._piece_lengths = cut(documents.lengths, sequence_length)
+        owner, piece, lengths = cut(documents.lengths, sequence_length)
+        self.is_long = documents.lengths > sequence_length + 1
+        kept = _kept(documents, owner, piece, lengths, sequence_length, long)
+        self._owner, self._piece, self._piece_lengths = owner[kept], piece[kept], lengths[kept]
+        self.num_left_out = len(owner) - len(self._owner)
+        """Pieces that are in no row."""
+        self.num_unused = len(np.unique(owner)) - len(np.unique(self._owner))
+        """Documents of which no piece is in a row."""
         by_length = np.argsort(-self._piece_lengths, kind="stable")
         slots = _read(file, len(by_length))
         if slots is None:
@@ -87,6 +107,8 @@ class BestFit:
         capacity = self._length + 1
         tokens = np.zeros(capacity, np.int32)
         segment_ids = np.zeros(capacity, np.int32)
+        has_weights = self._documents.weights is not None
+        loss_weights = np.zeros(capacity, np.float32) if has_weights else None
         place = 0
         number = self._rows[index]
         chosen = self._order[self._borders[number] : self._borders[number + 1]]
@@ -95,9 +117,12 @@ class BestFit:
             end = place + int(self._piece_lengths[piece])
             document = self._documents.document(int(self._owner[piece]))
             tokens[place:end] = document[begin : begin + end - place]
+            weights = self._documents.document_weights(int(self._owner[piece]))
+            if loss_weights is not None and weights is not None:
+                loss_weights[place:end] = weights[begin : begin + end - place]
             segment_ids[place:end] = segment
             place = end
-        return Row(tokens, segment_ids)
+        return Row(tokens, segment_ids, loss_weights)
 
     def efficiency(self) -> float:
         """Return the share of predictions that are not padding."""
@@ -120,6 +145,9 @@ class Concatenated:
         sequence_length: S.
         seed: Seed of the order in each epoch; None for the held-out split, in its own order.
         separator: Id that adjacent documents share; None: all ids are kept.
+
+    Raises:
+        DataError: The documents have loss weights, of which a row may have none above 0.
     """
 
     def __init__(
@@ -131,6 +159,8 @@ class Concatenated:
         separator: int | None,
     ):
         self._documents, self._length, self._seed = documents, sequence_length, seed
+        if documents.weights is not None:
+            raise DataError(CONCATENATED_WEIGHTS)
         first = documents.tokens[documents.starts] if len(documents.starts) else np.zeros(0)
         is_shared = np.zeros(len(first), bool) if separator is None else first == separator
         self._skipped = (is_shared & (documents.lengths > 1)).astype(np.int64)
@@ -187,6 +217,35 @@ def cut(
     piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     rest = predictions[owner] - piece * sequence_length
     return owner, piece, np.minimum(rest, sequence_length) + 1
+
+
+def _kept(
+    documents: DocumentSet,
+    owner: np.ndarray,
+    piece: np.ndarray,
+    lengths: np.ndarray,
+    sequence_length: int,
+    long: Long,
+) -> np.ndarray:
+    """Return which pieces of documents to pack.
+
+    Args:
+        documents: Documents; without weights all their pieces are kept.
+        owner: Document of each piece.
+        piece: Number of each piece within its document.
+        lengths: Tokens of each piece.
+        sequence_length: S.
+        long: Pieces to keep of documents that do not fit into a row.
+    """
+    kept = np.ones(len(owner), bool)
+    if documents.weights is None:
+        return kept
+    if long == "truncate":
+        kept = piece == 0
+    elif long == "leave_out":
+        kept = documents.lengths[owner] <= sequence_length + 1
+    predicted = documents.starts[owner] + piece * sequence_length + 1
+    return kept & (documents.trained(predicted, lengths - 1) > 0)
 
 
 def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:

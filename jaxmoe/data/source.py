@@ -47,8 +47,15 @@ class SourceKind:
     """Config of the tokenizer; None where rows are not made from text."""
     takes_tokenizer: ClassVar[bool] = False
     """Whether `tokenizer` is a field of the config, which may hold any."""
+    is_implied: ClassVar[bool] = True
+    """Whether flags that several sources have may choose it without its name."""
     has_rows: ClassVar[bool] = True
     """Whether there is data to train and evaluate on."""
+
+    @property
+    def has_loss_weights(self) -> bool:
+        """Whether parts of rows are not predicted, although they are no padding."""
+        return False
 
     @property
     def packs_levels(self) -> bool:

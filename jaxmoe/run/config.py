@@ -363,7 +363,14 @@ class PretrainConfig:
         return self.evaluation.batch_size or self.training.batch_size
 
     def __post_init__(self):
-        self.training.objective.check(self.model)
+        objective = self.training.objective
+        objective.check(self.model)
+        if self.data.has_loss_weights and not objective.reads_loss_weights:
+            raise ValueError(
+                f"training.objective:{objective.name} predicts every token, and data:"
+                f"{self.data.name} trains on some: choose training.objective:next_token, or"
+                " data.train_on=all"
+            )
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} must end within the run of"

@@ -56,6 +56,7 @@ class MaskedDiffusionConfig:
     """Predict masked tokens from the rest of the row; needs attention.is_causal False."""
 
     name: ClassVar[str] = "masked_diffusion"
+    reads_loss_weights: ClassVar[bool] = False
     floor_note: ClassVar[str | None] = "where no token is given"
     """Condition under which `entropy_floor` differs from the entropy of the next token."""
 

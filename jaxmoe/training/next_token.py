@@ -27,6 +27,7 @@ class NextTokenConfig:
     """Predict each token from those before it."""
 
     name: ClassVar[str] = "next_token"
+    reads_loss_weights: ClassVar[bool] = True
     floor_note: ClassVar[str | None] = None
     """Condition under which `entropy_floor` differs from the entropy of the next token."""
 

@@ -11,7 +11,7 @@ from experiments import data, evaluate, generate, pretrain
 from experiments.cli import flags as cli
 from experiments.recipes import RECIPES
 from jaxmoe.checkpoint.hook import CheckpointHook
-from jaxmoe.data import FilesConfig, HuggingFaceConfig, MixtureConfig
+from jaxmoe.data import ChatConfig, FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
 from jaxmoe.run import loop as loop_module
 
@@ -58,6 +58,11 @@ def _parsed(*words):
         ),
         ("--data.mix a=1:x b=1:y --data.mix c=1:z", MixtureConfig(mix=("c=1:z",))),
         ("--data.dataset org/x", HuggingFaceConfig(dataset="org/x")),
+        ("data:chat --data.path c.jsonl", ChatConfig(path=("c.jsonl",))),
+        (
+            "--data.path c.jsonl --data.train_on last --data.template plain",
+            ChatConfig(path=("c.jsonl",), train_on="last", template="plain"),
+        ),
         (
             "data.tokenizer:trained --data.path gs://b/x --data.tokenizer.vocab-size 300",
             FilesConfig(path=("gs://b/x",), tokenizer=TrainedConfig(vocab_size=300)),
@@ -77,11 +82,12 @@ def test_data_flag_selects_the_source_that_has_it(words, expected):
     [
         (
             "--data.path x --data.mix a=1:y",
-            "--data.mix belongs to data:mixture; --data.path belongs to data:files; choose one",
+            "--data.mix belongs to data:mixture; --data.path belongs to data:files or data:chat; "
+            "choose one",
         ),
         (
             "data:corpus --data.path x",
-            "--data.path belongs to data:files; data:corpus is chosen: leave out one of them",
+            "--data.path belongs to data:files or data:chat; data:corpus is chosen: leave out one",
         ),
         (
             "--data.order 3",

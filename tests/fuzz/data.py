@@ -24,7 +24,8 @@ import zstandard
 from etils import epath
 
 from jaxmoe.data import DataError, FilesConfig
-from jaxmoe.data.reading.formats import BadRecord, read_records
+from jaxmoe.data.reading.formats import read_records
+from jaxmoe.data.reading.records import BadRecord
 from jaxmoe.data.tokenizer import IdsConfig
 from tests.fuzz.outcome import Outcome, is_likely, pick, sentence
 from tests.support.damage import DAMAGE

@@ -20,9 +20,6 @@ To add a format: `jaxmoe/data/reading/formats.py` (a function that yields record
 
 from __future__ import annotations
 
-import codecs
-import dataclasses
-import json
 import math
 import struct
 import tokenize
@@ -34,8 +31,8 @@ from etils import epath
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.reading.compressed import COMPRESSED, chunks
+from jaxmoe.data.reading.records import BadRecord, Record, json_lines, not_utf8
 from jaxmoe.optional import require
-from pallas_kernels.array_types import Shaped
 
 _CHUNK = 2**20
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -43,20 +40,6 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *COMPRESSED)
 """Suffixes of files that are data even if their first bytes are not text."""
-
-
-class BadRecord(DataError):
-    """A record that cannot be used, in a file whose other records can."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Record:
-    """A document, and its location."""
-
-    where: str
-    value: str | Shaped[np.ndarray, " S"]
-    first: int = 0
-    """Position of the first token id in the file, for documents of ids."""
 
 
 def read_records(
@@ -80,12 +63,11 @@ def read_records(
         DataError: The file as a whole cannot be used.
     """
     name = path.name.lower()
-    plain = name
-    for suffix in COMPRESSED:
-        plain = plain.removesuffix(suffix)
     try:
-        if plain.endswith(_JSON_SUFFIXES):
-            yield from _json_lines(path, chunks(path, on_no_checksum), text_field)
+        if is_json_lines(path):
+            for item in json_lines(path, chunks(path, on_no_checksum)):
+                is_bad = isinstance(item, BadRecord)
+                yield item if is_bad else _field_text(item.value, text_field, item.where)
         elif name.endswith(".parquet"):
             yield from _parquet(path, text_field)
         elif name.endswith(".npy"):
@@ -100,6 +82,14 @@ def read_records(
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def is_json_lines(path: epath.Path) -> bool:
+    """Return whether the name of a file, which may be compressed, is one of JSON lines."""
+    plain = path.name.lower()
+    for suffix in COMPRESSED:
+        plain = plain.removesuffix(suffix)
+    return plain.endswith(_JSON_SUFFIXES)
+
+
 def index_file(path: epath.Path) -> epath.Path:
     """Return the file in which Megatron-LM stores the borders of a .bin file."""
     return path.with_suffix(".idx")
@@ -109,30 +99,7 @@ def _text(path: epath.Path, content: Iterator[bytes]) -> Record | BadRecord:
     try:
         return Record(str(path), b"".join(content).decode())
     except UnicodeDecodeError as error:
-        return _not_utf8(str(path), error.start, error.object)
-
-
-def _json_lines(
-    path: epath.Path, content: Iterator[bytes], field: str
-) -> Iterator[Record | BadRecord]:
-    offset = 0
-    for number, line in enumerate(_lines(content), start=1):
-        where = f"{path} line {number} (byte {offset})"
-        start, offset = offset, offset + len(line)
-        if number == 1 and line.startswith(codecs.BOM_UTF8):  # written by editors on Windows
-            start, line = start + len(codecs.BOM_UTF8), line[len(codecs.BOM_UTF8) :]
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode().rstrip("\r\n"))
-        except UnicodeDecodeError as error:
-            yield _not_utf8(f"{path} line {number}", start + error.start, error.object, error.start)
-        except json.JSONDecodeError as error:
-            yield BadRecord(f"{where} is not JSON: {error.msg} (column {error.colno})")
-        except (ValueError, RecursionError) as error:
-            yield BadRecord(f"{where} is JSON that cannot be read: {error}")
-        else:
-            yield _field_text(record, field, where)
+        return not_utf8(str(path), error.start, error.object)
 
 
 def _field_text(record: Any, field: str, where: str) -> Record | BadRecord:
@@ -220,7 +187,7 @@ def _parquet_text(value: bytes | None, field: str, where: str) -> Record | BadRe
     try:
         return text_record(None if value is None else value.decode(), field, where)
     except UnicodeDecodeError as error:
-        return _not_utf8(where, error.start, error.object)
+        return not_utf8(where, error.start, error.object)
 
 
 def _numpy(path: epath.Path, separator: int | None) -> Iterator[Record | BadRecord]:
@@ -335,33 +302,3 @@ def _cut(path: epath.Path, ids: np.ndarray, separator: int | None) -> Iterator[R
     borders = np.unique(np.concatenate([[0], *ends, [len(ids)]]))
     for begin, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
         yield Record(f"{path} from position {begin}", ids[begin:end], begin)
-
-
-def _lines(content: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines, each with its end: a line feed, a carriage return, or both."""
-    begun: list[bytes] = []  # parts of a line, joined once: a file may be one line
-    for chunk in filter(None, content):
-        if begun and begun[-1].endswith(b"\r"):  # the end may have been cut in two
-            if chunk.startswith(b"\n"):
-                begun.append(b"\n")
-                chunk = chunk[1:]
-            yield b"".join(begun)
-            begun.clear()
-        *lines, last = chunk.splitlines(keepends=True) or [b""]
-        for line in lines:
-            yield b"".join([*begun, line])
-            begun.clear()
-        if last.endswith(b"\n"):
-            yield b"".join([*begun, last])
-            begun.clear()
-        elif last:
-            begun.append(last)
-    if last := b"".join(begun):
-        yield last
-
-
-def _not_utf8(where: str, offset: int, content: bytes, at: int | None = None) -> BadRecord:
-    byte = content[offset if at is None else at]
-    return BadRecord(
-        f"{where} is not UTF-8: byte {byte:#04x} at offset {offset}. Convert it to UTF-8"
-    )

@@ -58,8 +58,17 @@ class Tokenizer(Protocol):
         """Whether tokens stand for text, so that bits per byte are defined."""
         ...
 
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Texts that `encode_controls` reads as tokens of their own, and `encode_all` as text."""
+        ...
+
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
         """Return the ids of each text without separators, of any integer type."""
+        ...
+
+    def encode_controls(self, text: str) -> Shaped[np.ndarray, " S"]:
+        """Return the ids of a text, in which special tokens that it spells are those tokens."""
         ...
 
     def encode_prompt(self, text: str) -> Shaped[np.ndarray, " S"]:
@@ -68,6 +77,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """Return the text of ids in UTF-8, without separators."""
+        ...
+
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the text of ids to show, with separators and special tokens."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:
@@ -86,6 +99,11 @@ class _Kind:
     """Whether every id is a byte."""
     is_trained: ClassVar[bool] = False
     """Whether building it reads the train split."""
+
+    @property
+    def directory(self) -> pathlib.Path | None:
+        """Directory of its file, in which other files describe it; None without a file."""
+        return None
 
     def moved(self, before: pathlib.Path, after: pathlib.Path) -> Any:
         """Return the config with `after` in the place of the file `before`, if it names that."""
@@ -128,6 +146,14 @@ class FileConfig(_Kind):
             raise DataError("data.tokenizer.path is empty: give the path of a tokenizer.json")
         path = pathlib.Path(self.path).expanduser()
         return SubwordTokenizer(path / "tokenizer.json" if path.is_dir() else path, self.separator)
+
+    @property
+    def directory(self) -> pathlib.Path | None:
+        """Directory of its file, in which other files describe it; None without a file."""
+        if not self.path:
+            return None
+        path = pathlib.Path(self.path).expanduser()
+        return path if path.is_dir() else path.parent
 
     def moved(self, before: pathlib.Path, after: pathlib.Path) -> FileConfig:
         """Return the config with `after` in the place of the file `before`, if it names that."""
@@ -220,10 +246,15 @@ class ByteTokenizer:
     vocab_size: int = 256
     separator: int | None = 0
     is_text: bool = True
+    special_tokens: Sequence[str] = ()
 
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_controls(self, text: str) -> Shaped[np.ndarray, " S"]:
+        """Return the bytes of a text."""
+        return self.encode_all([text])[0]
 
     def encode_prompt(self, text: str) -> Shaped[np.ndarray, " S"]:
         """Return the bytes of a text."""
@@ -233,6 +264,11 @@ class ByteTokenizer:
         """Return the bytes that are not separators."""
         tokens = np.asarray(tokens)
         return tokens[tokens != self.separator].astype(np.uint8).tobytes()
+
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the bytes as text, with `|` for separators; invalid UTF-8 becomes U+FFFD."""
+        tokens = np.where(np.asarray(tokens) == self.separator, ord("|"), tokens)
+        return tokens.astype(np.uint8).tobytes().decode(errors="replace")
 
     def fingerprint(self) -> dict[str, Any]:
         """Return kind and size."""
@@ -246,10 +282,15 @@ class IdTokenizer:
     vocab_size: int
     separator: int | None
     is_text: bool = False
+    special_tokens: Sequence[str] = ()
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the numbers in each text."""
         return [np.array([*self._numbers(text)], np.int32) for text in texts]
+
+    def encode_controls(self, text: str) -> Int[np.ndarray, " S"]:
+        """Return the numbers in a text."""
+        return self.encode_all([text])[0]
 
     def encode_prompt(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the numbers in a text."""
@@ -258,6 +299,10 @@ class IdTokenizer:
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """Return the numbers as text."""
         return " ".join(map(str, np.asarray(tokens).tolist())).encode()
+
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the numbers as text."""
+        return self.decode(tokens).decode()
 
     def fingerprint(self) -> dict[str, Any]:
         """Return kind, size and separator."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import pathlib
@@ -83,17 +84,39 @@ class SubwordTokenizer:
     def encode_prompt(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the ids of a prompt as `transformers` does: special tokens that the text spells
         are recognised, and those of the post-processor are added."""
+        with _RustErrors(self.path):
+            return np.array(self._with_controls.encode(text).ids, np.int32)
+
+    def encode_controls(self, text: str) -> Int[np.ndarray, " S"]:
+        """Return the ids of a text, in which special tokens that it spells are those tokens."""
+        with _RustErrors(self.path):
+            encoding = self._with_controls.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that `encode_controls` reads as tokens of their own, and `encode_all` as text."""
+        added = self._bpe.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
+    @functools.cached_property
+    def _with_controls(self) -> Any:
+        """The tokenizer of the file, which recognises special tokens in a text."""
         library = require("tokenizers")
         with _RustErrors(self.path):
             bpe = library.Tokenizer.from_str(self.content)
             bpe.no_truncation()
             bpe.no_padding()
-            return np.array(bpe.encode(text).ids, np.int32)
+        return bpe
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """Return the text; incomplete characters become U+FFFD, unknown ids are dropped."""
         tokens = np.asarray(tokens)
         return self._bpe.decode(tokens[tokens != self.separator].tolist()).encode()
+
+    def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
+        """Return the text of ids to show, with separators and special tokens."""
+        return self._bpe.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
     def _encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         with _RustErrors(self.path):

@@ -3,11 +3,14 @@
 """File formats are read back, and errors name their position."""
 
 import gzip
+import itertools
 import json
 import re
 import struct
 import sys
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -16,7 +19,8 @@ import zstandard
 from etils import epath
 
 from jaxmoe.data import DataError
-from jaxmoe.data.reading.formats import BadRecord, Record, read_records
+from jaxmoe.data.reading.formats import read_records
+from jaxmoe.data.reading.records import BadRecord, Record, json_lines
 from jaxmoe.tracking import MissingPackageError
 
 TEXTS = ["one", "two\nlines", "drei \u00e4"]
@@ -284,3 +288,23 @@ def test_missing_package_is_named(tmp_path, monkeypatch, name, package, extra):
     message = rf"{package} is not installed: pip install 'jaxmoe\[{extra}\]'"
     with pytest.raises(MissingPackageError, match=message):
         _read(tmp_path / name)
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["\n", "\r\n", "\r"])), max_size=8),
+    st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    st.integers(2, 9),
+)
+def test_long_lines_are_left_out_wherever_chunks_end(lines, sizes, longest):
+    """A line is the number of its digits; line ends count."""
+    texts = ["1" * number + end for number, end in lines]
+    content = "".join(texts).encode()
+    borders = np.cumsum(sizes * (len(content) // sum(sizes) + 1))
+    starts = [0, *borders[borders < len(content)].tolist(), len(content)]
+    chunks = (content[i:j] for i, j in itertools.pairwise(starts))
+    found = list(json_lines(epath.Path("a.jsonl"), chunks, longest=longest))
+    rest = [text for text in content.splitlines(keepends=True) if text.strip()]
+    assert len(found) == len(rest)
+    for item, text in zip(found, rest, strict=True):
+        assert isinstance(item, BadRecord) == (len(text) > longest)
+        assert isinstance(item, BadRecord) or item.value == int(text)

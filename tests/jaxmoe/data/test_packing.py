@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from jaxmoe import Transformer, init_params
-from jaxmoe.data.documents import DocumentSet
 from jaxmoe.data.loader import Loader, _batch_of
 from jaxmoe.data.packing import BestFit, Concatenated, best_fit, cut
 from jaxmoe.data.source import Row
+from jaxmoe.data.store import DocumentSet
 from tests.support.models import TINY
 
 DOCUMENTS = st.lists(st.integers(1, 40), min_size=1, max_size=25)

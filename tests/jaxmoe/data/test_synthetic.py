@@ -236,6 +236,7 @@ def test_configs_are_hashable_and_named():
             "files",
             "mixture",
             "huggingface",
+            "chat",
             "markov",
             "language_mixture",
             "tokenizer_only",

@@ -19,7 +19,7 @@ from jaxmoe import messages
 from jaxmoe.data import TOKENIZERS, DataError, FilesConfig
 from jaxmoe.data.files import Files
 from jaxmoe.data.held_out import train_texts
-from jaxmoe.data.reading.formats import Record
+from jaxmoe.data.reading.records import Record
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, IdsConfig, TrainedConfig, encoding
 from jaxmoe.data.tokenizer import cutting as splitting
 

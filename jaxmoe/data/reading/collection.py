@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the interface of a collection of documents, such as files or a data set.
 
-To add a collection: `jaxmoe/data/collection.py` (the interface to implement),
+To add a collection: `jaxmoe/data/reading/collection.py` (the interface to implement),
 `jaxmoe/data/packed.py` (`build_sources`, which its config's `build` calls).
 """
 
@@ -11,13 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
-from jaxmoe.data.reading.formats import BadRecord, Record
+from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.data.tokenizer import Tokenizer
 
 
 @runtime_checkable
 class Collection(Protocol):
     """Source of documents; its `str` is what the user wrote."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether every record has loss weights, and is held out whole if at all."""
+        ...
 
     def identity(self) -> Any:
         """Return the key of the cache, cheap to compute, as JSON values."""

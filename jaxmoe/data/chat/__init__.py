@@ -1,0 +1,130 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains on the answers of conversations.
+
+    python -m experiments.pretrain tiny data:chat --data.path chats.jsonl
+
+A record is `{"messages": [{"role": "user", "content": "..."}, ...]}` or `{"prompt": "...",
+"completion": "..."}`. A template writes it as tokens, and the loss has the tokens of its answers
+alone (`render.py`).
+
+To add a template: `jaxmoe/data/chat/template.py` (the interface to implement),
+`jaxmoe/data/chat/__init__.py` (its name).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.chat.built_in import ChatML, Plain
+from jaxmoe.data.chat.conversations import Conversations
+from jaxmoe.data.chat.messages import ROLES, ConversationError, Message, read_messages
+from jaxmoe.data.chat.render import Masked, TrainOn, masked, render, stop_sequences
+from jaxmoe.data.chat.template import ChatTemplate
+from jaxmoe.data.chat.tokenizer_template import read_template
+from jaxmoe.data.packed import PackedSource, build_sources
+from jaxmoe.data.packing import CONCATENATED_WEIGHTS, Long
+from jaxmoe.data.reading.config import ReadingConfig
+
+TemplateName = Literal["chatml", "plain", "tokenizer"]
+
+__all__ = [
+    "ROLES",
+    "ChatConfig",
+    "ChatTemplate",
+    "ConversationError",
+    "Masked",
+    "Message",
+    "masked",
+    "read_messages",
+    "render",
+    "stop_sequences",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChatConfig(ReadingConfig):
+    """Conversations from files of your own; trains on the answers."""
+
+    name: ClassVar[str] = "chat"
+    documents: ClassVar[str] = "conversations"
+    is_implied: ClassVar[bool] = False
+
+    path: tuple[str, ...] = ()
+    """JSON lines or Parquet files, globs or directories, separated by spaces; local, gs:// or
+    s3://."""
+    validation_path: tuple[str, ...] = ()
+    """Files to hold out; a fraction of the conversations of `path` when empty."""
+    template: TemplateName = "chatml"
+    """chatml: marks around each turn. plain: the role in words before it. tokenizer: the
+    chat_template beside data.tokenizer.path."""
+    train_on: TrainOn = "assistant"
+    """assistant: every answer. last: the last answer of a conversation. all: every token."""
+    long_conversations: Long = "cut"
+    """Conversations longer than a row. cut: all pieces with an answer. truncate: the first piece.
+    leave_out: none."""
+
+    @property
+    def has_loss_weights(self) -> bool:
+        """Whether parts of conversations are not predicted."""
+        return self.train_on != "all"
+
+    @property
+    def long_documents(self) -> Long:
+        """Pieces to keep of conversations that do not fit into a row."""
+        return self.long_conversations
+
+    def check(self) -> None:
+        """Raise a ValueError for invalid values."""
+        # Not super(): a dataclass with slots is created twice, and the first is not an ancestor.
+        ReadingConfig.check(self)
+        if self.packing == "concatenate":
+            raise ValueError(CONCATENATED_WEIGHTS)
+        if not self.tokenizer.is_text:
+            raise ValueError(
+                "data.tokenizer:ids has no text, and conversations are text: choose"
+                " data.tokenizer:bytes, :file or :trained"
+            )
+        if self.template == "tokenizer" and self.tokenizer.directory is None:
+            raise ValueError(
+                "data.template=tokenizer reads the chat_template beside a tokenizer.json: give one"
+                " with data.tokenizer:file --data.tokenizer.path DIR, or choose chatml or plain"
+            )
+
+    def for_evaluation(self) -> ChatConfig:
+        """Return the config that holds out all files, unless it names held-out files."""
+        return dataclasses.replace(self, validation_path=self.validation_path or self.path)
+
+    def build_template(self) -> ChatTemplate:
+        """Return the template of prompts and conversations.
+
+        Raises:
+            DataError: The tokenizer has none, or it cannot be read.
+        """
+        if (place := self.tokenizer.directory) is not None and self.template == "tokenizer":
+            return read_template(place)
+        return ChatML() if self.template == "chatml" else Plain()
+
+    def build(self, seed: int = 0) -> PackedSource:
+        """Read, render and plan the conversations, or read them from the cache.
+
+        Args:
+            seed: Seed of the order of conversations.
+
+        Raises:
+            DataError: A path, a file or a record cannot be used.
+        """
+        if not self.path:
+            raise DataError("data.path is empty: give files, globs or directories after it")
+        template = self.build_template()
+
+        def conversations(paths: tuple[str, ...], field: str) -> Conversations:
+            return Conversations(paths, template, self.train_on, field)
+
+        held_out = None
+        if self.validation_path:
+            held_out = conversations(self.validation_path, "data.validation_path")
+        train = conversations(self.path, "data.path")
+        return build_sources(self, self.name, {"": train}, held_out=held_out, seed=seed)[""]

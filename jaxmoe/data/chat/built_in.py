@@ -1,0 +1,91 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Templates that need no file.
+
+    ChatML   <|im_start|>user\\n...<|im_end|>\\n for each turn. The marks are tokens where the
+             vocabulary has them, and text where it has not
+    Plain    User:\\n...\\n\\n for a question, Assistant:\\n... and the separator for an answer
+
+Both begin with the separator, as every document does. The pieces of a turn are encoded one by one,
+so that its ids do not depend on the turns after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.data.chat.messages import ANSWER, Message
+from jaxmoe.data.chat.template import Piece
+from jaxmoe.data.tokenizer import Tokenizer
+
+_SEPARATOR = Piece("separator")
+_BEGIN, _END = Piece("control", "<|im_start|>"), Piece("control", "<|im_end|>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatML:
+    """Marks of begin and end around each turn."""
+
+    @property
+    def end(self) -> Piece:
+        """The mark of the end of a turn."""
+        return _END
+
+    def pieces(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
+    ) -> Iterator[Piece]:
+        """Yield the pieces of a conversation."""
+        yield _SEPARATOR
+        for message in messages:
+            yield from (_BEGIN, Piece("text", f"{message.role}\n"))
+            yield from (Piece("text", message.content), _END, Piece("text", "\n"))
+        if add_generation_prompt:
+            yield from (_BEGIN, Piece("text", f"{ANSWER}\n"))
+
+    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+        """Return the marks that are not distinct from the same text in a message."""
+        marks = (_BEGIN.text, _END.text)
+        return [
+            mark
+            for mark, ids in zip(marks, tokenizer.encode_all(marks), strict=True)
+            if np.array_equal(ids, tokenizer.encode_controls(mark))
+        ]
+
+    def identity(self) -> dict[str, Any]:
+        """Return name and version."""
+        return {"template": "chatml", "version": 1}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plain:
+    """The role in words before each turn; the separator after an answer."""
+
+    @property
+    def end(self) -> Piece:
+        """The separator."""
+        return _SEPARATOR
+
+    def pieces(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
+    ) -> Iterator[Piece]:
+        """Yield the pieces of a conversation."""
+        yield _SEPARATOR
+        for message in messages:
+            yield Piece("text", f"{message.role.capitalize()}:\n")
+            yield Piece("text", message.content)
+            yield _SEPARATOR if message.role == ANSWER else Piece("text", "\n\n")
+        if add_generation_prompt:
+            yield Piece("text", f"{ANSWER.capitalize()}:\n")
+
+    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+        """Return nothing: there are no marks but words."""
+        del tokenizer
+        return ()
+
+    def identity(self) -> dict[str, Any]:
+        """Return name and version."""
+        return {"template": "plain", "version": 1}

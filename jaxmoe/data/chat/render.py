@@ -1,0 +1,184 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Renders conversations as token ids, and finds the tokens to train on.
+
+Training, a chat in the terminal and an HTTP endpoint all use `render`. The mask comes from rendered
+prefixes: an answer is what the rendering of its conversation up to it has beyond the rendering of
+the turns before, with the prompt of an answer. It ends with the template's end of an answer, where
+generation stops; what a template writes after that (a line end) is not trained. A template that
+writes a turn in another way when more turns follow has no such prefixes, and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxmoe.data.chat.messages import ANSWER, ConversationError, Message
+from jaxmoe.data.chat.template import ChatTemplate, Piece
+from jaxmoe.data.tokenizer import Tokenizer
+from pallas_kernels.array_types import Int, Shaped
+
+TrainOn = Literal["assistant", "last", "all"]
+
+
+class Masked(NamedTuple):
+    """A conversation to train on."""
+
+    tokens: Int[np.ndarray, " S"]
+    weights: Shaped[np.ndarray, " S"]
+    """1 for a token to train on, else 0 (uint8)."""
+
+
+def render(
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    *,
+    add_generation_prompt: bool,
+) -> Int[np.ndarray, " S"]:
+    """Return the token ids of a conversation.
+
+    Args:
+        messages: Turns, in order.
+        template: How turns are written.
+        tokenizer: Tokenizer of text.
+        add_generation_prompt: Whether to end with what comes before an answer, for generation.
+
+    Raises:
+        ConversationError: The template cannot write these messages, or a message spells a text that
+            would be read as control.
+    """
+    _check_contents(messages, template, tokenizer)
+    return _rendered(messages, template, tokenizer, add_generation_prompt, {})
+
+
+def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the sequences of ids that end an answer: generation stops after any of them.
+
+    Args:
+        template: How turns are written.
+        tokenizer: Tokenizer of text; where it has no token for the end, the text is the sequence.
+    """
+    if template.end is None:
+        return ()
+    return (tuple(_control_ids(template.end, tokenizer).tolist()),)
+
+
+def masked(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, train_on: TrainOn
+) -> Masked:
+    """Return the token ids of a conversation, and which of them to train on.
+
+    Args:
+        messages: Turns, in order.
+        template: How turns are written.
+        tokenizer: Tokenizer of text.
+        train_on: assistant: every answer. last: the last answer. all: every token but the first.
+
+    Raises:
+        ConversationError: As `render`, or the rendering of a prefix is no prefix.
+    """
+    _check_contents(messages, template, tokenizer)
+    known: dict[Piece, np.ndarray] = {}
+    tokens = _rendered(messages, template, tokenizer, False, known)
+    weights = np.zeros(len(tokens), np.uint8)
+    if train_on == "all":
+        weights[1:] = 1
+        return Masked(tokens, weights)
+    answers = [number for number, message in enumerate(messages) if message.role == ANSWER]
+    for number in answers[-1:] if train_on == "last" else answers:
+        start, end = (
+            _length_of_prefix(
+                _rendered(messages[:count], template, tokenizer, is_prompt, known),
+                tokens,
+                f"messages 1 to {count}" + " and the prompt of an answer" * is_prompt,
+                tokenizer,
+            )
+            for count, is_prompt in ((number, True), (number + 1, False))
+        )
+        weights[start : _end_of_answer(tokens[:end], start, template, tokenizer)] = 1
+    return Masked(tokens, weights)
+
+
+def _rendered(
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool,
+    known: dict[Piece, np.ndarray],
+) -> np.ndarray:
+    """Return the ids of the pieces; `known` keeps them for the next prefix."""
+    pieces = list(template.pieces(messages, add_generation_prompt=add_generation_prompt))
+    new = [piece for piece in dict.fromkeys(pieces) if piece not in known]
+    known |= {piece: _control_ids(piece, tokenizer) for piece in new if piece.kind != "text"}
+    texts = [piece for piece in new if piece.kind == "text"]
+    encoded = tokenizer.encode_all([piece.text for piece in texts]) if texts else []
+    for piece, ids in zip(texts, encoded, strict=True):
+        if tokenizer.separator in ids:
+            raise ConversationError(
+                f"a message spells the separator between documents (id {tokenizer.separator}): "
+                "remove it, or leave the conversation out"
+            )
+        known[piece] = ids.astype(np.int32)
+    return np.concatenate([np.zeros(0, np.int32), *(known[piece] for piece in pieces)])
+
+
+def _control_ids(piece: Piece, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the ids of a piece that is no text."""
+    if piece.kind == "separator":
+        return np.array([tokenizer.separator], np.int32)
+    return tokenizer.encode_controls(piece.text).astype(np.int32)
+
+
+def _check_contents(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer
+) -> None:
+    """Raise a ConversationError if the content of a message would be read as control."""
+    reserved = _reserved(template, tokenizer)
+    for number, message in enumerate(messages):
+        if found := next((text for text in reserved if text in message.content), None):
+            raise ConversationError(
+                f"messages[{number}]['content'] spells {found!r}, which the template would read as "
+                "control: remove it, or leave the conversation out"
+            )
+
+
+@functools.lru_cache(maxsize=16)
+def _reserved(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the texts that messages must not spell."""
+    return tuple(template.reserved(tokenizer))
+
+
+def _length_of_prefix(
+    prefix: np.ndarray, tokens: np.ndarray, what: str, tokenizer: Tokenizer
+) -> int:
+    """Return the length of a prefix; raise a ConversationError if it is none."""
+    size = min(len(prefix), len(tokens))
+    differing = np.flatnonzero(prefix[:size] != tokens[:size])
+    if not len(differing) and len(prefix) <= len(tokens):
+        return len(prefix)
+    at = int(differing[0]) if len(differing) else size
+    alone, whole = (
+        f"{tokenizer.spell(ids[at : at + 1])!r} (id {ids[at]})" if at < len(ids) else "the end"
+        for ids in (prefix, tokens)
+    )
+    raise ConversationError(
+        f"the template cannot be masked: it writes {what} in another way when more follows. The "
+        f"first difference is at token {at}: {alone} alone, {whole} in the whole conversation. "
+        "Choose data.template chatml, or data.train_on last or all"
+    )
+
+
+def _end_of_answer(
+    tokens: np.ndarray, start: int, template: ChatTemplate, tokenizer: Tokenizer
+) -> int:
+    """Return the place after the last stop sequence of an answer; its end if there is none."""
+    for stop in stop_sequences(template, tokenizer):
+        for end in range(len(tokens), start + len(stop) - 1, -1):
+            if tuple(tokens[end - len(stop) : end].tolist()) == stop:
+                return end
+    return len(tokens)

@@ -1,0 +1,56 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the interface of chat templates, which write messages as text and control tokens.
+
+To add a template: a class with the interface `ChatTemplate`; `jaxmoe/data/chat/built_in.py` or a
+file of its own; `jaxmoe/data/chat/__init__.py` (its name).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from jaxmoe.data.chat.messages import Message
+from jaxmoe.data.tokenizer import Tokenizer
+
+
+class Piece(NamedTuple):
+    """A part of a rendered conversation, encoded by itself."""
+
+    kind: Literal["text", "control", "separator"]
+    """text: encoded as it is. control: special tokens that it spells are those tokens. separator:
+    the id between documents."""
+    text: str = ""
+
+
+@runtime_checkable
+class ChatTemplate(Protocol):
+    """A template; hashable."""
+
+    @property
+    def end(self) -> Piece | None:
+        """What ends an answer, and stops generation; None if it is unknown."""
+        ...
+
+    def pieces(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
+    ) -> Iterator[Piece]:
+        """Yield the pieces of a conversation.
+
+        Args:
+            messages: Turns, in order.
+            add_generation_prompt: Whether to write what comes before an answer at the end.
+
+        Raises:
+            ConversationError: The template cannot write these messages.
+        """
+        ...
+
+    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+        """Return texts that a message must not spell, because they would be read as control."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return what determines the text, as JSON values."""
+        ...

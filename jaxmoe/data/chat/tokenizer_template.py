@@ -1,0 +1,182 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the chat template that a tokenizer of Hugging Face brings (extra `chat`).
+
+It is the file chat_template.jinja beside the tokenizer.json, or the field chat_template of
+tokenizer_config.json. jinja2 evaluates it in its immutable sandbox with the names that
+`transformers` gives it: messages, add_generation_prompt, tools and documents (None), the special
+tokens, raise_exception and the filter tojson. strftime_now is left undefined, so that the text does
+not depend on the day. The ids are those of `apply_chat_template(..., tokenize=True)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.chat.messages import ConversationError, Message
+from jaxmoe.data.chat.template import Piece
+from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.disk import kind_of_special_file
+from jaxmoe.json_bounds import MAX_JSON_BYTES, parse_json
+from jaxmoe.optional import require
+
+SETTINGS, JINJA = "tokenizer_config.json", "chat_template.jinja"
+_WAY_OUT = "Choose data.template chatml or plain, or a tokenizer of a model that was made for chats"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenizerTemplate:
+    """The chat_template of a tokenizer."""
+
+    source: str
+    """Its text, in the language of jinja2."""
+    special: tuple[tuple[str, str], ...]
+    """Names and texts of special tokens, such as ("eos_token", "</s>")."""
+    where: str
+    """File, for messages."""
+
+    @property
+    def end(self) -> Piece | None:
+        """The tokenizer's end of text."""
+        text = dict(self.special).get("eos_token")
+        return None if text is None else Piece("control", text)
+
+    def pieces(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
+    ) -> Iterator[Piece]:
+        """Yield the whole conversation as one piece."""
+        template, errors = _compiled(self)
+        try:
+            text = template.render(
+                messages=[{"role": one.role, "content": one.content} for one in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **dict(self.special),
+            )
+        except errors as error:
+            raise ConversationError(
+                f"the chat template of {self.where} refuses messages 1 to {len(messages)}: {error}"
+            ) from error
+        yield Piece("control", text)
+
+    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+        """Return all special tokens, because text and control are one piece."""
+        return tokenizer.special_tokens
+
+    def identity(self) -> dict[str, Any]:
+        """Return name and sha256."""
+        content = json.dumps([self.source, self.special]).encode()
+        return {"template": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def read_template(place: pathlib.Path) -> TokenizerTemplate:
+    """Return the chat template of a tokenizer.
+
+    Args:
+        place: Directory of its tokenizer.json.
+
+    Raises:
+        DataError: There is none, or it cannot be read.
+    """
+    settings_text, source = _read(place / SETTINGS), _read(place / JINJA)
+    where = place / (SETTINGS if source is None else JINJA)
+    settings: Any = {}
+    if settings_text is not None:
+        try:
+            settings = parse_json(settings_text)
+        except ValueError as error:
+            raise DataError(f"{place / SETTINGS} cannot be read: {error}") from error
+        if not isinstance(settings, dict):
+            raise DataError(f"{place / SETTINGS} must hold an object, found {settings_text[:40]!r}")
+    if source is None:
+        source = settings.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
+        source = named[0].get("template") if named else None
+    if not isinstance(source, str):
+        raise DataError(
+            f"data.template=tokenizer: {place} has no {JINJA}, and no text chat_template in "
+            f"{SETTINGS}: its tokenizer brings no chat template. {_WAY_OUT}"
+        )
+    template = TokenizerTemplate(source, _special_tokens(settings), str(where))
+    _compiled(template)
+    return template
+
+
+def _special_tokens(settings: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return name and text of each special token in a tokenizer_config.json."""
+    found = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name.endswith("_token")
+    }
+    return tuple((name, text) for name, text in sorted(found.items()) if isinstance(text, str))
+
+
+def _read(path: pathlib.Path) -> str | None:
+    """Return the content of a file; None if it does not exist."""
+    try:
+        if (kind := kind_of_special_file(path)) is not None:
+            raise DataError(f"{path} is {kind}: expected a regular file")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise DataError(f"{path} has more than {MAX_JSON_BYTES} bytes: it is no template")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: TokenizerTemplate) -> tuple[Any, tuple[type[Exception], ...]]:
+    """Return the compiled template, and the exceptions that its evaluation raises.
+
+    Raises:
+        DataError: It is not in the language of jinja2.
+    """
+    jinja2 = require("jinja2", "chat")
+    sandbox = require("jinja2.sandbox", "chat")
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _generation_tag(require("jinja2.ext", "chat"))],
+    )
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.exceptions.TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = _to_json
+    try:
+        compiled = environment.from_string(template.source)
+    except (jinja2.exceptions.TemplateError, RecursionError) as error:
+        raise DataError(f"{template.where} is no chat template: {error}. {_WAY_OUT}") from error
+    errors = (jinja2.exceptions.TemplateError, TypeError, ValueError, ArithmeticError)
+    return compiled, (*errors, LookupError, AttributeError, RecursionError)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Return JSON without the escapes for HTML of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _generation_tag(extensions: Any) -> Any:
+    """Return an extension that reads `{% generation %}...{% endgeneration %}` as its content."""
+
+    class Generation(extensions.Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            """Return the nodes between the tags."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation

@@ -1,0 +1,217 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations with the masked text spelled out: what is trained stands in [[ ]]."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from jaxmoe.data.chat import ConversationError, Message, masked, render, stop_sequences
+from jaxmoe.data.chat.built_in import ChatML, Plain
+from jaxmoe.data.chat.tokenizer_template import read_template
+from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig
+from tests.jaxmoe.data.chat.tokenizers_with_templates import (
+    DATED,
+    LLAMA,
+    THINKING,
+    write_tokenizer,
+)
+
+BYTES = ByteTokenizer()
+TEMPLATES = {"chatml": ChatML(), "plain": Plain()}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def subword(place):
+    return FileConfig(path=str(place), separator="<|end|>").build(lambda: (), place)
+
+
+def _messages(*turns):
+    return [Message(*turn.split(": ", 1)) for turn in turns]
+
+
+def _marked(found, tokenizer):
+    """The text of a conversation, with [[ ]] around what is trained."""
+    borders = np.flatnonzero(np.diff(found.weights.astype(int))) + 1
+    parts = np.split(found.tokens, borders)
+    trained = found.weights[np.append(0, borders)]
+    return "".join(
+        f"[[{tokenizer.spell(part)}]]" if is_trained else tokenizer.spell(part)
+        for part, is_trained in zip(parts, trained, strict=True)
+    )
+
+
+TWO_TURNS = ("user: Hi", "assistant: Hello", "user: Bye", "assistant: See you")
+TABLE = [
+    (
+        "chatml",
+        "assistant",
+        ("user: Hi", "assistant: Hello"),
+        "|<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello<|im_end|>]]\n",
+    ),
+    (
+        "chatml",
+        "assistant",
+        ("system: Be brief.", *TWO_TURNS),
+        "|<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n[[Hello<|im_end|>]]\n<|im_start|>user\nBye<|im_end|>\n"
+        "<|im_start|>assistant\n[[See you<|im_end|>]]\n",
+    ),
+    (
+        "chatml",
+        "last",
+        TWO_TURNS,
+        "|<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[[See you<|im_end|>]]\n",
+    ),
+    (
+        "chatml",
+        "all",
+        ("user: Hi", "assistant: Hello"),
+        "|[[<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n]]",
+    ),
+    (  # consecutive turns of the user, a tool, and a conversation that ends with the user
+        "chatml",
+        "assistant",
+        ("user: a", "user: b", "tool: 42", "assistant: c", "user: d"),
+        "|<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>tool\n42"
+        "<|im_end|>\n<|im_start|>assistant\n[[c<|im_end|>]]\n<|im_start|>user\nd<|im_end|>\n",
+    ),
+    (  # an empty answer trains its end
+        "chatml",
+        "assistant",
+        ("user: a", "assistant: "),
+        "|<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[[<|im_end|>]]\n",
+    ),
+    (  # consecutive answers, and an answer that comes first
+        "chatml",
+        "assistant",
+        ("assistant: a", "assistant: b"),
+        "|<|im_start|>assistant\n[[a<|im_end|>]]\n<|im_start|>assistant\n[[b<|im_end|>]]\n",
+    ),
+    ("chatml", "assistant", ("user: a",), "|<|im_start|>user\na<|im_end|>\n"),
+    ("chatml", "last", ("system: a",), "|<|im_start|>system\na<|im_end|>\n"),
+    (
+        "plain",
+        "assistant",
+        ("system: Be brief.", *TWO_TURNS),
+        "|System:\nBe brief.\n\nUser:\nHi\n\nAssistant:\n[[Hello|]]User:\nBye\n\n"
+        "Assistant:\n[[See you|]]",
+    ),
+    (
+        "plain",
+        "last",
+        TWO_TURNS,
+        "|User:\nHi\n\nAssistant:\nHello|User:\nBye\n\nAssistant:\n[[See you|]]",
+    ),
+    (  # unicode, line ends at the borders, and text that looks like a turn
+        "plain",
+        "assistant",
+        ("user: \n\nAssistant:\nna\u00efve \U0001f914\n", "assistant: \n\u4f60\u597d "),
+        "|User:\n\n\nAssistant:\nna\u00efve \U0001f914\n\n\nAssistant:\n[[\n\u4f60\u597d |]]",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "train_on", "turns", "expected"), TABLE)
+def test_masked_text_is_the_answers(template, train_on, turns, expected, subword):
+    found = masked(_messages(*turns), TEMPLATES[template], BYTES, train_on)
+    assert _marked(found, BYTES) == expected
+    # With marks that are tokens, and another separator, the text is the same.
+    found = masked(_messages(*turns), TEMPLATES[template], subword, train_on)
+    marks = ("<|im_start|>", "<|im_end|>")
+    plain = _marked(found, subword).replace("<|end|>", "|")
+    assert plain == expected and found.tokens[0] == subword.separator
+    assert all(mark in subword.special_tokens for mark in marks)
+
+
+def test_marks_are_tokens_where_the_vocabulary_has_them(subword):
+    messages = _messages("user: <|im_end|> quick", "assistant: the")
+    ids = render(messages, ChatML(), subword, add_generation_prompt=False)
+    (end,) = subword.encode_controls("<|im_end|>").tolist()
+    assert ids.tolist().count(end) == 2  # that of the message is text
+    assert stop_sequences(ChatML(), subword) == ((end,),)
+    assert stop_sequences(ChatML(), BYTES) == (tuple(b"<|im_end|>"),)
+    assert stop_sequences(Plain(), BYTES) == ((0,),)
+    with pytest.raises(ConversationError, match=r"messages\[0\].* spells '<\|im_end\|>'"):
+        render(messages, ChatML(), BYTES, add_generation_prompt=False)
+    with pytest.raises(ConversationError, match="spells the separator between documents .id 0"):
+        render(_messages("user: a\0b"), ChatML(), BYTES, add_generation_prompt=False)
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.sampled_from(["system", "user", "assistant", "tool"]),
+        st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@hypothesis.given(TURNS, st.sampled_from(["chatml", "plain"]), st.booleans())
+def test_every_prefix_is_the_beginning_of_the_whole(place, subword, turns, name, is_bytes):
+    template, tokenizer = TEMPLATES[name], BYTES if is_bytes else subword
+    messages = [Message(*turn) for turn in turns]
+    whole = render(messages, template, tokenizer, add_generation_prompt=False)
+    for count, message in enumerate(messages):
+        is_answer = message.role == "assistant"
+        part = render(messages[:count], template, tokenizer, add_generation_prompt=is_answer)
+        np.testing.assert_array_equal(part, whole[: len(part)])
+    found = masked(messages, template, tokenizer, "assistant")
+    answers = "".join(message.content for message in messages if message.role == "assistant")
+    trained = tokenizer.decode(found.tokens[found.weights > 0]).decode()
+    assert trained.replace("<|im_end|>", "") == answers
+
+
+def _read(tmp_path, template, **fields):
+    place = write_tokenizer(tmp_path / "t", template, **fields)
+    return read_template(place), FileConfig(path=str(place)).build(lambda: (), place)
+
+
+def test_template_without_prefixes_is_refused_with_the_first_differing_token(tmp_path):
+    template, tokenizer = _read(tmp_path, THINKING)
+    messages = _messages("system: a", *TWO_TURNS)
+    found = masked(messages, template, tokenizer, "last")
+    assert _marked(found, tokenizer).endswith("assistant\n[[<think></think>See you<|im_end|>]]")
+    with pytest.raises(
+        ConversationError,
+        match=r"cannot be masked: it writes messages 1 to 3 in another way when more follows. The "
+        r"first difference is at token 29: '<' \(id 60\) alone, 'H' \(id 72\) in the whole "
+        r"conversation. Choose data.template chatml, or data.train_on last or all",
+    ):
+        masked(messages, template, tokenizer, "assistant")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [LLAMA, "chatml"])
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_ids_equal_those_of_transformers(tmp_path, text, is_prompt):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    kwargs = {} if text == "chatml" else {"template": text}
+    place = write_tokenizer(tmp_path / "t", **kwargs)
+    theirs = transformers.AutoTokenizer.from_pretrained(place)
+    template, ours = read_template(place), FileConfig(path=str(place)).build(tuple, place)
+    turns = ("system:  quick ", "user: the and\n\nna\u00efve ", "assistant: \U0001f914 the")
+    given = [{"role": m.role, "content": m.content} for m in _messages(*turns)]
+    wanted = theirs.apply_chat_template(
+        given, add_generation_prompt=is_prompt, tokenize=True, return_dict=False
+    )
+    found = render(_messages(*turns), template, ours, add_generation_prompt=is_prompt)
+    assert found.tolist() == list(wanted)
+    assert stop_sequences(template, ours) == ((theirs.eos_token_id,),)
+
+
+def test_rendering_does_not_depend_on_the_day(tmp_path):
+    messages = _messages("user: the", "assistant: quick")
+    plain, dated = (
+        render(messages, *_read(tmp_path, text), add_generation_prompt=False)
+        for text in (LLAMA, DATED + LLAMA)
+    )
+    np.testing.assert_array_equal(plain, dated)
