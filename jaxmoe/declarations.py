@@ -44,12 +44,17 @@ Role = Literal[
     "constant_mix",
     "norm",
     "state",
+    "connection",
+    "connection_bias",
     "head",
 ]
 ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttributeAccessIssue]
 
 _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
-    ("router", "router_residual", "router_noise", "constant", "constant_mix", "state")
+    (
+        *("router", "router_residual", "router_noise", "constant", "constant_mix", "state"),
+        *("connection", "connection_bias"),
+    )
 )
 
 Dims = tuple[int, ...]

@@ -46,6 +46,8 @@ NORM: Final = "norm"  # the gains of a norm
 TAPS: Final = "taps"  # the taps of a convolution over positions
 STATE_GROUPS: Final = "state_groups"  # G, groups of heads that share the inputs of their states
 STATE: Final = "state"  # values of a recurrent state per channel
+STREAMS: Final = "streams"  # n, residual streams
+CONNECTIONS: Final = "connections"  # numbers with which the residual streams are read and written
 
 # Dimensions of activations.
 ACT_BATCH: Final = "act_batch"  # B or T
@@ -91,6 +93,8 @@ LOGICAL_AXES: Final = (
     TAPS,
     STATE_GROUPS,
     STATE,
+    STREAMS,
+    CONNECTIONS,
     *ACTIVATION_AXES,
 )
 

@@ -48,8 +48,9 @@ class Leaf(NamedTuple):
 
 
 def is_small(leaf: Leaf) -> bool:
-    """Return whether a parameter is of a router, norm or state, or a constant: never compressed."""
-    return leaf.role.startswith(("router", "constant")) or leaf.role in ("norm", "state")
+    """Return whether a parameter is never compressed: of routers, norms, states, residuals."""
+    is_small = leaf.role.startswith(("router", "constant", "connection"))
+    return is_small or leaf.role in ("norm", "state")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
