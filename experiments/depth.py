@@ -16,13 +16,13 @@ For held-out tokens, layer by layer:
 `--against` fits linear maps from the stream after each layer to those of another run, which must
 read the same tokens; a small error says that the two layers know the same. `--sweeps` evaluates the
 equal layers in parallel (SNLP) and prints the loss after 1, 2, ... sweeps beside that of the usual
-order, which as many sweeps as layers reach. Writes depth/summary.json and plots/depth.png.
+order, which as many sweeps as layers reach; one device must hold the model for that. Writes
+depth/summary.json and plots/depth.png.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +38,7 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data import Batch
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.models.unrolled import UnrolledModel, layer_calls
 from jaxmoe.optional import require
@@ -54,6 +55,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.tracking.depth_plot import plot_depth
 from jaxmoe.training.state import TrainState
+from sharding.distributed import global_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +93,15 @@ def main(argv: Sequence[str]) -> int:
 def _measure(config: DepthConfig) -> tuple[DepthMeasures, dict[str, Any]]:
     """Return the measures, and the JSON values that are written beside the run."""
     given = config.run
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"the layers of a run are measured in one process, and there are {jax.process_count()}:"
+            " start it on one host, with --run.mesh.data for its devices"
+        )
     assembly, state, step = load_run(given.directory, given.step, given.mesh)
     model = _unrolled(assembly, state)
     if config.sweeps:
-        parallel_scan(model.model, model.execution)
+        parallel_scan(model.model)
     batches = list(assembly.held_out())[: config.batches]
     with jax.set_mesh(assembly.mesh):
         measures = measure_depth(model, batches)
@@ -119,22 +126,33 @@ def _measure(config: DepthConfig) -> tuple[DepthMeasures, dict[str, Any]]:
         findings["map"] = {"against": config.against, "error": errors.tolist(), "layers": names}
     if config.sweeps:
         findings["sweeps"] = sweep_losses(model, batches, config.sweeps)
-    if jax.process_index() == 0:
-        directory = RunDirectory(pathlib.Path(given.directory) / "depth")
-        directory.write_summary(findings)
-        plot_depth(
-            RunDirectory(given.directory).plots_directory / "depth.png",
-            measures.layers,
-            ratio=measures.ratio,
-            cosine=measures.cosine,
-            output=measures.output,
-            later=measures.later,
-            free=FREE,
-            errors=errors,
-            other_layers=names,
-            title=findings["sentence"],
-        )
+    _write(RunDirectory(given.directory), measures, findings, errors, names)
     return measures, findings
+
+
+def _write(
+    run: RunDirectory,
+    measures: DepthMeasures,
+    findings: dict[str, Any],
+    errors: np.ndarray | None,
+    names: tuple[str, ...],
+) -> None:
+    """Write the summary and the picture into the directory of the run."""
+    RunDirectory(run.path / "depth").write_summary(findings)
+    with run.usable():
+        run.plots_directory.mkdir(exist_ok=True)
+    plot_depth(
+        run.plots_directory / "depth.png",
+        measures.layers,
+        ratio=measures.ratio,
+        cosine=measures.cosine,
+        output=measures.output,
+        later=measures.later,
+        free=FREE,
+        errors=errors,
+        other_layers=names,
+        title=findings["sentence"],
+    )
 
 
 def _unrolled(assembly: Assembly, state: TrainState) -> UnrolledModel:
@@ -159,7 +177,7 @@ def _maps(
         streams = streams_of(model, batches)
     with jax.set_mesh(other.mesh):
         theirs = _unrolled(other, state)
-        moved = [jax.tree.map(np.asarray, jax.device_get(batch)) for batch in batches]
+        moved = [global_batch(jax.device_get(batch), other.mesh) for batch in batches]
         others = streams_of(theirs, moved)
     return map_error(streams, others), tuple(
         f"{call.layer}" + (f" turn {call.turn}" if call.stack.turns > 1 else "")
@@ -168,18 +186,20 @@ def _maps(
 
 
 def sweep_losses(model: UnrolledModel, batches: Sequence[Batch], sweeps: int) -> dict[str, Any]:
-    """Return nats per token in the usual order, and after 1, 2, ... sweeps.
+    """Return nats per token in the usual order, and after 1, 2, ... sweeps, on one device.
 
     Args:
         model: Trained model.
         batches: Held-out batches.
         sweeps: Largest number of sweeps.
     """
-    host = jax.tree.map(jnp.asarray, jax.device_get((model.params, model.router_state)))
-    model = dataclasses.replace(model, params=host[0], router_state=host[1])
+    params, state = jax.tree.map(jnp.asarray, jax.device_get((model.params, model.router_state)))
+    given = model.execution
+    execution = ExecutionConfig(precision=given.precision, kernels=given.kernels)
+    model = UnrolledModel.of(model.model, execution, params, state)
     totals, weight = np.zeros(sweeps + 1), 0.0
-    for given in batches:
-        batch = jax.tree.map(jnp.asarray, jax.device_get(given))
+    for one in batches:
+        batch = jax.tree.map(jnp.asarray, jax.device_get(one))
         stream, about = model.begin(batch.tokens, batch.segment_ids)
         for call in layer_calls(model.model):
             stream = model.call(call, stream, about)
@@ -207,7 +227,7 @@ def format_depth(measures: DepthMeasures, findings: dict[str, Any]) -> str:
     """
     headings = ("layer", "mixer, feed-forward", "branch", "cosine", "later", "output")
     maps = findings.get("map")
-    rows = [headings + (("nearest there", "error") if maps else ())]
+    rows: list[tuple[str, ...]] = [headings + (("nearest there", "error") if maps else ())]
     for place, row in enumerate(findings["layers"]):
         later = "" if row["later"] is None else f"{row['later']:.1%}"
         numbers = (f"{row['branch']:.3f}", f"{row['cosine']:+.2f}", later, f"{row['output']:.1%}")

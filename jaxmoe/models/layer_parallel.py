@@ -15,7 +15,6 @@ Source: the method of the repository phymhan/nanochat-snlp.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -32,16 +31,14 @@ from jaxmoe.models.unrolled import LayerCall, UnrolledModel, layer_inputs
 from sharding import axes as ax
 
 
-def parallel_scan(model: ModelConfig, execution: ExecutionConfig) -> Scan:
+def parallel_scan(model: ModelConfig) -> Scan:
     """Return the layers of a model that can be evaluated in parallel.
 
     Args:
         model: Layers.
-        execution: Mesh.
 
     Raises:
-        ValueError: The layers differ, carry more than one stream, are in a loop, or lie on several
-            devices.
+        ValueError: The layers differ, carry more than one array, or are in a loop.
     """
     (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
     stack, carries = scan.stacks[0], False
@@ -52,15 +49,11 @@ def parallel_scan(model: ModelConfig, execution: ExecutionConfig) -> Scan:
         f"model.residual={model.residual.name} passes several arrays": model.residual.arrays > 1,
         "model.loop calls layers several times": model.loop is not None,
         "model.moe.router carries logits from layer to layer": carries,
-        "execution.mesh has several devices (take --run.mesh.data 1)": math.prod(
-            execution.mesh.sizes
-        )
-        > 1,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(
-            f"sweeps evaluate equal layers in parallel on one device, and {found[0]}: set sweeps to"
-            " 0, or change that"
+            f"sweeps evaluate equal layers in parallel, and {found[0]}: set sweeps to 0, or measure"
+            " another run"
         )
     return scan
 
@@ -71,12 +64,12 @@ def sweep_streams(
     """Return the stream after the last layer for 1, 2, ... sweeps over the longest scan.
 
     Args:
-        model: Model on one device; the other layers are computed in order.
+        model: Model on one device, without a current mesh; its other layers are computed in order.
         tokens: Ids [B S].
         segment_ids: Documents [B S], 0 for padding; one a row when None.
         sweeps: Largest number of sweeps.
     """
-    scan = parallel_scan(model.model, model.execution)
+    scan = parallel_scan(model.model)
     stream, about = model.begin(tokens, segment_ids)
     index = model.model.scans.index(scan)
     stream = _in_order(model, model.model.scans[:index], stream, about)

@@ -108,7 +108,7 @@ class UnrolledModel:
         execution = dataclasses.replace(any_memory(execution), telemetry="brief")
         return cls(model=model, execution=execution, params=params, router_state=state)
 
-    def begin(self, tokens: Array, segment_ids: Array | None) -> tuple[Stream, TokenInputs]:
+    def begin(self, tokens: Any, segment_ids: Any) -> tuple[Stream, TokenInputs]:
         """Return the stream before the first layer, and the inputs of all layers.
 
         Args:

@@ -159,7 +159,7 @@ def describe_depth(measures: DepthMeasures) -> str:
     )
 
 
-def _measure_batch(model: UnrolledModel, batch: Batch) -> dict[str, np.ndarray]:
+def _measure_batch(model: UnrolledModel, batch: Batch) -> dict[str, Any]:
     """Return the sums over the tokens of one batch."""
     calls = layer_calls(model.model)
     stream, about = model.begin(batch.tokens, batch.segment_ids)

@@ -80,11 +80,11 @@ def test_layers_called_one_by_one_equal_the_model(model):
 def test_layers_that_write_nothing_contribute_nothing_and_can_be_skipped():
     found = measured()
     for values in (found.ratio, found.cosine, found.output):
-        assert (values[2:] == 0.0).all() and (abs(values[:2]) > 1e-3).all()
+        assert (abs(values[2:]) < 1e-6).all() and (abs(values[:2]) > 1e-3).all()
     assert found.later[0, 1] > 0.0 and found.later[0, 2] == found.later[0, 3] == 0.0
     assert np.isnan(found.later[1, 0]) and np.isnan(found.later[3]).all()
     assert found.num_tokens == 2 * 8 * 5, "without padding"
-    assert found.free == (2, 3, 0.0)
+    assert found.free is not None and found.free[:2] == (2, 3) and found.free[2] < 1e-6
     assert describe_depth(found) == (
         "layers 2 to 3 each move the output by less than 2%, and together by 0.0%"
     )
@@ -130,7 +130,7 @@ def test_sweeps_over_n_layers_are_exact_after_n_and_not_before(model):
     unrolled, batch = UnrolledModel.of(model, ONE, values_of(model)), batch_of(model)
     stream, about = unrolled.begin(batch.tokens, batch.segment_ids)
     calls = layer_calls(model)
-    number = parallel_scan(model, ONE).length
+    number = parallel_scan(model).length
     for call in calls[: len(calls) - number]:
         stream = unrolled.call(call, stream, about)
     first = stream.x
@@ -156,13 +156,9 @@ def test_what_cannot_be_called_layer_by_layer_is_refused():
         with pytest.raises(ValueError, match=words):
             UnrolledModel.of(model, execution, {})
     rows = {
-        "model.residual=ladder": (
-            dataclasses.replace(DENSE, residual=LadderResidualConfig()),
-            ONE,
-        ),
-        "model.loop": (LOOP, ONE),
-        "several devices": (DENSE, ExecutionConfig(mesh=MeshConfig(data=2))),
+        "model.residual=ladder": dataclasses.replace(DENSE, residual=LadderResidualConfig()),
+        "model.loop": LOOP,
     }
-    for words, (model, execution) in rows.items():
+    for words, model in rows.items():
         with pytest.raises(ValueError, match=words):
-            parallel_scan(model, execution)
+            parallel_scan(model)
