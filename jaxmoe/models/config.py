@@ -187,5 +187,5 @@ def _scans(model: ModelConfig) -> tuple[Scan, ...]:
     loop, has_cycles = model.loop, bool(model.layers)
     if loop is None:
         return group_layers(model.kinds, has_cycles=has_cycles)
-    looped = range(loop.first, loop.last + 1)
+    looped = loop.layers(model.num_layers)
     return group_layers(model.kinds, has_cycles=has_cycles, looped=looped, turns=loop.times)

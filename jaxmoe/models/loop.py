@@ -48,7 +48,7 @@ from sharding import axes as ax
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoopConnectionConfig:
+class HyperloopConfig:
     """Hyper-connection around every turn of a loop."""
 
     streams: int = 4
@@ -63,23 +63,31 @@ class LoopConnectionConfig:
 class LoopConfig:
     """Consecutive layers that are called several times."""
 
-    first: int
+    first: int = 0
     """Number of the first layer of the block."""
-    last: int
-    """Number of the last layer of the block."""
+    last: int | None = None
+    """Number of the last layer of the block; that of the model when None."""
     times: int = 2
     """Turns: calls of the block."""
-    connection: LoopConnectionConfig | None = None
+    connection: HyperloopConfig | None = None
     """Hyper-connection around the turns; None passes the stream from turn to turn."""
 
     def __post_init__(self):
-        if not 0 <= self.first <= self.last:
+        if self.first < 0 or (self.last is not None and self.last < self.first):
             raise ValueError(
                 f"model.loop.first={self.first} and model.loop.last={self.last} must name layers"
                 " from 0 on, the first not after the last"
             )
         if self.times < 1:
             raise ValueError(f"model.loop.times={self.times} must be at least 1")
+
+    def layers(self, num_layers: int) -> range:
+        """Return the numbers of the layers of the block.
+
+        Args:
+            num_layers: Layers of the model.
+        """
+        return range(self.first, num_layers if self.last is None else self.last + 1)
 
     def check(self, num_layers: int, arrays: int) -> None:
         """Refuse a loop that a model cannot have.
@@ -91,9 +99,11 @@ class LoopConfig:
         Raises:
             ValueError: A layer does not exist, or the residual has several arrays as well.
         """
-        if self.last >= num_layers:
+        layers = self.layers(num_layers)
+        if not layers or layers[-1] >= num_layers:
             raise ValueError(
-                f"model.loop.last={self.last}: layers are numbered 0 to {num_layers - 1}"
+                f"model.loop.first={self.first} and model.loop.last={self.last}: layers are"
+                f" numbered 0 to {num_layers - 1}"
             )
         if self.connection is not None and arrays > 1:
             raise ValueError(

@@ -156,8 +156,8 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
         return
     if model.loop is not None:
         raise ValueError(
-            f"model.loop calls layers {model.loop.first} to {model.loop.last} again after the"
-            f" last, and execution.mesh.stage={stages} passes every micro-batch through them once:"
+            f"model.loop.times={model.loop.times} calls layers again after the last of them, and"
+            f" execution.mesh.stage={stages} passes every micro-batch through them once:"
             " set execution.mesh.stage to 1, or leave model.loop out"
         )
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)

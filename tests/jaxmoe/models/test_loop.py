@@ -20,7 +20,7 @@ from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models import halves
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.models.loop import LoopConfig, LoopConnectionConfig, loop_modules, run_scans
+from jaxmoe.models.loop import HyperloopConfig, LoopConfig, loop_modules, run_scans
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.pipeline import check_pipeline
@@ -33,7 +33,7 @@ ONE = ExecutionConfig()
 DENSE = dataclasses.replace(TINY, moe=None, dense_dim=24, num_layers=3)
 AROUND = LoopConfig(first=1, last=2, times=2)
 """Two layers twice, behind a layer."""
-CONNECTION = LoopConnectionConfig(streams=3)
+CONNECTION = HyperloopConfig(streams=3)
 LOOPED = dataclasses.replace(DENSE, loop=AROUND)
 CONNECTED = dataclasses.replace(DENSE, loop=dataclasses.replace(AROUND, connection=CONNECTION))
 ROUTED = dataclasses.replace(TINY, loop=LoopConfig(first=1, last=1, times=2))
@@ -99,7 +99,7 @@ def test_parameters_do_not_depend_on_the_turns_and_flops_do():
     assert thrice - head == 3 * (once - head)
     width, n = DENSE.embed_dim, 4
     gates = n * width * 3 * n + 3 * n + 3 + width
-    more, cost = counted(3, LoopConnectionConfig(streams=n))
+    more, cost = counted(3, HyperloopConfig(streams=n))
     assert more == size + 3 * gates
     assert cost - thrice == 6 * 3 * (n * width * 3 * n + 3 * n * width)
 
@@ -202,7 +202,7 @@ def test_halves_and_streamed_layers_change_nothing(model, fields, monkeypatch):
 
 
 def test_loops_that_cannot_run_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model.loop.first=2 and model.loop.last=1"):
+    with pytest.raises(ValueError, match="model.loop.first=2 and model.loop.last=1"):
         LoopConfig(first=2, last=1)
     with pytest.raises(ValueError, match=r"model.loop.times=0"):
         LoopConfig(first=0, last=1, times=0)

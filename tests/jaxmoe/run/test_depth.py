@@ -15,7 +15,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
-from jaxmoe.models.loop import LoopConfig, LoopConnectionConfig
+from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.models.unrolled import UnrolledModel, layer_calls
 from jaxmoe.run.diagnostics.depth import (
@@ -147,7 +147,7 @@ def test_sweeps_over_n_layers_are_exact_after_n_and_not_before(model):
 
 
 def test_what_cannot_be_called_layer_by_layer_is_refused():
-    loop = LoopConfig(first=0, last=1, connection=LoopConnectionConfig())
+    loop = LoopConfig(first=0, last=1, connection=HyperloopConfig())
     rows = {
         "model.loop.connection": (dataclasses.replace(DENSE, loop=loop), ONE),
         "execution.mesh.stage=2": (DENSE, ExecutionConfig(mesh=MeshConfig(stage=2))),
