@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.hyper_connections import (
@@ -27,9 +28,14 @@ from jaxmoe.layers.hyper_connections import (
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import ForwardMultipliers
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import init_params, parameter_table
+from sharding import MeshConfig
+from sharding.distributed import global_batch
+from sharding.sequence_parallel import AllGatherKVConfig, RingConfig
 from tests.jaxmoe.layers.test_mesh_invariance import loss_and_gradients, on_mesh, values_of
+from tests.support.meshes import mesh_of
 from tests.support.models import FULL, LENGTH, TINY, tokens_for
 from tests.support.tolerances import assert_close
 
@@ -242,6 +248,38 @@ def test_loss_and_gradients_equal_on_every_mesh(mesh, rules, mixing):
     batch = {"tokens": tokens, "targets": targets}
     wanted = loss_and_gradients(model, ONE)(values_of(model), batch)
     assert_close(on_mesh(model, mesh, rules), wanted, "end_to_end")
+
+
+LOOP = dataclasses.replace(PLAIN, loop=LoopConfig(times=2, connection=HyperloopConfig(streams=2)))
+CUT = {
+    "tensor": {
+        "mesh": MeshConfig(data=2, seq=2, tensor=2),
+        "sequence_parallel": AllGatherKVConfig(),
+    },
+    "ring": {
+        "mesh": MeshConfig(data=4, seq=2),
+        "sequence_parallel": RingConfig(),
+        "remat": "full",
+    },
+}
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("fields", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("model", [model_of(2), LOOP], ids=["hyper", "hyperloop"])
+def test_streams_that_are_cut_by_positions_change_nothing(model, fields):
+    tokens, targets = tokens_for(model, length=8)
+    wanted = loss_and_gradients(model, ONE)(
+        values_of(model), {"tokens": tokens, "targets": targets}
+    )
+    execution = ExecutionConfig(**fields)
+    mesh, table = mesh_of(execution), parameter_table(model, rules=execution.axis_rules)
+    places = table.tree(lambda row: NamedSharding(mesh, row.spec))
+    batch = {"tokens": np.asarray(tokens), "targets": np.asarray(targets)}
+    with jax.set_mesh(mesh):
+        params = jax.device_put(values_of(model), places)
+        found = loss_and_gradients(model, execution)(params, global_batch(batch, mesh))
+    assert_close(found, wanted, "end_to_end")
 
 
 def test_flops_count_reading_mixing_and_writing():
