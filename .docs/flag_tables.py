@@ -24,6 +24,7 @@ COMMANDS = {
     "ensemble": "experiments.ensemble:EnsembleConfig",
     "generate": "experiments.generate:GenerateConfig",
     "report": "experiments.report:ReportConfig",
+    "depth": "experiments.depth:DepthConfig",
     "replay": "experiments.replay:ReplayConfig",
     "resize": "experiments.resize:ResizeConfig",
     "plan": "experiments.plan.config:PlanConfig",

@@ -45,13 +45,18 @@ Role = Literal[
     "constant_mix",
     "norm",
     "state",
+    "connection",
+    "connection_bias",
     "head",
     "adapter",
 ]
 ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttributeAccessIssue]
 
 _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
-    ("router", "router_residual", "router_noise", "constant", "constant_mix", "state")
+    (
+        *("router", "router_residual", "router_noise", "constant", "constant_mix", "state"),
+        *("connection", "connection_bias"),
+    )
 )
 FACTORS: Final = ("down", "up", "scale")
 """Parameters beside a matrix, named `<matrix>:<factor>`, of which an adapter makes an addition to

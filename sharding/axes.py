@@ -47,6 +47,8 @@ TAPS: Final = "taps"  # the taps of a convolution over positions
 STATE_GROUPS: Final = "state_groups"  # G, groups of heads that share the inputs of their states
 STATE: Final = "state"  # values of a recurrent state per channel
 RANK: Final = "rank"  # inner width of an adapter
+STREAMS: Final = "streams"  # n, residual streams
+CONNECTIONS: Final = "connections"  # numbers with which the residual streams are read and written
 
 # Dimensions of activations.
 ACT_BATCH: Final = "act_batch"  # B or T
@@ -93,6 +95,8 @@ LOGICAL_AXES: Final = (
     STATE_GROUPS,
     STATE,
     RANK,
+    STREAMS,
+    CONNECTIONS,
     *ACTIVATION_AXES,
 )
 

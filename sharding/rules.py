@@ -193,6 +193,8 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.STATE_GROUPS, ()),
         (ax.STATE, ()),
         (ax.RANK, ()),
+        (ax.STREAMS, ()),
+        (ax.CONNECTIONS, ()),
         (ax.ACT_BATCH, ax.BATCH_AXES),
         (ax.ACT_SEQ, (ax.SEQ, ax.TENSOR)),
         (ax.ACT_SEQ_INNER, (ax.SEQ,)),

@@ -105,7 +105,7 @@ REGISTRIES = {
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe"},
     "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent", "mamba", "mamba2"},
-    "jaxmoe.layers.residual:Residuals": {"standard", "ladder"},
+    "jaxmoe.layers.residual:Residuals": {"standard", "ladder", "hyper"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},

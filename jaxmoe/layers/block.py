@@ -61,6 +61,10 @@ class Block(nn.Module):
     def setup(self):
         """Build the submodules under the names that parameter paths and checkpoints have."""
         width, epsilon = self.context.embed_dim, self.context.norm_epsilon
+        residual, sizes = self.context.residual, {"embed_dim": width, "epsilon": epsilon}
+        placement = self.execution.placement
+        self._mixer_residual = residual.build("mixer", **sizes, placement=placement)
+        self._feed_forward_residual = residual.build("feed_forward", **sizes, placement=placement)
         mixer, feed_forward = self.mixer, self.feed_forward
         self._mixer_norm = RMSNorm(width, epsilon, name=f"{mixer.module_name}_norm")
         self._mixer = mixer.build(self.context, self.execution, name=mixer.module_name)
@@ -102,12 +106,11 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
-        residual = self.context.residual
-        stream = residual.read(_named(stream), "mixer")
+        stream = self._mixer_residual.read(_named(stream))
         cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
         y, outputs = self._mixer(self._mixer_norm(stream.x), tokens, cache)
         stream = dataclasses.replace(stream, cache=outputs.cache)
-        stream = residual.write(stream, "mixer", y, self.context.multipliers.residual)
+        stream = self._mixer_residual.write(stream, y, self.context.multipliers.residual)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
     def feed(
@@ -120,11 +123,11 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
-        residual = self.context.residual
-        stream = residual.read(stream, "feed_forward")
+        residual = self._feed_forward_residual
+        stream = residual.read(stream)
         normed = self._feed_forward_norm(stream.x)
         y, outputs = self._feed_forward(normed, _routing_inputs(stream, layer, tokens))
-        stream = residual.write(stream, "feed_forward", y, self.context.multipliers.residual)
+        stream = residual.write(stream, y, self.context.multipliers.residual)
         if self.feed_forward.is_routed:
             carried = {"router_logits": outputs.logits, "expert_device": outputs.expert_device}
             stream = dataclasses.replace(stream, **carried)

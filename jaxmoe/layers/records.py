@@ -8,13 +8,16 @@ They are not checked at run time: tree functions also fill them with shapes, spe
 from __future__ import annotations
 
 import typing
-from typing import Any
+from typing import Any, Literal
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.layers.indicators import Indicators
 from jaxmoe.routing import RouterStatistics
+
+Half = Literal["mixer", "feed_forward"]
+"""A half of a layer."""
 
 
 @typing.no_type_check
@@ -46,7 +49,7 @@ class LayerInputs:
     key: Array | None
     """PRNG key of this layer and step, for routers with noise."""
     stack_layer: Int[Array, "*L"]
-    """Number among the layers of its stack, and of its cache."""
+    """Number among the layers of its stack's cache: in the first turn of a loop, of the stack."""
     moe_layer: Int[Array, "*L"]
     """Number among the MoE layers; meaningless in a dense layer."""
     is_kept: Bool[Array, "*L"] | None = None
@@ -58,8 +61,10 @@ class LayerInputs:
 class Stream:
     """Arrays that flow from layer to layer."""
 
-    x: Float[Array, "B S D"]
-    """The residual stream."""
+    x: Float[Array, "B S *n D"]
+    """The residual stream; where the residual has n of them, [B S n D] between halves."""
+    unwritten: Any = None
+    """What the residual keeps from reading the stream to writing to it; None between halves."""
     mixed: Float[Array, "B S D"] | None = None
     """Output of the last mixer, where the residual adds it later."""
     fed: Float[Array, "B S D"] | None = None

@@ -6,11 +6,17 @@ With a the mixer, f the feed-forward and m the multiplier of the residual:
 
     standard   x = x + m a(norm x)                   x = x + m f(norm x)
     ladder     x = x + m a';  a' = a(norm x)         x = x + m f';  f' = f(norm x)
+    hyper      n streams, see `jaxmoe.layers.hyper_connections`
 
 where a' and f' on the right are the outputs of the layer before, zero before the first layer; after
 the last layer both are added. In a ladder a half does not read the output of the half before it, so
 the collective that sums that output over the tensor axis has a whole half of time (Ladder-residual,
 arXiv 2501.06589). It is another model, and weights of the one are not weights of the other.
+
+A config's `begin` and `end` convert the stream before the first layer and after the last. Its
+`build` returns what a half calls: `read(stream)`, and `write(stream, y, multiplier)` with the
+output y [B S D] of the half and its factor. What is built may be a Linen module with parameters,
+which lie in the layer under `mixer_residual` and `feed_forward_residual`.
 
 To add a residual: a config in `jaxmoe/layers/residual.py`, its line in the union `Residuals`, a row
 of RESIDUALS in `tests/jaxmoe/layers/test_residual.py`.
@@ -19,14 +25,13 @@ of RESIDUALS in `tests/jaxmoe/layers/test_residual.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.layers.records import Stream
-
-Half = Literal["mixer", "feed_forward"]
+from jaxmoe.layers.hyper_connections import HyperResidualConfig
+from jaxmoe.layers.records import Half, Stream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,32 +42,35 @@ class StandardResidualConfig:
     arrays: ClassVar[int] = 1
     """Arrays [B S D] that flow from layer to layer."""
 
+    def flops_per_token(self, embed_dim: int) -> float:
+        """Return the FLOPs of one half beyond the parameters': 0, as additions are not counted."""
+        del embed_dim
+        return 0.0
+
     def begin(self, stream: Stream) -> Stream:
         """Return the stream before the first layer."""
         return stream
 
-    def read(self, stream: Stream, half: Half) -> Stream:
-        """Return the stream whose `x` is the input of a half."""
-        del half
-        return stream
-
-    def write(
-        self, stream: Stream, half: Half, y: Float[Array, "B S D"], multiplier: float
-    ) -> Stream:
-        """Return the stream after a half.
-
-        Args:
-            stream: Stream that the half has read.
-            half: The half.
-            y: Its output.
-            multiplier: m, factor of the output.
-        """
-        del half
-        return dataclasses.replace(stream, x=stream.x + _scaled(y, multiplier, stream.x))
+    def build(self, half: Half, **sizes: Any) -> StandardHalf:
+        """Return what reads the stream and writes to it; see `HyperResidualConfig.build`."""
+        del half, sizes
+        return StandardHalf()
 
     def end(self, stream: Stream) -> Stream:
         """Return the stream after the last layer."""
         return stream
+
+
+class StandardHalf:
+    """A half that adds its output to the stream."""
+
+    def read(self, stream: Stream) -> Stream:
+        """Return the stream whose `x` is the input of the half."""
+        return stream
+
+    def write(self, stream: Stream, y: Float[Array, "B S D"], multiplier: float) -> Stream:
+        """Return the stream after the half."""
+        return dataclasses.replace(stream, x=stream.x + _scaled(y, multiplier, stream.x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,25 +81,20 @@ class LadderResidualConfig:
     arrays: ClassVar[int] = 3
     """Arrays [B S D] that flow from layer to layer."""
 
+    def flops_per_token(self, embed_dim: int) -> float:
+        """Return the FLOPs of one half beyond the parameters': 0, as additions are not counted."""
+        del embed_dim
+        return 0.0
+
     def begin(self, stream: Stream) -> Stream:
         """Return the stream before the first layer, with outputs of zero."""
         none = jnp.zeros_like(stream.x)
         return dataclasses.replace(stream, mixed=none, fed=none)
 
-    def read(self, stream: Stream, half: Half) -> Stream:
-        """Return the stream with the output of the same half of the layer before."""
-        late = stream.mixed if half == "mixer" else stream.fed
-        assert late is not None  # `begin` made it
-        return dataclasses.replace(stream, x=stream.x + late)
-
-    def write(
-        self, stream: Stream, half: Half, y: Float[Array, "B S D"], multiplier: float
-    ) -> Stream:
-        """Return the stream after a half, with its output to be added later."""
-        y = _scaled(y, multiplier, stream.x)
-        if half == "mixer":
-            return dataclasses.replace(stream, mixed=y)
-        return dataclasses.replace(stream, fed=y)
+    def build(self, half: Half, **sizes: Any) -> LadderHalf:
+        """Return what reads the stream and writes to it; see `HyperResidualConfig.build`."""
+        del sizes
+        return LadderHalf(half)
 
     def end(self, stream: Stream) -> Stream:
         """Return the stream with both outputs."""
@@ -100,9 +103,29 @@ class LadderResidualConfig:
         return dataclasses.replace(stream, x=x, mixed=None, fed=None)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LadderHalf:
+    """A half whose output is added one layer later."""
+
+    half: Half
+
+    def read(self, stream: Stream) -> Stream:
+        """Return the stream with the output of the same half of the layer before."""
+        late = stream.mixed if self.half == "mixer" else stream.fed
+        assert late is not None  # `begin` made it
+        return dataclasses.replace(stream, x=stream.x + late)
+
+    def write(self, stream: Stream, y: Float[Array, "B S D"], multiplier: float) -> Stream:
+        """Return the stream after the half, with its output to be added later."""
+        y = _scaled(y, multiplier, stream.x)
+        if self.half == "mixer":
+            return dataclasses.replace(stream, mixed=y)
+        return dataclasses.replace(stream, fed=y)
+
+
 def _scaled(y: Array, multiplier: float, x: Array) -> Array:
     return jnp.asarray(multiplier, x.dtype) * y.astype(x.dtype)
 
 
-Residuals = StandardResidualConfig | LadderResidualConfig
+Residuals = StandardResidualConfig | LadderResidualConfig | HyperResidualConfig
 """Union of the residuals, the registry that the command line reads."""

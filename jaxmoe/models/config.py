@@ -26,6 +26,7 @@ from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import Mixers
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
+from jaxmoe.models.loop import LoopConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan, group_layers
 from jaxmoe.routing.composition import RoutingWarning, causal_advice
 
@@ -68,6 +69,8 @@ class ModelConfig:
     """Term added to the mean square in RMSNorm."""
     residual: Residuals = StandardResidualConfig()
     """How layers read the residual stream and write to it."""
+    loop: LoopConfig | None = None
+    """Layers that are called several times with the same parameters; None: each once."""
     has_tied_embeddings: bool = False
     """Whether the output head is the transposed embedding."""
     multipliers: ForwardMultipliers = ForwardMultipliers()
@@ -87,6 +90,8 @@ class ModelConfig:
         if tuple(sorted(set(self.dense_layers))) != self.dense_layers:
             raise ValueError(f"model.dense_layers={self.dense_layers} must ascend without repeats")
         self._check_layers()
+        if self.loop is not None:
+            self.loop.check(self.num_layers, self.residual.arrays)
         if self.moe and self.attention.is_causal and not self.moe.router.traits.is_causal:
             raise ValueError(
                 f"model.moe.router={self.moe.router.name} lets later tokens decide about earlier"
@@ -188,4 +193,8 @@ def _context(model: ModelConfig) -> LayerContext:
 
 @functools.lru_cache(maxsize=64)
 def _scans(model: ModelConfig) -> tuple[Scan, ...]:
-    return group_layers(model.kinds, has_cycles=bool(model.layers))
+    loop, has_cycles = model.loop, bool(model.layers)
+    if loop is None:
+        return group_layers(model.kinds, has_cycles=has_cycles)
+    looped = loop.layers(model.num_layers)
+    return group_layers(model.kinds, has_cycles=has_cycles, looped=looped, turns=loop.times)

@@ -5,14 +5,17 @@
     per token = 6 * (parameters in matrix products that the token meets; 4 for frozen ones)
               + sum over layers of 6 * N * (H + Hv) * S / 2   causal attention: half of the S x S
                                                               logits (all where not causal)
+              + sum over layers of 12 * (n n + 2 n) * D       hyper-connections of n streams
 
-A multiply-add counts two, the backward pass costs twice the forward. The embedding lookup, norms
-and the router's sorting are not counted; a head tied to the embedding is.
+Layers of a loop count once for each turn. A multiply-add counts two, the backward pass costs twice
+the forward. The embedding lookup, norms and the router's sorting are not counted; a head tied to
+the embedding is.
 """
 
 from __future__ import annotations
 
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding import axes as ax
 
@@ -32,14 +35,17 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
     found = {}
     for row in table:
         role, declaration = row.declaration.role, row.declaration
-        if role == "norm" or (role == "embedding" and not model.has_tied_embeddings):
+        turns = max((s.turns for s in model.stacks if row.path.startswith(f"{s.path}/")), default=1)
+        if role in ("norm", "connection_bias") or (
+            role == "embedding" and not model.has_tied_embeddings
+        ):
             continue
         if role == "adapter" and declaration.matrix is None:
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
-            found[row] = row.size * model.moe.top_k // model.moe.num_experts
+            found[row] = turns * row.size * model.moe.top_k // model.moe.num_experts
         else:
-            found[row] = row.size
+            found[row] = turns * row.size
     return found
 
 
@@ -60,14 +66,26 @@ def flops_per_token(
         sequence_length: Positions of a sequence (S).
         left_out: Share of the layers of the longest scan that a token does not pass through.
     """
-    mixing = sum(kind.mixer.flops_per_token(sequence_length) for kind in model.kinds)
+    mixing = sum(stack_mixing_flops(model, stack, sequence_length) for stack in model.stacks)
+    if model.loop is not None:
+        mixing += model.loop.flops_per_token(model.embed_dim)
     whole = _product_flops(model, table) + mixing
     if not left_out:
         return whole
     (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
     rows = ParameterTable(tuple(row for row in table if ax.LAYERS in row.declaration.axes))
-    mixing = sum(
-        stack.num_layers * stack.kind.mixer.flops_per_token(sequence_length)
-        for stack in scan.stacks
-    )
+    mixing = sum(stack_mixing_flops(model, stack, sequence_length) for stack in scan.stacks)
     return whole - left_out * (_product_flops(model, rows) + mixing)
+
+
+def stack_mixing_flops(model: ModelConfig, stack: LayerStack, sequence_length: int) -> float:
+    """Return the FLOPs per token of some layers beyond those of their parameters.
+
+    Args:
+        model: Model of the layers.
+        stack: The layers.
+        sequence_length: Positions of a sequence (S).
+    """
+    mixer = stack.kind.mixer.flops_per_token(sequence_length)
+    residual = 2 * model.residual.flops_per_token(model.embed_dim)
+    return stack.num_calls * (mixer + residual)

@@ -144,6 +144,7 @@ def scan_inputs(
     router_state: Any,
     key: Array | None,
     kept: Bool[Array, " groups"] | None = None,
+    turn: int = 0,
 ) -> Any:
     """Return the inputs of a scan's layers: a record, or in a period one by place in it.
 
@@ -153,10 +154,13 @@ def scan_inputs(
         router_state: State of the routers, stacked over MoE layers.
         key: PRNG key of the step, or None.
         kept: Groups of layers of the longest scan that are not left out; None for all.
+        turn: Number of the call of the scan, which has keys and caches of its own.
     """
     is_kept = None
     if kept is not None and scan.axis == ax.LAYERS:
         is_kept = jnp.repeat(kept, scan.length // kept.shape[0])
+    if key is not None and turn:
+        key = jax.random.fold_in(key, turn)
     keys = None if key is None else jax.random.split(key, model.num_layers)
 
     def of(stack: LayerStack) -> LayerInputs:
@@ -165,7 +169,7 @@ def scan_inputs(
             key=None if keys is None else _part(keys, stack.layers),
             moe_layer=_numbers(stack),
             is_kept=is_kept,
-            stack_layer=jnp.arange(stack.num_layers, dtype=jnp.int32),
+            stack_layer=turn * stack.num_layers + jnp.arange(stack.num_layers, dtype=jnp.int32),
         )
 
     return _by_place(scan, [of(stack) for stack in scan.stacks])

@@ -41,11 +41,18 @@ class LayerStack:
     """Numbers of the layers."""
     moe_layers: range
     """Numbers among the MoE layers; empty for dense layers."""
+    turns: int = 1
+    """Times that the layers are called with the same parameters, see `jaxmoe.models.loop`."""
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @property
+    def num_calls(self) -> int:
+        """Layers that a token passes through: the number of layers times the turns."""
+        return self.num_layers * self.turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +66,13 @@ class Scan:
     axis: str = ax.LAYERS
     """Logical axis of the iterations: `ax.LAYERS` for the first scan with the most layers, which
     pipelines cut into stages, `ax.OTHER_LAYERS` for others."""
+    is_looped: bool = False
+    """Whether the layers belong to the block of a loop."""
+
+    @property
+    def turns(self) -> int:
+        """Times that the loop is executed, see `LayerStack.turns`."""
+        return self.stacks[0].turns
 
     @property
     def length(self) -> int:
@@ -77,19 +91,30 @@ class Scan:
 
 
 @functools.lru_cache(maxsize=256)
-def group_layers(kinds: tuple[Layer, ...], *, has_cycles: bool) -> tuple[Scan, ...]:
+def group_layers(
+    kinds: tuple[Layer, ...], *, has_cycles: bool, looped: range = range(0), turns: int = 1
+) -> tuple[Scan, ...]:
     """Return the scans of a model.
 
     Args:
         kinds: Kind of each layer, in order.
         has_cycles: Whether repeating periods become one scan.
+        looped: Consecutive layers that are called several times; no scan has some of them and
+            others.
+        turns: How often they are called.
     """
     scans: list[Scan] = []
     start = num_moe = 0
     while start < len(kinds):
-        period = _period(kinds[start:]) if has_cycles else 1
-        repeats = _repeats(kinds[start:], period)
+        is_looped = start in looped
+        end = looped.stop if is_looped else looped.start if start < looped.start else len(kinds)
+        given = kinds[start:end]
+        period = _period(given) if has_cycles else 1
+        repeats = _repeats(given, period)
         scan = _scan(kinds[start : start + period], start, repeats, num_moe)
+        if is_looped:
+            stacks = tuple(dataclasses.replace(stack, turns=turns) for stack in scan.stacks)
+            scan = dataclasses.replace(scan, stacks=stacks, is_looped=True)
         scans.append(scan)
         num_moe += sum(len(stack.moe_layers) for stack in scan.stacks)
         start += period * repeats

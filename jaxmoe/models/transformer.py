@@ -38,6 +38,8 @@ from jaxmoe.models.layer_scan import (
     scan_layers,
     with_cache,
 )
+from jaxmoe.models.loop import loop_modules, run_scans
+from jaxmoe.models.stacks import Scan
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
@@ -129,17 +131,23 @@ class Transformer(nn.Module):
         about = dataclasses.replace(token_inputs(about, row_ids, order, placement), level=level)
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
-        flow = first_stream(model, table, about.context["tokens"], execution)
-        outputs, caches, is_gathered = [], {}, WHOLE in self.variables
+        flow = begun_stream(model, table, about.context["tokens"], execution)
+        caches = None if cache is None else dict(cache)
         execution = any_memory(execution) if self.is_initializing() else execution
         flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
-        for scan in model.scans:
-            layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
-            flow = with_cache(scan, flow, cache)
-            flow, output = layers(flow, scan_inputs(model, scan, router_state, key, kept), about)
-            outputs.append(output)
-            if cache is not None:
-                caches |= cache_by_path(scan, flow.cache)
+        form = {"train": train, "is_gathered": WHOLE in self.variables}
+        layers = {one.name: scan_layers(one, shared, execution, **form) for one in model.scans}
+
+        def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
+            flow = with_cache(scan, flow, caches)
+            inputs = scan_inputs(model, scan, router_state, key, kept, turn)
+            flow, output = layers[scan.name](flow, inputs, about)
+            if caches is not None:
+                caches.update(cache_by_path(scan, flow.cache))
+            return flow, output
+
+        around = loop_modules(model.loop, shared, execution)
+        flow, outputs = run_scans(model.scans, call, flow, around)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
         x = model.residual.end(end_halves(execution, flow)).x
         x = x if places is not None else lay_back(x, order, execution)
@@ -152,7 +160,7 @@ class Transformer(nn.Module):
             statistics=statistics,
             router_state=router_state,
             hidden=x,
-            cache=None if cache is None else caches,
+            cache=caches,
             indicators=indicators,
         )
 
@@ -301,13 +309,18 @@ def token_inputs(
     )
 
 
+def begun_stream(model: ModelConfig, *given: Any) -> Stream:
+    """Return the stream before the first layer, as its residual needs it; see `first_stream`."""
+    return model.residual.begin(first_stream(model, *given))
+
+
 def first_stream(
     model: ModelConfig,
     table: Float[Array, "V D"],
     ids: Int[Array, "B S"],
     execution: ExecutionConfig,
 ) -> Stream:
-    """Return the stream before the first layer, with what MoE layers carry to the next one.
+    """Return the embedded tokens as a stream, with what MoE layers carry to the next one.
 
     Args:
         model: Model with the layers.
@@ -325,5 +338,4 @@ def first_stream(
     if model.num_moe_layers and moves_tokens(execution):
         none = jnp.full(x.shape[:2], -1, jnp.int32)
         device = placement.place(none, (ax.ACT_BATCH, ax.ACT_SEQ))
-    stream = Stream(x=x, router_logits=logits, expert_device=device)
-    return model.residual.begin(stream)
+    return Stream(x=x, router_logits=logits, expert_device=device)

@@ -127,7 +127,7 @@ def estimate_memory(
 def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     """Return the fields about layers of a step that passes through all of them at once."""
     plan = sizes.plan
-    held = [Held(stack, stack.num_layers) for stack in plan.model.stacks]
+    held = [Held(stack, stack.num_calls) for stack in plan.model.stacks]
     names = layers_on_host(plan.model, plan.execution)
     rows = [row for row in plan.table.trained_rows if row.path.split("/")[0] not in names]
     gradients = _gradients(sizes, rows, platform)
@@ -240,19 +240,20 @@ def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
     for one in held:
         remat, num_layers = sizes.remat(one.stack), one.layers
         if remat in ("full", "offload"):  # "offload" keeps them on the host
-            total += num_layers * stream if remat == "full" else 0.0
+            inputs = model.residual.arrays * stream
+            total += num_layers * inputs if remat == "full" else 0.0
             continue
         heads, fed = one.stack.kind.mixer.heads, one.stack.kind.feed_forward.sizes
         projected = inner * sizes.projected(heads)
         total += num_layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
         if remat == "dots":
-            total += num_layers * (2 * stream + projected)
+            total += num_layers * ((1 + model.residual.arrays) * stream + projected)
             continue
         attended = 2 * projected + inner * sizes.heads(heads) * heads.head_dim
         attended += 4 * sizes.inner_tokens * sizes.heads(heads)
         width = 2 * model.embed_dim + 2 * fed.expert_dim
         rows = sizes.places(fed) * sizes.itemsize * width
-        total += num_layers * (4 * stream + attended + rows)
+        total += num_layers * ((3 + model.residual.arrays) * stream + attended + rows)
         total += _of_held(plan, [one], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total
 
@@ -297,7 +298,9 @@ def _largest_layer(sizes: Sizes, held: Sequence[Held]) -> tuple[float, float]:
 def _layer(sizes: Sizes, stack: LayerStack) -> float:
     heads, inner = stack.kind.mixer.heads, sizes.inner_tokens * sizes.itemsize
     features = _HEAD_ARRAYS * sizes.heads(heads) * heads.head_dim
-    return inner * (features + _STREAM_ARRAYS * sizes.plan.model.embed_dim)
+    model = sizes.plan.model
+    streams = _STREAM_ARRAYS - 1 + model.residual.arrays
+    return inner * (features + streams * model.embed_dim)
 
 
 def _experts(sizes: Sizes, stack: LayerStack) -> float:

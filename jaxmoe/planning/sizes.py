@@ -187,11 +187,13 @@ class Sizes:
 
     def row_passes(self, row: ParameterSpec) -> Passes:
         """Return how often a step uses the parameters of one layer, or one that is not stacked."""
-        return self._passes(row.path, row.shape[0] if row.declaration.is_stacked else 1)
+        stack = self.stack_of(row)
+        turns = 1 if stack is None else stack.turns
+        return self._passes(row.path, turns * row.shape[0] if row.declaration.is_stacked else 1)
 
     def stack_passes(self, stack: LayerStack) -> Passes:
         """Return the passes of a device through the layers of a stack in a step."""
-        return self._passes(stack.path, stack.num_layers)
+        return self._passes(stack.path, stack.num_calls)
 
     def _passes(self, path: str, layers: int) -> Passes:
         plan, key = self.plan, (path.partition("/")[0], layers)

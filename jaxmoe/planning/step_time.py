@@ -34,7 +34,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from jaxmoe.models.flops import flops_per_token, matmul_parameters
+from jaxmoe.models.flops import flops_per_token, matmul_parameters, stack_mixing_flops
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
@@ -135,7 +135,7 @@ def stack_flops(plan: StepPlan, stack: LayerStack) -> float:
         stack: Stack of its model.
     """
     rows = [row for row in plan.table if row.path.startswith(f"{stack.path}/")]
-    mixing = stack.num_layers * stack.kind.mixer.flops_per_token(plan.sequence_length)
+    mixing = stack_mixing_flops(plan.model, stack, plan.sequence_length)
     return 6.0 * matmul_parameters(plan.model, ParameterTable(tuple(rows))) + mixing
 
 

@@ -48,9 +48,10 @@ class Leaf(NamedTuple):
 
 
 def is_small(leaf: Leaf) -> bool:
-    """Return whether a parameter is of a router, norm, state or adapter, or a constant: never
-    compressed."""
-    return leaf.role.startswith(("router", "constant")) or leaf.role in ("norm", "state", "adapter")
+    """Return whether a parameter is never compressed: of routers, norms, states, residuals,
+    adapters."""
+    is_small = leaf.role.startswith(("router", "constant", "connection"))
+    return is_small or leaf.role in ("norm", "state", "adapter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -354,7 +354,7 @@ def describe_precision(assembly: Assembly) -> str:
     words = [] if precision.weights == "floating" else [f"weights={precision.weights}"]
     if precision.cache != "compute":
         taken = sum(
-            stack.kind.mixer.cache_bytes_per_token(precision, layers=stack.num_layers)
+            stack.kind.mixer.cache_bytes_per_token(precision, layers=stack.num_calls)
             for stack in assembly.plan.model.stacks
         )
         words.append(f"cache={precision.cache} cache_bytes_per_token={taken}")

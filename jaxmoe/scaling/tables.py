@@ -7,15 +7,17 @@
     head         head
     hidden       attention_in, attention_out, attention_gate, mlp_*, shared_*
     experts      expert_in, expert_out
-    router       router, constant_mix
-    vectors      norm, constant, state, adapter
+    router       router, constant_mix, connection
+    vectors      norm, constant, state, connection_bias, adapter
     zeros        router_residual, router_noise
 
 The papers have rows for the first five and for norms. Choices of this library: the gate of the
 attention heads is a hidden matrix (as in ArchScale); `constant_mix` of MoE++ is a small matrix of
 logits, hence a router; its `constant` vectors are looked up like embeddings, and follow the gains;
 rates, steps and convolutions of recurrent mixers (`state`) are numbers per channel, as gains are;
-matrices that start at zero have no radius, and stay with AdamW; an adapter brings its own numbers.
+matrices that start at zero have no radius, and stay with AdamW; `connection` of hyper-connections
+is a small matrix of logits as well, and `connection_bias` are their biases and factors; an adapter
+brings its own numbers.
 
 `router` of ForwardMultipliers multiplies the input of the router, which equals its logits if they
 are linear in it.
@@ -55,6 +57,8 @@ ROLE_CLASSES: Final[dict[Role, str]] = {
     "constant_mix": "router",
     "norm": "vectors",
     "state": "vectors",
+    "connection": "router",
+    "connection_bias": "vectors",
     "head": "head",
     "adapter": "vectors",
 }

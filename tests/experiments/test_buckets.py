@@ -26,6 +26,7 @@ LINES = {
         ("convert", "--from_huggingface", BUCKET),
     ],
     "data": [("inspect", *IN_RUN)],
+    "depth": [IN_RUN],
     "describe": [IN_RUN],
     "doctor": [IN_RUN, ("--links", *IN_RUN)],
     "ensemble": [("--runs", "a", "b", *IN_RUN)],

@@ -25,6 +25,7 @@ COMMANDS = {
         "bench",
         "checkpoint",
         "data",
+        "depth",
         "describe",
         "doctor",
         "ensemble",

@@ -86,6 +86,8 @@ def check_computed(model: ModelConfig) -> None:
     recurrent = {kind.mixer.name for kind in model.kinds if kind.mixer.is_recurrent}
     if recurrent and not model.attention.is_recurrent:
         lines.append(f"model.layers with the mixer {' and '.join(sorted(recurrent))}")
+    if model.loop is not None:
+        lines.append("model.loop: only None")
     if moe is not None:
         for field in ("capacity", "zero_computation"):
             if getattr(moe, field) is not None:

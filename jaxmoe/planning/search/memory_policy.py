@@ -99,9 +99,11 @@ def choices_of(plan: StepPlan, chip: Chip) -> list[list[Choice]]:
             held.append(Choice(freed=freed, seconds=moved / link, fields=tuple(fields.items())))
     inputs = [Choice()]
     if execution.remat == "full":
-        stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize * plan.model.num_layers
-        moved = 2 * stream * plan.accumulation * plan.model.residual.arrays
-        inputs.append(Choice(freed=stream, seconds=moved / link, fields=(("remat", "offload"),)))
+        calls = sum(stack.num_calls for stack in plan.model.stacks)
+        stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize * calls
+        kept = stream * plan.model.residual.arrays
+        moved = 2 * kept * plan.accumulation
+        inputs.append(Choice(freed=kept, seconds=moved / link, fields=(("remat", "offload"),)))
     return [held, inputs]
 
 

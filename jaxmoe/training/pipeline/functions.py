@@ -95,7 +95,7 @@ class PipelinedModel:
         """Return the stream before the stages, equal on all of them, and sums of its layers."""
         about = self._about(micro)
         scans = self.parts.before
-        stream = self._summed(self._embed(self._of(("embedding",)), about))
+        stream = self._begun(self._embed(self._of(("embedding",)), about))
         params = self._of(scan.name for scan in scans)
         stream, sums = self._run(scans, params, stream, about, None)
         return stream, EndSums(layers=sums, gradients=None)
@@ -109,9 +109,10 @@ class PipelinedModel:
         def run(params: dict[str, Any], stream: Stream) -> Any:
             return _with_loss(self._run(scans, params, stream, about, past))
 
-        (_, total), pull_back, sums = jax.vjp(run, layers, self._summed(addend), has_aux=True)
+        first, pull_begin = jax.vjp(self.model.residual.begin, self._summed(addend))
+        (_, total), pull_back, sums = jax.vjp(run, layers, first, has_aux=True)
         of_layers, gradient = pull_back((gradient, jnp.ones_like(total)))
-        (of_embedding,) = pull_embedding(gradient)
+        (of_embedding,) = pull_embedding(*pull_begin(gradient))
         return EndSums(layers=jax.lax.stop_gradient(sums), gradients=of_layers | of_embedding)
 
     def forward(
@@ -211,6 +212,10 @@ class PipelinedModel:
         here = jax.lax.axis_index(ax.STAGE) * table.shape[0]
         ids = about.context["tokens"] - here.astype(jnp.int32)
         return first_stream(self.model, table, ids, self.execution)
+
+    def _begun(self, addend: Stream) -> Stream:
+        """Return the stream before the first layer from the addends of the stages."""
+        return self.model.residual.begin(self._summed(addend))
 
     @staticmethod
     def _summed(stream: Stream) -> Stream:

@@ -154,6 +154,12 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
                 " execution.mesh.stage is 1: set execution.mesh.stage, or chunks to 1"
             )
         return
+    if model.loop is not None:
+        raise ValueError(
+            f"model.loop.times={model.loop.times} calls layers again after the last of them, and"
+            f" execution.mesh.stage={stages} passes every micro-batch through them once:"
+            " set execution.mesh.stage to 1, or leave model.loop out"
+        )
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)
     pipeline.check(stages, accumulation)
     if execution.telemetry == "detailed":

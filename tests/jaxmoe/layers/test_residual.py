@@ -14,6 +14,7 @@ from jaxmoe.checkpoint import CheckpointError
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
+from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerInputs, RoutingInputs, Stream, TokenInputs
 from jaxmoe.layers.residual import LadderResidualConfig, StandardResidualConfig
@@ -27,7 +28,11 @@ from tests.support.meshes import mesh_of
 from tests.support.models import FULL, LENGTH, tokens_for
 from tests.support.tolerances import assert_close
 
-RESIDUALS = {"standard": StandardResidualConfig(), "ladder": LadderResidualConfig()}
+RESIDUALS = {
+    "standard": StandardResidualConfig(),
+    "ladder": LadderResidualConfig(),
+    "hyper": HyperResidualConfig(streams=2),
+}
 MULTIPLIER = 0.7
 MODEL = dataclasses.replace(
     FULL, residual=LadderResidualConfig(), multipliers=ForwardMultipliers(residual=MULTIPLIER)
@@ -42,11 +47,11 @@ def values():
     )
 
 
-def branches(params, tokens):
+def branches(params, tokens, model=MODEL):
     """Each layer's mixer and feed-forward as functions of their input [B S D], in order."""
     mask, execution = jnp.ones(tokens.shape, bool), ExecutionConfig()
     about, segments = TokenInputs(token_mask=mask), mask.astype(jnp.int32)
-    for stack in MODEL.stacks:
+    for stack in model.stacks:
         for place in range(stack.num_layers):
             own = jax.tree.map(lambda w, i=place: w[i], params[stack.path])
             mixer, feed_forward = stack.kind.mixer, stack.kind.feed_forward
@@ -54,13 +59,13 @@ def branches(params, tokens):
             routing = RoutingInputs(token_mask=mask, segment_ids=segments, router_state={})
 
             def mix(x, own=own, mixer=mixer, name=name):
-                module = mixer.build(MODEL.context, execution)
-                normed = rms_norm(x, own[f"{name}_norm"]["gain"], MODEL.norm_epsilon)
+                module = mixer.build(model.context, execution)
+                normed = rms_norm(x, own[f"{name}_norm"]["gain"], model.norm_epsilon)
                 return module.apply({"params": own[name]}, normed, about, None)[0]
 
             def feed(x, own=own, feed_forward=feed_forward, name=fed, routing=routing):
-                module = feed_forward.build(MODEL.context, execution, train=False)
-                normed = rms_norm(x, own["feed_forward_norm"]["gain"], MODEL.norm_epsilon)
+                module = feed_forward.build(model.context, execution, train=False)
+                normed = rms_norm(x, own["feed_forward_norm"]["gain"], model.norm_epsilon)
                 return module.apply({"params": own[name]}, normed, routing)[0]
 
             yield SimpleNamespace(mix=mix, feed=feed)

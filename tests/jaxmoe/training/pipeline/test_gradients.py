@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.mixers import Mamba2Config
 from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.config import LayerConfig
@@ -131,6 +132,10 @@ SLOW = {
     "gpipe": Row(mesh=MeshConfig(stage=4, data=2), execution={"pipeline": GPipeConfig()}),
     "ladder": Row(
         model=dataclasses.replace(DENSE_FIRST, residual=LadderResidualConfig()),
+        mesh=MeshConfig(stage=2, data=2),
+    ),
+    "hyper-connections": Row(
+        model=dataclasses.replace(DENSE_FIRST, residual=HyperResidualConfig(streams=2)),
         mesh=MeshConfig(stage=2, data=2),
     ),
     "recurrent and attending layers": Row(
