@@ -42,6 +42,8 @@ Role = Literal[
     "router_noise",
     "constant",
     "constant_mix",
+    "memory_key",
+    "memory_value",
     "norm",
     "state",
     "head",
@@ -49,7 +51,10 @@ Role = Literal[
 ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttributeAccessIssue]
 
 _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
-    ("router", "router_residual", "router_noise", "constant", "constant_mix", "state")
+    (
+        *("router", "router_residual", "router_noise", "constant", "constant_mix", "state"),
+        "memory_key",
+    )
 )
 
 Dims = tuple[int, ...]
@@ -70,6 +75,8 @@ class Declaration:
     """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
     +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; or the inverse of softplus of
     values whose logarithm is uniform from log(1e-3) to log(0.1)."""
+    share: float = 1.0
+    """Part of the values that one token reads, where it looks up rows of a table."""
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):

@@ -32,7 +32,7 @@ def matmul_parameters(model: ModelConfig, table: ParameterTable) -> int:
         if model.moe is not None and ax.EXPERTS in declaration.axes:
             total += row.size * model.moe.top_k // model.moe.num_experts
         else:
-            total += row.size
+            total += round(row.size * declaration.share)
     return total
 
 

@@ -109,7 +109,7 @@ def _row(role: Role, num_layers: int, options: StandardConfig, rate: float) -> H
             return dataclasses.replace(
                 row, init_std=std, fan_in_power=0.0, weight_decay_multiplier=0.0
             )
-        case "norm" | "constant" | "state":
+        case "norm" | "constant" | "state" | "memory_value":
             return dataclasses.replace(row, weight_decay_multiplier=0.0)
     if options.matrix_std is not None:
         return dataclasses.replace(row, init_std=options.matrix_std, fan_in_power=0.0)
