@@ -93,7 +93,7 @@ REGISTRIES = {
     "jaxmoe.data.levels:AssignConfig": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe", "ultra_mem"},
-    "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent", "mamba", "mamba2"},
+    "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent", "mamba", "mamba2", "shared_keys"},
     "jaxmoe.layers.residual:Residuals": {"standard", "ladder"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},

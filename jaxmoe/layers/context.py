@@ -76,6 +76,7 @@ class AttentionMixer:
     module_name: ClassVar[str] = "attention"
     operation: ClassVar[str] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
+    shares_keys: ClassVar[bool] = False
     window: int | None = None
 
     @property
@@ -99,6 +100,7 @@ class RecurrentMixer:
     __slots__ = ()
 
     is_recurrent: ClassVar[bool] = True
+    shares_keys: ClassVar[bool] = False
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False
     name: ClassVar[str]

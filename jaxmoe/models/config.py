@@ -128,6 +128,24 @@ class ModelConfig:
                     " of these layers: leave one of them out"
                 )
 
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        """Refuse layers between which keys and values cannot be shared."""
+        sharing = list(dict.fromkeys(k.mixer for k in self.kinds if k.mixer.shares_keys))
+        if len(sharing) > 1:
+            raise ValueError(
+                f"model.layers has {len(sharing)} mixers {sharing[0].name} that differ, and keys of"
+                " one do not fit another: make them equal"
+            )
+        for scan in self.scans if sharing else ():
+            if sum(stack.kind.mixer.shares_keys for stack in scan.stacks) > 1:
+                raise ValueError(
+                    f"model.layers repeats a period with several layers of {sharing[0].name}, and"
+                    " each place of a period has a cache of its own: have one in the period, or"
+                    " equal layers throughout"
+                )
+
     @property
     def context(self) -> LayerContext:
         """Numbers that layers read."""

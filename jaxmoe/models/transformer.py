@@ -325,5 +325,7 @@ def first_stream(
     if model.num_moe_layers and moves_tokens(execution):
         none = jnp.full(x.shape[:2], -1, jnp.int32)
         device = placement.place(none, (ax.ACT_BATCH, ax.ACT_SEQ))
-    stream = Stream(x=x, router_logits=logits, expert_device=device)
+    sharing: Any = next((kind.mixer for kind in model.kinds if kind.mixer.shares_keys), None)
+    keys = None if sharing is None else sharing.no_keys(x, placement)
+    stream = Stream(x=x, router_logits=logits, expert_device=device, last_keys=keys)
     return model.residual.begin(stream)
