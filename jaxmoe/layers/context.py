@@ -77,6 +77,8 @@ class AttentionMixer:
     operation: ClassVar[str] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
     shares_keys: ClassVar[bool] = False
+    merges_streams: ClassVar[bool] = False
+    num_streams: int = 1
     window: int | None = None
 
     @property
@@ -101,6 +103,8 @@ class RecurrentMixer:
 
     is_recurrent: ClassVar[bool] = True
     shares_keys: ClassVar[bool] = False
+    merges_streams: ClassVar[bool] = False
+    num_streams: ClassVar[int] = 1
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False
     name: ClassVar[str]

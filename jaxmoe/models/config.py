@@ -129,6 +129,13 @@ class ModelConfig:
                 )
 
         self._check_sharing()
+        merging = [kind.mixer.merges_streams for kind in self.kinds]
+        if any(merging) and len({kind.mixer for kind in self.kinds}) > 1:
+            raise ValueError(
+                "model.layers: parallel streams pass through every layer, and the layers have other"
+                " mixers: set model.attention to the mixer with streams and leave those of"
+                " model.layers out"
+            )
 
     def _check_sharing(self) -> None:
         """Refuse layers between which keys and values cannot be shared."""
@@ -171,6 +178,11 @@ class ModelConfig:
     def stacks(self) -> tuple[LayerStack, ...]:
         """Equal layers whose parameters are stacked under one path, in the order of the paths."""
         return tuple(stack for scan in self.scans for stack in scan.stacks)
+
+    @property
+    def num_streams(self) -> int:
+        """Number of streams that are computed for each sequence."""
+        return max(kind.mixer.num_streams for kind in self.kinds)
 
     @property
     def num_moe_layers(self) -> int:

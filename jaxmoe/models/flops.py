@@ -30,9 +30,10 @@ def matmul_parameters(model: ModelConfig, table: ParameterTable) -> int:
         if role == "norm" or (role == "embedding" and not model.has_tied_embeddings):
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
-            total += row.size * model.moe.top_k // model.moe.num_experts
+            total += model.num_streams * row.size * model.moe.top_k // model.moe.num_experts
         else:
-            total += round(row.size * declaration.share)
+            streams = model.num_streams if declaration.is_stacked else 1
+            total += streams * round(row.size * declaration.share)
     return total
 
 
@@ -48,12 +49,13 @@ def flops_per_token(
         left_out: Share of the layers of the longest scan that a token does not pass through.
     """
     mixing = sum(kind.mixer.flops_per_token(sequence_length) for kind in model.kinds)
+    mixing *= model.num_streams
     whole = 6.0 * matmul_parameters(model, table) + mixing
     if not left_out:
         return whole
     (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
     rows = ParameterTable(tuple(row for row in table if ax.LAYERS in row.declaration.axes))
-    mixing = sum(
+    mixing = model.num_streams * sum(
         stack.num_layers * stack.kind.mixer.flops_per_token(sequence_length)
         for stack in scan.stacks
     )

@@ -132,6 +132,9 @@ class Transformer(nn.Module):
         flow = first_stream(model, table, about.context["tokens"], execution)
         outputs, caches, is_gathered = [], {}, WHOLE in self.variables
         execution = any_memory(execution) if self.is_initializing() else execution
+        streams: Any = self.model.kinds[0].mixer
+        if streams.merges_streams:
+            flow, about = streams.spread((flow, about), placement)
         flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
@@ -142,6 +145,8 @@ class Transformer(nn.Module):
                 caches |= cache_by_path(scan, flow.cache)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
         x = model.residual.end(end_halves(execution, flow)).x
+        if streams.merges_streams:
+            x = streams.merge(model.embed_dim, execution, name="merge_streams")(x)
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = _read_at(x, logits_at, placement)

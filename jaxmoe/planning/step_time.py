@@ -135,7 +135,11 @@ def stack_flops(plan: StepPlan, stack: LayerStack) -> float:
         stack: Stack of its model.
     """
     rows = [row for row in plan.table if row.path.startswith(f"{stack.path}/")]
-    mixing = stack.num_layers * stack.kind.mixer.flops_per_token(plan.sequence_length)
+    mixing = (
+        plan.model.num_streams
+        * stack.num_layers
+        * stack.kind.mixer.flops_per_token(plan.sequence_length)
+    )
     return 6.0 * matmul_parameters(plan.model, ParameterTable(tuple(rows))) + mixing
 
 

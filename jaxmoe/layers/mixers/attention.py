@@ -243,6 +243,7 @@ class Attention(nn.Module):
             scale=self.context.multipliers.attention_scale,
             implementation=self.execution.kernels.attention,
             is_observed=self.execution.telemetry == "detailed",
+            keeps_lse=config.merges_streams,
         )
         if cache is None:
             k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))
