@@ -92,7 +92,7 @@ REGISTRIES = {
     },
     "jaxmoe.data.levels:AssignConfig": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
-    "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe", "ultra_mem"},
+    "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe", "ultra_mem", "two_sizes"},
     "jaxmoe.layers.mixers:Mixers": {
         "grouped_query",
         "latent",

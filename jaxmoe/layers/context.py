@@ -158,6 +158,7 @@ class UnroutedFeedForward:
 
     is_routed: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
+    num_sizes: int = 1
 
     def check_execution(
         self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
