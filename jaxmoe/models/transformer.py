@@ -38,6 +38,7 @@ from jaxmoe.models.layer_scan import (
     scan_layers,
     with_cache,
 )
+from jaxmoe.models.streams import begin_streams, end_streams
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
@@ -132,21 +133,16 @@ class Transformer(nn.Module):
         flow = first_stream(model, table, about.context["tokens"], execution)
         outputs, caches, is_gathered = [], {}, WHOLE in self.variables
         execution = any_memory(execution) if self.is_initializing() else execution
-        streams: Any = self.model.kinds[0].mixer
-        if streams.merges_streams:
-            flow, about = streams.spread((flow, about), placement)
+        flow, about = begin_streams(model, execution, flow, about)
         flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
             flow = with_cache(scan, flow, cache)
             flow, output = layers(flow, scan_inputs(model, scan, router_state, key, kept), about)
             outputs.append(output)
-            if cache is not None:
-                caches |= cache_by_path(scan, flow.cache)
+            caches |= {} if cache is None else cache_by_path(scan, flow.cache)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
-        x = model.residual.end(end_halves(execution, flow)).x
-        if streams.merges_streams:
-            x = streams.merge(model.embed_dim, execution, name="merge_streams")(x)
+        x = end_streams(model, execution, model.residual.end(end_halves(execution, flow)).x)
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = _read_at(x, logits_at, placement)

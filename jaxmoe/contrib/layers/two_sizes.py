@@ -10,7 +10,8 @@
 the number in base O, with factor 1; -1 takes in each layer the option with the largest mean p_o
 in the sequence. `jaxmoe.training.measures.size_oracle` tries all numbers.
 
-Both sizes are computed for all tokens: this studies choices and saves no time.
+Stage 2 starts from the parameters of stage 1 by `--checkpoint.initial RUN`. Both sizes are computed
+for all tokens: this studies choices and saves no time.
 
 Source: Duo-LLM, arXiv 2410.10846.
 """
@@ -143,24 +144,25 @@ class TwoSizes(nn.Module):
             FeedForward(self.embed_dim, hidden, self.execution, name=name)(x)[0]
             for name, hidden in (("small", config.small_dim), ("big", config.big_dim))
         )
-        probs = self._probabilities(x) if config.choice == "router" else None
+        probs = self._probabilities(x)  # in both stages, for one set of parameters
+        is_routed = config.choice == "router"
         pattern, layer = routing.context.get("size_pattern"), routing.layer
         if pattern is not None and layer is not None:
             digits = pattern // jnp.int32(number) ** layer % jnp.int32(number)
-            if probs is not None:
+            if is_routed:
                 means = jnp.mean(probs, axis=1, keepdims=True)
                 digits = jnp.where(
                     pattern < 0, jnp.argmax(means, axis=-1).astype(jnp.int32), digits
                 )
             share = jax.nn.one_hot(digits, number)
-        elif probs is not None:
+        elif is_routed:
             share = probs * jax.nn.one_hot(jnp.argmax(probs, axis=-1), number)
         else:
             share = jax.nn.one_hot(self._drawn(routing), number)
         share = share.astype(x.dtype)
         y = small * share[..., -2:-1] + big * share[..., -1:]
         losses = {}
-        if self.train and probs is not None:
+        if self.train and is_routed:
             losses = {"size_budget": config.budget_loss(probs[..., -1], routing.token_mask)}
         return y, FeedForwardOutputs(losses=losses)
 

@@ -34,7 +34,7 @@ MODEL = ModelConfig(
     attention=SHARED,
     moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8),
 )
-"""Of five layers 0, 2 and 4 lead."""
+"""Layers 0, 2 and 4 lead."""
 
 
 @functools.cache
