@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.doctor.devices import tiny_config
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import DenseConfig, TwoSizesConfig
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.models.transformer import forward
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.measures.size_oracle import find_oracle
 from sharding import MeshConfig
@@ -124,6 +127,7 @@ def test_the_budget_loss_is_zero_at_the_target_and_grows_away_from_it():
     assert float(away) == pytest.approx(2.0 * (0.6 - 0.25) ** 2)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_step_has_the_budget_and_no_share_of_micro_batches():
     """Two micro-batches of one repeated row have the loss of one micro-batch."""
     tokens, targets = map(np.asarray, tokens_for(MODEL))
@@ -193,3 +197,19 @@ def test_what_has_no_sizes_or_halves_the_batch_is_refused():
     with pytest.raises(ValueError, match="two_sizes.choice=random draws in training"):
         tokens, _ = tokens_for(MODEL)
         logits_of(with_sizes(RANDOM), train=True)(params_of(with_sizes(RANDOM)), tokens, None, None)
+
+
+@pytest.mark.slow
+def test_evaluation_has_a_row_for_each_budget():
+    config = tiny_config(1)
+    model = dataclasses.replace(config.model, moe=None, layers=MODEL.layers)
+    config = dataclasses.replace(
+        config, model=model, evaluation=dataclasses.replace(config.evaluation, batches=1)
+    )
+    assembly = assemble(config, devices=jax.devices()[:1])
+    with jax.set_mesh(assembly.mesh):
+        rows = router_details(assembly, assembly.new_state())
+    assert [row["budget"] for row in rows] == list(range(model.num_layers + 1))
+    oracle = np.array([row["oracle"] for row in rows])
+    assert np.isfinite(oracle).all() and (np.diff(oracle) <= 0).all()
+    assert oracle[-1] <= rows[0]["preferred"]

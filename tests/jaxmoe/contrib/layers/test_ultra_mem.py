@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.checkpoint.huggingface.describe import short_form
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import UltraMemConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
@@ -25,7 +28,9 @@ from jaxmoe.models.flops import matmul_parameters
 from jaxmoe.scaling import PARAMETERIZATIONS, BasePoint, Budget
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from tests.jaxmoe.layers.test_mesh_invariance import on_mesh, on_one_device
-from tests.support.models import TINY
+from tests.support.meshes import EXECUTIONS
+from tests.support.models import TINY, WIDE, WIDE_LENGTH, tokens_for
+from tests.support.one_step import stepped
 from tests.support.tolerances import assert_close
 
 CONFIG = UltraMemConfig(hidden_dim=32, num_keys=8, top_k=3, num_heads=2, key_dim=6, value_dim=8)
@@ -113,7 +118,7 @@ def rms(x):
     return float(jnp.sqrt(jnp.mean(x * x)))
 
 
-@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("num_heads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_initial_output_is_as_large_as_that_of_the_feed_forward(num_heads):
     config = UltraMemConfig(
         hidden_dim=256, num_keys=64, top_k=8, num_heads=num_heads, key_dim=32, value_dim=64
@@ -152,21 +157,36 @@ def test_gradients_touch_only_the_rows_that_were_read():
 
 
 CUT = [
-    pytest.param("data4_tensor2", "fully_sharded"),
-    *(
-        pytest.param(mesh, rules, marks=pytest.mark.slow)
-        for mesh, rules in [
-            ("replica2_data2_expert2", "data_parallel"),
-            ("replica2_data2_expert2", "hierarchical"),
-            ("data8", "fully_sharded"),
-        ]
-    ),
+    ("data4_tensor2", "fully_sharded"),
+    ("replica2_data2_expert2", "data_parallel"),
+    ("replica2_data2_expert2", "hierarchical"),
+    ("data8", "fully_sharded"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rules"), CUT)
 def test_a_cut_table_equals_a_whole_one(mesh, rules):
     assert_close(on_mesh(MODEL, mesh, rules), on_one_device(MODEL), "end_to_end")
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["data2_expert2_tensor2", "fold_expert4_tensor"])
+def test_a_cut_table_beside_experts_equals_a_whole_one(name):
+    """A step of a period of experts and memory, also on a folded mesh."""
+    layers = (LayerConfig(), LayerConfig(feed_forward=CONFIG))
+    model = dataclasses.replace(WIDE, layers=layers)
+    tokens, targets = map(np.asarray, tokens_for(model, length=WIDE_LENGTH))
+    weights = np.ones(tokens.shape, np.float32)
+    rows = Batch(tokens=tokens, targets=targets, loss_weights=weights)
+    found = [stepped(model, rows, execution=one) for one in (EXECUTIONS[name], None)]
+    mine, wanted = ((metrics.loss, state.params) for state, metrics in found)
+    assert_close(mine, wanted, "end_to_end")
+
+
+def test_no_family_of_transformers_has_a_memory():
+    with pytest.raises(CheckpointError, match="layer 0 has the feed-forward ultra_mem"):
+        short_form(MODEL)
 
 
 def test_a_token_counts_the_rows_that_it_reads():
