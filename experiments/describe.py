@@ -113,7 +113,7 @@ def describe(subject: Subject, plan: Plan) -> str:
     """
     config, model, table = plan.config, plan.model, plan.table
     training, moe = config.training, model.moe
-    active = table.active(moe.top_k, moe.num_experts) if moe else table.total
+    active = table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     flops = flops_per_token(model, table, training.sequence_length)
     tokens = training.batch_size * training.sequence_length
     width = _BYTES[config.execution.precision.parameters]

@@ -50,7 +50,8 @@ class EvaluateConfig:
     run: FinishedRunConfig = FinishedRunConfig()
     """Trained run and checkpoint."""
     routing: Literal["none", "detailed"] = "none"
-    """Table of what the routers do with the held-out tokens, layer by layer."""
+    """Table of what the routers do with the held-out tokens, layer by layer; with feed-forwards of
+    two sizes, the best choice for each budget."""
     cache: CacheFormat = "compute"
     """Format that keys and values are rounded to; compute does not round."""
     data: DataConfig | None = None

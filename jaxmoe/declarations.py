@@ -43,6 +43,8 @@ Role = Literal[
     "router_noise",
     "constant",
     "constant_mix",
+    "memory_key",
+    "memory_value",
     "norm",
     "state",
     "connection",
@@ -55,7 +57,7 @@ ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttribut
 _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
     (
         *("router", "router_residual", "router_noise", "constant", "constant_mix", "state"),
-        *("connection", "connection_bias"),
+        *("connection", "connection_bias", "memory_key"),
     )
 )
 FACTORS: Final = ("down", "up", "scale")
@@ -83,6 +85,8 @@ class Declaration:
     """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
     +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse of softplus of
     values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of a vector."""
+    share: float = 1.0
+    """Part of the values that one token reads, where it looks up rows of a table."""
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):

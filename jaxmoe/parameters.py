@@ -182,9 +182,10 @@ class ParameterTable:
         return sum(row.size for row in self)
 
     def active(self, top_k: int, num_experts: int) -> int:
-        """Return the values that one token uses: top_k of num_experts routed experts."""
+        """Return the values that one token uses: top_k of num_experts routed experts, read rows."""
         routed = sum(row.size for row in self if ax.EXPERTS in row.declaration.axes)
-        return self.total - routed + routed * top_k // max(num_experts, 1)
+        unread = sum(row.size - round(row.size * row.declaration.share) for row in self)
+        return self.total - unread - routed + routed * top_k // max(num_experts, 1)
 
     def text(self) -> str:
         """Return two tables as aligned text: values by parameter, and axes by parameter."""

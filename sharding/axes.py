@@ -42,6 +42,9 @@ ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every 
 ROUTER_DIM: Final = "router_dim"  # inner width of a router of two factors
 CONSTANTS: Final = "constants"  # the constant experts, which every device has
 ROUTER_SLOTS: Final = "router_slots"  # P, slots of one expert in a sequence
+MEMORY_ROWS: Final = "memory_rows"  # the values of a memory
+MEMORY_DIM: Final = "memory_dim"  # width of a value of a memory
+MEMORY_INNER: Final = "memory_inner"  # heads, keys and inner widths of a memory
 NORM: Final = "norm"  # the gains of a norm
 TAPS: Final = "taps"  # the taps of a convolution over positions
 STATE_GROUPS: Final = "state_groups"  # G, groups of heads that share the inputs of their states
@@ -90,6 +93,9 @@ LOGICAL_AXES: Final = (
     ROUTER_DIM,
     CONSTANTS,
     ROUTER_SLOTS,
+    MEMORY_ROWS,
+    MEMORY_DIM,
+    MEMORY_INNER,
     NORM,
     TAPS,
     STATE_GROUPS,

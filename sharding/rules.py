@@ -188,6 +188,9 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.ROUTER_DIM, ()),
         (ax.CONSTANTS, ()),
         (ax.ROUTER_SLOTS, ()),
+        (ax.MEMORY_ROWS, (ax.EXPERT, ax.TENSOR)),
+        (ax.MEMORY_DIM, ()),
+        (ax.MEMORY_INNER, ()),
         (ax.NORM, ()),
         (ax.TAPS, ()),
         (ax.STATE_GROUPS, ()),
@@ -209,7 +212,9 @@ DATA_PARALLEL = LogicalAxisRules(
 """Parameters whole on every device of the data axis; batch and heads split."""
 
 FULLY_SHARDED = DATA_PARALLEL.replace(
-    embed=(ax.DATA, ax.EXPERT, ax.SEQ), expert_embed=(ax.DATA, ax.SEQ)
+    embed=(ax.DATA, ax.EXPERT, ax.SEQ),
+    expert_embed=(ax.DATA, ax.SEQ),
+    memory_dim=(ax.DATA, ax.SEQ),
 )
 """ZeRO-3: every matrix, its gradient and its optimiser state split over all devices of a replica
 that would otherwise hold copies."""

@@ -93,7 +93,9 @@ class StateLayout:
 
 
 ACROSS_REPLICAS = FULLY_SHARDED.replace(
-    embed=(ax.DATA, ax.EXPERT, ax.SEQ, ax.REPLICA), expert_embed=(ax.DATA, ax.SEQ, ax.REPLICA)
+    embed=(ax.DATA, ax.EXPERT, ax.SEQ, ax.REPLICA),
+    expert_embed=(ax.DATA, ax.SEQ, ax.REPLICA),
+    memory_dim=(ax.DATA, ax.SEQ, ax.REPLICA),
 )
 """Split within a replica, and each piece across replicas; in the other order a gather across
 replicas would have to reorder its result."""

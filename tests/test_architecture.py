@@ -103,8 +103,10 @@ REGISTRIES = {
     },
     "jaxmoe.data.levels:AssignConfig": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
-    "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe"},
-    "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent", "mamba", "mamba2"},
+    "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe", "ultra_mem", "two_sizes"},
+    "jaxmoe.layers.mixers:Mixers": {
+        *("grouped_query", "latent", "mamba", "mamba2", "shared_keys", "parallel_streams"),
+    },
     "jaxmoe.layers.residual:Residuals": {"standard", "ladder", "hyper"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
@@ -163,35 +165,46 @@ def test_imports_flow_one_way():
     )
 
 
+def _place(name: str) -> str:
+    """The package of a module of jaxmoe: `routing` of `jaxmoe.routing.gates`, and `layers` of
+    `jaxmoe.contrib.layers.ultra_mem`, because a file of contrib belongs to its package."""
+    parts = name.removeprefix("jaxmoe.contrib.").removeprefix("jaxmoe.").split(".")
+    return parts[0]
+
+
 def _jaxmoe_imports(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """The line and the package (`routing` of `jaxmoe.routing.gates`) of each import of jaxmoe."""
+    """The line and the package of each import of jaxmoe."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module == "jaxmoe":
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxmoe."):
-            yield node.lineno, str(node.module).split(".")[1]
+            yield node.lineno, _place(str(node.module))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.startswith("jaxmoe."):
-                    yield node.lineno, alias.name.split(".")[1]
+                    yield node.lineno, _place(alias.name)
 
 
 def test_packages_of_jaxmoe_are_ordered():
     def failures():
         for path in modules("jaxmoe"):
-            own = module_name(path).split(".")[1:2]
-            if not own:  # jaxmoe/__init__.py re-exports
+            if module_name(path) in ("jaxmoe", "jaxmoe.contrib"):  # the first re-exports
                 continue
-            if own[0] not in ORDER:
-                yield at(path, 1, f"{own[0]} has no place in ORDER of tests/test_architecture.py")
+            own = _place(module_name(path))
+            if own not in ORDER:
+                yield at(path, 1, f"{own} has no place in ORDER of tests/test_architecture.py")
                 continue
             for line, imported_package in _jaxmoe_imports(path):
                 if imported_package not in ORDER:
                     yield at(path, line, f"imports {imported_package}, which ORDER does not name")
-                elif ORDER.index(imported_package) > ORDER.index(own[0]):
-                    yield at(path, line, f"{own[0]} imports {imported_package}, a higher package")
+                elif ORDER.index(imported_package) > ORDER.index(own):
+                    yield at(path, line, f"{own} imports {imported_package}, a higher package")
 
     check(failures())
+
+
+def test_a_file_of_contrib_has_the_place_of_its_package():
+    assert _place("jaxmoe.contrib.layers.ultra_mem") == _place("jaxmoe.layers.block") == "layers"
 
 
 def test_folders_are_small():

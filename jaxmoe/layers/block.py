@@ -108,8 +108,15 @@ class Block(nn.Module):
         """
         stream = self._mixer_residual.read(_named(stream))
         cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
-        y, outputs = self._mixer(self._mixer_norm(stream.x), tokens, cache)
-        stream = dataclasses.replace(stream, cache=outputs.cache)
+        mixer: Any = self.mixer
+        given: list[Any] = [self._mixer_norm(stream.x), tokens, cache]
+        last_keys: Any = stream.last_keys
+        if mixer.shares_keys:
+            is_leader = mixer.leads(layer, train=self.train)
+            given.append(dataclasses.replace(last_keys, is_leader=is_leader))
+        y, outputs = self._mixer(*given)
+        last_keys = outputs.last_keys if mixer.shares_keys else last_keys
+        stream = dataclasses.replace(stream, cache=outputs.cache, last_keys=last_keys)
         stream = self._mixer_residual.write(stream, y, self.context.multipliers.residual)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
 from jaxmoe.precision import PrecisionPolicy
 
@@ -74,6 +76,9 @@ class AttentionMixer:
     module_name: ClassVar[str] = "attention"
     operation: ClassVar[str] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
+    shares_keys: ClassVar[bool] = False
+    merges_streams: ClassVar[bool] = False
+    num_streams: int = 1
     window: int | None = None
 
     @property
@@ -97,6 +102,9 @@ class RecurrentMixer:
     __slots__ = ()
 
     is_recurrent: ClassVar[bool] = True
+    shares_keys: ClassVar[bool] = False
+    merges_streams: ClassVar[bool] = False
+    num_streams: ClassVar[int] = 1
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False
     name: ClassVar[str]
@@ -143,12 +151,36 @@ class RecurrentMixer:
         return 0
 
 
+class UnroutedFeedForward:
+    """Base class of the configs of feed-forwards without routed experts, for every execution."""
+
+    __slots__ = ()
+
+    is_routed: ClassVar[bool] = False
+    keeps_order: ClassVar[bool] = False
+    num_sizes: int = 1
+
+    def check_execution(
+        self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
+    ) -> None:
+        """Accept every execution.
+
+        Args:
+            execution: How it is computed.
+            sequences: Sequences of a device in one pass.
+            length: Tokens of a sequence.
+            mesh: {axis or piece of one: size}.
+        """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardSizes:
     """Sizes of a feed-forward, read by plans of memory and traffic."""
 
     dense_dim: int = 0
     """Hidden units of a dense layer; 0 if tokens are routed."""
+    read_dim: int = 0
+    """Numbers that a token looks up in tables."""
     shared_dim: int = 0
     """Hidden units that every token meets beside the routed experts."""
     num_experts: int = 0

@@ -58,6 +58,19 @@ class LayerInputs:
 
 @typing.no_type_check
 @struct.dataclass
+class LastKeys:
+    """Keys and values that a layer may take from a layer before it."""
+
+    k: Float[Array, "B S M H"]
+    """Keys, turned by their positions."""
+    v: Float[Array, "B S M Hv"]
+    """Values."""
+    is_leader: Bool[Array, ""]
+    """Whether the layer computes its own, and later layers take those."""
+
+
+@typing.no_type_check
+@struct.dataclass
 class Stream:
     """Arrays that flow from layer to layer."""
 
@@ -74,6 +87,8 @@ class Stream:
     expert_device: Int[Array, "B S"] | None = None
     """Device of the expert axes with most of the token's experts in the last MoE layer, for
     dispatchers that move tokens; -1 before the first."""
+    last_keys: LastKeys | None = None
+    """Keys and values of the last layer that computed some, for mixers that share them."""
     cache: Any = None
     """Caches of the mixers of a stack, with a leading dimension of its layers; in a period of
     layers one by place in the period. Each layer writes its part. As the stream is what a loop over
@@ -98,6 +113,8 @@ class MixerOutputs:
 
     cache: Any = None
     """`LayerCache.entries` with the new ones of the layer, if they were given."""
+    last_keys: LastKeys | None = None
+    """`Stream.last_keys` after the layer, from mixers that share them."""
     indicators: Indicators | None = None
     """Indicators of the global batch, with detailed telemetry."""
 

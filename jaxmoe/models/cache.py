@@ -38,7 +38,7 @@ def initial_cache(
     slots = -(-length // shards) * shards
     return {
         stack.path: stack.kind.mixer.initial_cache(
-            execution, layers=stack.num_calls, batch=batch, slots=slots
+            execution, layers=stack.num_calls, batch=batch * model.num_streams, slots=slots
         )
         for stack in model.stacks
     }

@@ -137,6 +137,31 @@ class ModelConfig:
                     " of these layers: leave one of them out"
                 )
 
+        self._check_sharing()
+        merging = [kind.mixer.merges_streams for kind in self.kinds]
+        if any(merging) and len({kind.mixer for kind in self.kinds}) > 1:
+            raise ValueError(
+                "model.layers: parallel streams pass through every layer, and the layers have other"
+                " mixers: set model.attention to the mixer with streams and leave those of"
+                " model.layers out"
+            )
+
+    def _check_sharing(self) -> None:
+        """Refuse layers between which keys and values cannot be shared."""
+        sharing = list(dict.fromkeys(k.mixer for k in self.kinds if k.mixer.shares_keys))
+        if len(sharing) > 1:
+            raise ValueError(
+                f"model.layers has {len(sharing)} mixers {sharing[0].name} that differ, and keys of"
+                " one do not fit another: make them equal"
+            )
+        for scan in self.scans if sharing else ():
+            if sum(stack.kind.mixer.shares_keys for stack in scan.stacks) > 1:
+                raise ValueError(
+                    f"model.layers repeats a period with several layers of {sharing[0].name}, and"
+                    " each place of a period has a cache of its own: have one in the period, or"
+                    " equal layers throughout"
+                )
+
     @property
     def context(self) -> LayerContext:
         """Numbers that layers read."""
@@ -167,6 +192,11 @@ class ModelConfig:
     def layer_numbers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Pairs (path of a stack, numbers of its layers)."""
         return tuple((stack.path, tuple(stack.layers)) for stack in self.stacks)
+
+    @property
+    def num_streams(self) -> int:
+        """Number of streams that are computed for each sequence."""
+        return max(kind.mixer.num_streams for kind in self.kinds)
 
     @property
     def num_moe_layers(self) -> int:

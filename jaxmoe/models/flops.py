@@ -43,9 +43,11 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
         if role == "adapter" and declaration.matrix is None:
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
+            turns *= model.num_streams
             found[row] = turns * row.size * model.moe.top_k // model.moe.num_experts
         else:
-            found[row] = turns * row.size
+            turns *= model.num_streams if declaration.is_stacked else 1
+            found[row] = turns * round(row.size * declaration.share)
     return found
 
 
@@ -88,4 +90,4 @@ def stack_mixing_flops(model: ModelConfig, stack: LayerStack, sequence_length: i
     """
     mixer = stack.kind.mixer.flops_per_token(sequence_length)
     residual = 2 * model.residual.flops_per_token(model.embed_dim)
-    return stack.num_calls * (mixer + residual)
+    return model.num_streams * stack.num_calls * (mixer + residual)

@@ -86,6 +86,16 @@ def check_halves(
             "execution.halves=2 computes whole sequences, and a cache was given: decode with"
             " execution.halves 1"
         )
+    if any(kind.mixer.shares_keys for kind in model.kinds):
+        raise ValueError(
+            "execution.halves=2 splits what flows from layer to layer by positions, and shared keys"
+            " and values of model.attention are split by heads: set execution.halves to 1"
+        )
+    if model.kinds[0].mixer.merges_streams:
+        raise ValueError(
+            "execution.halves=2 takes every other row, and the streams of a sequence are rows next"
+            " to one another: set execution.halves to 1"
+        )
     number, length = shape
     shards = devices(ax.ACT_BATCH)
     if number % (2 * shards):

@@ -210,22 +210,26 @@ def join_outputs(
         outputs: Output of each, in order.
 
     Returns:
-        Statistics over MoE layers, losses of weights over MoE layers, and indicators over all
-        layers.
+        Statistics over MoE layers, losses of layers by name, and indicators over all layers.
     """
     statistics, losses, indicators = [], [], []
+    others: dict[str, list[Array]] = {}
     for scan, output in zip(scans, outputs, strict=True):
         stacks = list(output.values()) if scan.is_cycle else [output]
         routed = [o for o in stacks if o.statistics is not None]
         if routed:
             statistics.append(_interleaved([o.statistics for o in routed]))
             losses.append(_interleaved([o.losses for o in routed]))
+        for name, value in (
+            (n, v) for o in stacks if o.statistics is None for n, v in o.losses.items()
+        ):
+            others.setdefault(name, []).append(value)
         known = [o.indicators for o in stacks if o.indicators is not None]
         if known:
             indicators.append((interleave(known, scan.length), scan.num_layers))
     return (
         _concatenate(statistics),
-        _concatenate(losses) or {},
+        (_concatenate(losses) or {}) | {name: _concatenate(own) for name, own in others.items()},
         join_stacks(indicators) if indicators else None,
     )
 

@@ -40,6 +40,7 @@ from jaxmoe.models.layer_scan import (
 )
 from jaxmoe.models.loop import loop_modules, run_scans
 from jaxmoe.models.stacks import Scan
+from jaxmoe.models.streams import begin_streams, end_streams
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
@@ -134,6 +135,7 @@ class Transformer(nn.Module):
         flow = begun_stream(model, table, about.context["tokens"], execution)
         caches = None if cache is None else dict(cache)
         execution = any_memory(execution) if self.is_initializing() else execution
+        flow, about = begin_streams(model, execution, flow, about)
         flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
         form = {"train": train, "is_gathered": WHOLE in self.variables}
         layers = {one.name: scan_layers(one, shared, execution, **form) for one in model.scans}
@@ -149,7 +151,7 @@ class Transformer(nn.Module):
         around = loop_modules(model.loop, shared, execution)
         flow, outputs = run_scans(model.scans, call, flow, around)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
-        x = model.residual.end(end_halves(execution, flow)).x
+        x = end_streams(model, execution, model.residual.end(end_halves(execution, flow)).x)
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = _read_at(x, logits_at, placement)
@@ -338,4 +340,6 @@ def first_stream(
     if model.num_moe_layers and moves_tokens(execution):
         none = jnp.full(x.shape[:2], -1, jnp.int32)
         device = placement.place(none, (ax.ACT_BATCH, ax.ACT_SEQ))
-    return Stream(x=x, router_logits=logits, expert_device=device)
+    sharing: Any = next((kind.mixer for kind in model.kinds if kind.mixer.shares_keys), None)
+    keys = None if sharing is None else sharing.no_keys(x, placement)
+    return Stream(x=x, router_logits=logits, expert_device=device, last_keys=keys)

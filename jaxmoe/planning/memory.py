@@ -252,7 +252,7 @@ def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
         attended = 2 * projected + inner * sizes.heads(heads) * heads.head_dim
         attended += 4 * sizes.inner_tokens * sizes.heads(heads)
         width = 2 * model.embed_dim + 2 * fed.expert_dim
-        rows = sizes.places(fed) * sizes.itemsize * width
+        rows = sizes.places(fed) * sizes.itemsize * width + token * fed.read_dim
         total += num_layers * ((3 + model.residual.arrays) * stream + attended + rows)
         total += _of_held(plan, [one], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total

@@ -7,13 +7,14 @@
     head         head
     hidden       attention_in, attention_out, attention_gate, mlp_*, shared_*
     experts      expert_in, expert_out
-    router       router, constant_mix, connection
-    vectors      norm, constant, state, connection_bias, adapter
+    router       router, constant_mix, connection, memory_key
+    vectors      norm, constant, state, connection_bias, memory_value, adapter
     zeros        router_residual, router_noise
 
 The papers have rows for the first five and for norms. Choices of this library: the gate of the
 attention heads is a hidden matrix (as in ArchScale); `constant_mix` of MoE++ is a small matrix of
-logits, hence a router; its `constant` vectors are looked up like embeddings, and follow the gains;
+logits, hence a router, and so are the keys of a memory; its `constant` vectors are looked up like
+embeddings, and follow the gains, as do the values of a memory (deviation 1/sqrt(width));
 rates, steps and convolutions of recurrent mixers (`state`) are numbers per channel, as gains are;
 matrices that start at zero have no radius, and stay with AdamW; `connection` of hyper-connections
 is a small matrix of logits as well, and `connection_bias` are their biases and factors; an adapter
@@ -55,6 +56,8 @@ ROLE_CLASSES: Final[dict[Role, str]] = {
     "router_noise": "zeros",
     "constant": "vectors",
     "constant_mix": "router",
+    "memory_key": "router",
+    "memory_value": "vectors",
     "norm": "vectors",
     "state": "vectors",
     "connection": "router",

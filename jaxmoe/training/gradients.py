@@ -152,8 +152,9 @@ def compute_gradients(
         if output.statistics is not None and others is not None and is_whole:
             wide = linearized_losses(model, output.statistics, others, share)
             losses = {name: share * value for name, value in losses.items()} | wide
-        elif output.statistics is not None:
-            losses = losses | buffered_losses(model, output.statistics, others)
+        else:
+            if output.statistics is not None:
+                losses = losses | buffered_losses(model, output.statistics, others)
             losses = {name: share * value for name, value in losses.items()}
         indicators = output.indicators
         if indicators is not None:

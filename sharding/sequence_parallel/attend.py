@@ -78,7 +78,6 @@ def attend(
     given_axes: dict[str, tuple[str, ...]] = dict.fromkeys(given, rows)
     if level is not None:
         given, given_axes = given | {"level": level}, given_axes | {"level": ()}
-    seen = ("lse", "top") if rules.is_observed else ()
     axes, length = placement.mesh_axes(ax.ACT_SEQ_INNER), q.shape[1]
 
     def run(q: Array, k: Array, v: Array, given: dict[str, Array], *, batch_axes: tuple[str, ...]):
@@ -92,6 +91,6 @@ def attend(
     island = placement.island(
         run,
         in_axes=(heads, kv_heads, kv_heads, given_axes),
-        out_axes=(heads, dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, ax.ACT_SEQ_INNER))),
+        out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, ax.ACT_SEQ_INNER))),
     )
     return island(q, k, v, given)

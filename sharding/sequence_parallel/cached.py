@@ -80,7 +80,6 @@ def attend_cached(
     axes = placement.mesh_axes(ax.ACT_CACHE)
     # Scales have as many dimensions as values.
     slots: Any = jax.tree.map(lambda _: CACHE_AXES, cache)
-    seen = ("lse", "top") if rules.is_observed else ()
 
     def run(q, k, v, cache, layer, positions, *, batch_axes):
         del batch_axes
@@ -101,7 +100,7 @@ def attend_cached(
     island = placement.island(
         run,
         in_axes=(heads, kv_heads, kv_heads, slots, (), (ax.ACT_BATCH, None)),
-        out_axes=(heads, dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
+        out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
     )
     return island(q, k, v, cache, layer, positions)
 
@@ -163,6 +162,5 @@ def attend_and_merge(
     summed = jax.lax.psum(by_query * out.astype(jnp.float32), axes)
     divisor = jnp.where(total > 0.0, total, 1.0).swapaxes(1, 2)[..., None]
     merged = (summed / divisor).astype(q.dtype)
-    if highest is None:
-        return merged, {}
-    return merged, {"lse": top + jnp.log(total), "top": jax.lax.pmax(highest, axes)}
+    found = {"lse": top + jnp.log(total)} if rules.seen else {}
+    return merged, found if highest is None else found | {"top": jax.lax.pmax(highest, axes)}

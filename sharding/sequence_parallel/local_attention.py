@@ -37,6 +37,15 @@ class AttentionRules:
     """Implementation of the kernel."""
     is_observed: bool = False
     """Whether the watched logits are returned."""
+    keeps_lse: bool = False
+    """Whether `lse` is returned, with its gradient, to merge the output with that of other keys."""
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Names of the arrays that are returned beside the output."""
+        if self.is_observed:
+            return ("lse", "top")
+        return ("lse",) if self.keeps_lse else ()
 
 
 class HeldTokens(NamedTuple):
@@ -70,7 +79,8 @@ def attend_locally(
         The output; and, if observed, the watched logits, without a gradient.
     """
     out, lse, top = attend_part(q, k, v, queries, keys, rules)
-    return out, {} if top is None else {"lse": jax.lax.stop_gradient(lse), "top": top}
+    found = {} if top is None else {"lse": jax.lax.stop_gradient(lse), "top": top}
+    return out, found | {"lse": lse} if rules.keeps_lse else found
 
 
 def attend_part(

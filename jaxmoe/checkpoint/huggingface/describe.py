@@ -118,7 +118,8 @@ def short_form(model: ModelConfig) -> ModelConfig:
     short form.
 
     Raises:
-        CheckpointError: A layer has another mixer or another dense width than those before it.
+        CheckpointError: A layer has another mixer or another dense width than those before it, or
+            a feed-forward that is neither dense nor of experts.
     """
     kinds = [(kind.mixer, kind.feed_forward.sizes) for kind in model.kinds]
     dense = tuple(index for index, (_, sizes) in enumerate(kinds) if sizes.dense_dim)
@@ -135,6 +136,12 @@ def short_form(model: ModelConfig) -> ModelConfig:
                     f"{k} {ours}, {first}" for k, (ours, first) in varying.items()
                 )
             raise CheckpointError(text)
+        feed_forward = model.kinds[index].feed_forward.name
+        if feed_forward not in ("dense", "moe"):
+            raise CheckpointError(
+                f"layer {index} has the feed-forward {feed_forward}, and no family of transformers"
+                " has it"
+            )
         if sizes.dense_dim not in (0, width):
             raise CheckpointError(
                 f"layer {index} of model.layers has a dense feed-forward of"

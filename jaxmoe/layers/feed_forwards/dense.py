@@ -11,7 +11,6 @@ over devices without splitting it from its partner.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -20,20 +19,23 @@ from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Declaration, Role, as_factor, declare_matrix
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
+from jaxmoe.layers.context import (
+    FeedForwardSizes,
+    LayerContext,
+    UnroutedFeedForward,
+    require_positive,
+)
 from jaxmoe.layers.records import FeedForwardOutputs
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DenseConfig:
+class DenseConfig(UnroutedFeedForward):
     """A dense SwiGLU feed-forward."""
 
     name: ClassVar[str] = "dense"
     module_name: ClassVar[str] = "feed_forward"
-    is_routed: ClassVar[bool] = False
-    keeps_order: ClassVar[bool] = False
     width_fields: ClassVar[tuple[str, ...]] = ("hidden_dim",)
 
     hidden_dim: int = 512
@@ -46,18 +48,6 @@ class DenseConfig:
     def sizes(self) -> FeedForwardSizes:
         """Sizes that plans read."""
         return FeedForwardSizes(dense_dim=self.hidden_dim)
-
-    def check_execution(
-        self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
-    ) -> None:
-        """Accept every execution.
-
-        Args:
-            execution: How it is computed.
-            sequences: Sequences of a device in one pass.
-            length: Tokens of a sequence.
-            mesh: {axis or piece of one: size}.
-        """
 
     def build(
         self,

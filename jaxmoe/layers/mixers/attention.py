@@ -27,7 +27,7 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
-from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
+from jaxmoe.layers.records import LastKeys, LayerCache, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
@@ -163,7 +163,11 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
+        self,
+        x: Float[Array, "B S D"],
+        tokens: TokenInputs,
+        cache: LayerCache | None,
+        last: LastKeys | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Attend.
 
@@ -171,6 +175,7 @@ class Attention(nn.Module):
             x: Normed input.
             tokens: Positions, segments and padding.
             cache: Cache of this layer; the new keys and values are written at their positions.
+            last: Keys and values of a layer before, for a mixer that shares them.
 
         Returns:
             The output [B S D] in the compute dtype, and the new `KVCache` and indicators.
@@ -190,7 +195,8 @@ class Attention(nn.Module):
             where = places_of(order, x.shape[1])
         angles = rotary_angles(where, config.head_dim, config.rope_theta)
         q, k = rotate(q, angles), rotate(k, angles)
-        out, logits, entries = self._attend(q, k, v.astype(dtype), tokens, cache)
+        k, v, last = self._of_leader(k, v.astype(dtype), last)
+        out, logits, entries = self._attend(q, k, v, tokens, cache)
         if config.is_gated:
             out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
         weight = self._declare(
@@ -211,7 +217,13 @@ class Attention(nn.Module):
         )
         y = into_stream(out, product, placement, form=form)
         indicators = observe_attention(logits, tokens.token_mask) if logits else None
-        return y, MixerOutputs(cache=entries, indicators=indicators)
+        return y, MixerOutputs(cache=entries, indicators=indicators, last_keys=last)
+
+    def _of_leader(
+        self, k: Array, v: Array, last: LastKeys | None
+    ) -> tuple[Array, Array, LastKeys | None]:
+        """Return the keys and values to attend to, and those for later layers."""
+        return k, v, last
 
     def _attend(
         self,
@@ -231,6 +243,7 @@ class Attention(nn.Module):
             scale=self.context.multipliers.attention_scale,
             implementation=self.execution.kernels.attention,
             is_observed=self.execution.telemetry == "detailed",
+            keeps_lse=config.merges_streams,
         )
         if cache is None:
             k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))

@@ -33,16 +33,24 @@ from jaxmoe.routing.telemetry.detailed import (
 )
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
+from jaxmoe.training.measures.size_oracle import find_oracle
 from jaxmoe.training.state import TrainState
 
 
 def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
     """Return one row of statistics per MoE layer; none for a dense model.
 
+    A model with feed-forwards of several sizes has one row per budget instead: the losses of
+    `jaxmoe.training.measures.size_oracle` on the first held-out batch.
+
     Args:
         assembly: Plan, devices and data of the run; its mesh is current.
         state: State with parameters and router state.
     """
+    model = assembly.plan.model
+    if any(kind.feed_forward.num_sizes > 1 for kind in model.kinds):
+        batch = next(iter(assembly.held_out()))
+        return find_oracle(model, state.params, batch, execution=assembly.execution).rows()
     per_batch = _statistics(assembly, state, assembly.held_out())
     if not per_batch:
         return []

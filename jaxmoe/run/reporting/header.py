@@ -30,7 +30,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     """
     plan, training = assembly.plan, assembly.plan.config.training
     model, moe = plan.model, plan.model.moe
-    active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
+    active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"

@@ -54,7 +54,7 @@ def summarise(
     """
     plan, last = assembly.plan, reporter.last
     training, moe = plan.config.training, plan.model.moe
-    active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
+    active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
     averaged = {"averaged": facts["averaged"]} if facts.get("averaged") else {}

@@ -167,6 +167,19 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
             f"execution.telemetry=detailed compares layers of all stages, and"
             f" execution.mesh.stage={stages} separates them: set execution.telemetry to brief"
         )
+    shared = [kind.mixer.name for kind in model.kinds if kind.mixer.shares_keys]
+    if shared:
+        raise ValueError(
+            f"model.attention {shared[0]!r} takes keys and values of earlier layers, which"
+            f" execution.mesh.stage={stages} would pass on between stages with every micro-batch:"
+            " set execution.mesh.stage to 1, or model.attention to grouped_query"
+        )
+    if model.kinds[0].mixer.merges_streams:
+        raise ValueError(
+            f"model.attention {model.kinds[0].mixer.name!r} merges its streams behind the last"
+            f" layer, which the stages of execution.mesh.stage={stages} do not: set"
+            " execution.mesh.stage to 1"
+        )
     if model.num_moe_layers and execution.dispatcher.moves_tokens:
         raise ValueError(
             f"execution.dispatcher {execution.dispatcher.name!r} with token_tables moves tokens"

@@ -36,6 +36,7 @@ class MoEConfig:
     name: ClassVar[str] = "moe"
     module_name: ClassVar[str] = "moe"
     is_routed: ClassVar[bool] = True
+    num_sizes: ClassVar[int] = 1
     width_fields: ClassVar[tuple[str, ...]] = ("expert_dim",)
 
     num_experts: int = 8

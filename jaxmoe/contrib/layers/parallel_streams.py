@@ -1,0 +1,196 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes P streams of each sequence that differ by learned keys and values, and merges them.
+
+    attention of stream p    over [k_p, k], [v_p, v]      k_p, v_p [U M H], learned in every layer
+    output                   sum_p w_p x_p
+    w                        (1 - eps) softmax(silu([x_1 ... x_P] W1) W2) + eps / P
+
+Every query sees the learned keys; they are merged with the others by (out, lse). The streams of a
+sequence are neighbouring rows of the batch. `jaxmoe.scaling.stream_law` is the law of the loss.
+
+Source: ParScale, arXiv 2505.10475.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Final
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from jaxmoe.declarations import Declaration, declare
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
+from jaxmoe.layers.records import LayerCache, TokenInputs
+from jaxmoe.precision import PrecisionPolicy
+from pallas_kernels import flash_attention
+from pallas_kernels.ring.online_softmax import SoftmaxState, merge
+from sharding import axes as ax
+from sharding.constrain import Placement
+from sharding.sequence_parallel import KVCache
+from sharding.sequence_parallel.attend import sequence_ranks
+
+_STREAM: Final = (ax.ACT_BATCH, ax.ACT_SEQ, None)
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelStreamsConfig(AttentionConfig):
+    """Grouped-query attention of several streams of each sequence (ParScale)."""
+
+    name: ClassVar[str] = "parallel_streams"
+    merges_streams: ClassVar[bool] = True
+
+    num_streams: int = 2
+    """Streams of a sequence (P)."""
+    prefix_length: int = 48
+    """Learned keys and values of each stream in each layer (U); 0 makes all streams equal."""
+    smoothing: float = 0.01
+    """Share of the output that is the plain mean of the streams (eps)."""
+
+    def __post_init__(self):
+        AttentionConfig.__post_init__(self)
+        require_positive("attention", self, "num_streams")
+        if self.prefix_length < 0:
+            raise ValueError(f"attention.prefix_length={self.prefix_length} must be 0 or more")
+        if not 0.0 <= self.smoothing <= 1.0:
+            raise ValueError(f"attention.smoothing={self.smoothing} must be between 0 and 1")
+
+    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
+        """Return the bytes that a cache holds of one token of one sequence, in all streams.
+
+        Args:
+            precision: Format of the cache.
+            layers: Layers with this mixer.
+        """
+        one = AttentionConfig.cache_bytes_per_token(self, precision, layers=layers)
+        return one * self.num_streams
+
+    def spread(self, tree: Any, placement: Placement) -> Any:
+        """Return arrays [B S ...] with each row repeated for every stream; others as they are.
+
+        Args:
+            tree: Stream before the first layer, and inputs of all layers.
+            placement: Layout rules.
+        """
+
+        def repeat(leaf: Array) -> Array:
+            if leaf.ndim < 2:
+                return leaf
+            axes = (*_STREAM[:2], *(None,) * (leaf.ndim - 2))
+            island = placement.island(
+                lambda rows, *, batch_axes: jnp.repeat(rows, self.num_streams, axis=0),
+                in_axes=(axes,),
+                out_axes=axes,
+            )
+            return island(leaf)
+
+        return jax.tree.map(repeat, tree)
+
+    def merge(self, embed_dim: int, execution: ExecutionConfig, *, name: str) -> MergeStreams:
+        """Return the module that merges the streams behind the last layer.
+
+        Args:
+            embed_dim: D.
+            execution: How it is computed.
+            name: Name among the parameters.
+        """
+        return MergeStreams(self.num_streams, self.smoothing, embed_dim, execution, name=name)
+
+    def build(
+        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+    ) -> StreamAttention:
+        """Return the module of one layer; see `AttentionConfig.build`."""
+        return StreamAttention(self, context, execution, name=name)
+
+
+class StreamAttention(Attention):
+    """One layer of attention to the tokens and to the learned keys of the stream."""
+
+    config: ParallelStreamsConfig
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, tokens: TokenInputs, cache: LayerCache | None
+    ) -> tuple[Array, dict[str, Array], KVCache | None]:
+        config, placement = self.config, self.execution.placement
+        if cache is None and (ranks := sequence_ranks(placement)) > 1:
+            raise ValueError(
+                f"execution.mesh.seq cuts sequences into {ranks} parts, and model.attention"
+                f" {config.name!r} merges whole rows: set execution.mesh.seq to 1"
+            )
+        out, logits, entries = Attention._attend(self, q, k, v, tokens, cache)
+        lse = logits["lse"]
+        if config.prefix_length:
+            given = [self._prefix(name).astype(q.dtype) for name in ("prefix_k", "prefix_v")]
+            rows, learned = (ax.ACT_BATCH, ax.ACT_SEQ_INNER), (None, None, ax.KV_HEADS, None)
+            heads = (*rows, ax.ACT_HEADS, None)
+            island = placement.island(
+                self._merged,
+                in_axes=(heads, heads, (rows[0], ax.ACT_HEADS, rows[1]), learned, learned),
+                out_axes=heads,
+            )
+            out = island(q, out, lse, *given)
+        return out, logits if "top" in logits else {}, entries
+
+    def _prefix(self, name: str) -> Float[Array, "P U M H"]:
+        config = self.config
+        declaration = Declaration(
+            shape=(config.num_streams, config.prefix_length, config.num_kv_heads, config.head_dim),
+            axes=(ax.CONSTANTS, ax.CONSTANTS, ax.KV_HEADS, ax.HEAD_DIM),
+            role="constant",
+            matrix=None,
+            share=1.0 / config.num_streams,
+        )
+        return declare(self, name, declaration)
+
+    def _merged(self, q, out, lse, k, v, *, batch_axes) -> Array:
+        """Return attention to the tokens and the learned keys, on the rows of one device."""
+        del batch_axes
+        k, v = (jnp.tile(part, (q.shape[0] // part.shape[0], 1, 1, 1)) for part in (k, v))
+        scale, kernel = self.context.multipliers.attention_scale, self.execution.kernels.attention
+        given: Any = {"softcap": self.config.softcap, "scale": scale, "implementation": kernel}
+        learned = SoftmaxState(*flash_attention(q, k, v, causal=False, **given))
+        return merge(SoftmaxState(out, lse), learned).out
+
+
+class MergeStreams(nn.Module):
+    """Weighted mean of the streams of each sequence, weighted by a small network."""
+
+    num_streams: int
+    smoothing: float
+    embed_dim: int
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "R S D"]) -> Float[Array, "B S D"]:
+        """Return the mean of the P rows of each sequence, R = B P."""
+        width, streams, inner = self.embed_dim, self.num_streams, ax.MEMORY_INNER
+        first = Declaration(
+            shape=(streams, width, width),
+            axes=(inner, ax.EMBED, inner),
+            role="mlp_in",
+            matrix=((-3, -2), (-1,)),
+        )
+        second = Declaration(shape=(width, streams), axes=(inner, inner), role="router")
+        weights = (declare(self, "first", first), declare(self, "second", second))
+
+        def run(x, first, second, *, batch_axes):
+            del batch_axes
+            f32 = jnp.float32
+            wide = x.reshape(-1, streams, *x.shape[1:]).astype(f32)
+            hidden = jnp.einsum("bpsd,pdf->bsf", wide, first, preferred_element_type=f32)
+            logits = jnp.einsum("bsf,fp->bps", jax.nn.silu(hidden), second)
+            share = jax.nn.softmax(logits, axis=1)
+            share += f32(self.smoothing) * (f32(1.0 / streams) - share)
+            return jnp.sum(wide * share[..., None], axis=1).astype(x.dtype)
+
+        island = self.execution.placement.island(
+            run, in_axes=(_STREAM, (None,) * 3, (None,) * 2), out_axes=_STREAM
+        )
+        return island(x, *weights)
