@@ -27,6 +27,7 @@ from jaxmoe.layers.indicators import Indicators
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
+from jaxmoe.layers.view import VIEW, Rewrite, View
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
@@ -93,6 +94,7 @@ class Transformer(nn.Module):
         places: Order | None = None,
         kept: Bool[Array, " groups"] | None = None,
         level: Int[Array, ""] | None = None,
+        rewrite: Rewrite | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
 
@@ -117,6 +119,7 @@ class Transformer(nn.Module):
             kept: Equal groups of the layers of the longest scan; those that are False are left out.
                 None computes all layers.
             level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
+            rewrite: Function of the parameters of each layer, see `jaxmoe.layers.view`; or None.
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, order = execution.placement, places
@@ -134,7 +137,8 @@ class Transformer(nn.Module):
         execution = any_memory(execution) if self.is_initializing() else execution
         flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
         for scan in model.scans:
-            layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
+            given = {"train": train, "is_gathered": is_gathered, "rewrite": rewrite}
+            layers = scan_layers(scan, shared, execution, **given)
             flow = with_cache(scan, flow, cache)
             flow, output = layers(flow, scan_inputs(model, scan, router_state, key, kept), about)
             outputs.append(output)
@@ -164,6 +168,7 @@ def forward(
     tokens: Int[Array, "B S"],
     *,
     whole: Any = None,
+    view: View | None = None,
     **given: Any,
 ) -> Output:
     """Return `Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed.
@@ -174,9 +179,13 @@ def forward(
         params: Parameters of the model.
         tokens: Ids in [0, V).
         whole: Gathered parameters for the layers, see `jaxmoe.layers.gather`; or None.
+        view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
     variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
+    if view is not None:
+        variables |= {VIEW: view.own}
+        given |= {"rewrite": view.rewrite}
     output = Transformer(model, execution).apply(variables, tokens, **given)
     return cast(Output, output)
 
