@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrites the parameters of a model where they are used, one layer at a time.
 
-    rewrite(parameters of one part, own parameters of the view there, name of the part) -> parameters
+    rewrite(parameters of one part, own parameters of the view there, name of part) -> parameters
 
 A part is one layer of a scan, or a module outside the scans (embedding, final norm, head). In a
-scan the rewriting happens inside the loop over layers, so that the rewritten parameters of one layer
-exist at a time. They have a checkpoint name that no remat policy saves (`VIEWED`): a backward pass
-rewrites them again.
+scan the rewriting happens inside the loop over layers, so that the rewritten parameters of one
+layer exist at a time. They have a checkpoint name that no remat policy saves (`VIEWED`): a backward
+pass rewrites them again.
 
 A user of the seam makes a `View` and calls `view_outside` before the forward pass, which then takes
 what remains as `view`.

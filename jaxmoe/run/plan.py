@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import optax
 
@@ -63,7 +64,12 @@ class Plan:
             accumulated_balance=training.accumulated_balance,
             objective=training.objective,
             skipping=training.skipping,
+            gradients=training.gradients,
         )
+
+    def init_estimator(self) -> Any:
+        """Return the state of the estimator of the gradient before the first step, or None."""
+        return self.config.training.gradients.init(self.table)
 
     @property
     def flops_per_token(self) -> float:

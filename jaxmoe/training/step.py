@@ -36,7 +36,7 @@ from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.gradients import batch_gradients
+from jaxmoe.training.estimators import BackpropConfig, GradientsConfig, Problem
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
 from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
@@ -70,6 +70,7 @@ class TrainStep:
     workers: int = 1
     table: ParameterTable | None = None
     skipping: SkippingConfig | None = None
+    estimator: GradientsConfig = BackpropConfig()
 
     def __post_init__(self):
         if self.accumulation < 1:
@@ -80,6 +81,23 @@ class TrainStep:
         self.execution.precision.check_trains()
         self.objective.check(self.model)
         check_parts(self.execution, self.optimizer)
+        self.estimator.check_clip(self.clip)
+        self.estimator.check(self.problem)
+
+    @property
+    def problem(self) -> Problem:
+        """What the estimator differentiates."""
+        return Problem(
+            model=self.model,
+            execution=self.execution,
+            objective=self.objective,
+            accumulation=self.accumulation,
+            accumulated_balance=self.accumulated_balance,
+            workers=self.workers,
+            table=self.table,
+            skipping=self.skipping,
+            clip=self.clip,
+        )
 
     def __call__(
         self, state: TrainState, batch: Batch, first_row: Any = 0
@@ -91,8 +109,10 @@ class TrainStep:
             batch: Rows.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
-        weight, summed, worker_loss = self.gradients(state, batch, first_row)
-        state, metrics, statistics = self.finish(state, weight, summed, worker_loss)
+        found = self.estimator.estimate(self.problem, state, batch, first_row)
+        state, metrics, statistics = self.finish(
+            state, found.weight, found.summed, found.worker_loss, estimator=found.state
+        )
         measures = level_measures(batch, self.execution, self.accumulation)
         return state, dataclasses.replace(metrics, levels=measures), statistics
 
@@ -109,19 +129,8 @@ class TrainStep:
         self, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
         """Return the gradients of a step; see `batch_gradients`."""
-        return batch_gradients(
-            state,
-            batch,
-            model=self.model,
-            execution=self.execution,
-            objective=self.objective,
-            accumulation=self.accumulation,
-            accumulated_balance=self.accumulated_balance,
-            workers=self.workers,
-            table=self.table,
-            skipping=self.skipping,
-            first_row=first_row,
-        )
+        found = self.estimator.estimate(self.problem, state, batch, first_row)
+        return found.weight, found.summed, found.worker_loss
 
     def finish(
         self,
@@ -129,6 +138,8 @@ class TrainStep:
         weight: Float[Array, ""],
         summed: Gradients,
         worker_loss: Float[Array, " W"] | None,
+        *,
+        estimator: Any = None,
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
         """Return the state after an update with the gradients, or after a refusal.
 
@@ -137,10 +148,11 @@ class TrainStep:
             weight: Sum of the loss weights.
             summed: Sums over the batch.
             worker_loss: Losses of the workers that are reported apart.
+            estimator: State of the estimator after the step.
         """
         grads, statistics = summed.grads, summed.statistics
         grad_norm, scale = global_norm(grads), jnp.ones(())
-        if self.clip is not None:
+        if self.clip is not None and self.estimator.clips == "norm":
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
         update = update_params(
@@ -170,6 +182,7 @@ class TrainStep:
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
             recent_norms=remember(state.recent_norms, grad_norm, is_good),
+            estimator=None if estimator is None else select(is_good, estimator, state.estimator),
         )
         state = remember_layers(self.model, state, grads, is_good)
         metrics = StepMetrics(
@@ -210,6 +223,7 @@ def make_train_step(
     workers: int = 1,
     table: ParameterTable | None = None,
     skipping: SkippingConfig | None = None,
+    gradients: GradientsConfig | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
@@ -227,10 +241,12 @@ def make_train_step(
         table: Groups of the parameters, from which the optimiser was built; those of the group
             `frozen` are not differentiated and stay bitwise. None trains all.
         skipping: Layers that micro-batches leave out; None for none.
+        gradients: How the gradient is estimated; by backpropagation when None.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
-            precision for inference alone, or a model that does not fit the objective.
+            precision for inference alone, a model that does not fit the objective, or a choice that
+            the estimator of the gradient cannot train with.
     """
     one_step = TrainStep(
         model=model,
@@ -244,6 +260,7 @@ def make_train_step(
         workers=workers,
         table=table,
         skipping=skipping,
+        estimator=gradients or BackpropConfig(),
     )
     return one_step.jitted()
 

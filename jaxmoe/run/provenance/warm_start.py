@@ -95,7 +95,13 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
 
     def around(params):
         return state_around(
-            plan.model, plan.optimizer, execution, params, key, config.keeps_layer_norms
+            plan.model,
+            plan.optimizer,
+            execution,
+            params,
+            key,
+            config.keeps_layer_norms,
+            plan.init_estimator,
         )
 
     with jax.set_mesh(assembly.mesh):
