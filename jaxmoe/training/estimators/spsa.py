@@ -36,6 +36,7 @@ from jaxmoe.training.estimators.noise import noise_sum, noise_view
 from jaxmoe.training.estimators.passes import (
     Given,
     Losses,
+    Sums,
     check_forward,
     gradients_with,
     losses_of,
@@ -78,14 +79,12 @@ class SPSAConfig(Estimator):
     ) -> Estimate:
         """Return the gradients of one step; see the base class."""
         weight, given = prepare(problem, state, batch, first_row)
-        numbers = jnp.arange(self.directions, dtype=jnp.int32)
         if self.payload == "mean":
-            found = paired_losses(problem, given, numbers, self.epsilon)
-            slopes = clipped(problem, slopes_of(found.total, self.epsilon))
+            keys = direction_keys(given, jnp.arange(self.directions, dtype=jnp.int32))
+            slopes, found = derivatives(problem, given, keys, self.epsilon)
         else:
             slopes, found = self._of_workers(problem, given)
-            numbers = jnp.arange(slopes.size, dtype=jnp.int32)
-        keys = direction_keys(given, numbers)
+            keys = direction_keys(given, jnp.arange(slopes.size, dtype=jnp.int32))
         factors = slopes / self.directions
         grads = noise_sum(table_of(problem), state.params, keys, factors)
         return Estimate(weight, gradients_with(grads, found))
@@ -147,42 +146,52 @@ def clipped(problem: Problem, slopes: Float[Array, " n"]) -> Float[Array, " n"]:
     return jnp.clip(slopes, -problem.clip, problem.clip)
 
 
-def paired_losses(
-    problem: Problem, given: Given, numbers: Int[Array, " n"], epsilon: float
-) -> Losses:
-    """Return the losses of all rows at both ends of directions that all replicas share, [n 2 ...].
+def derivatives(
+    problem: Problem, given: Given, keys: Array, epsilon: float
+) -> tuple[Float[Array, " n"], Losses]:
+    """Return the derivatives along directions that all replicas share, limited by the clip.
 
     Args:
         problem: What is evaluated.
         given: Parameters and rows.
-        numbers: Numbers of the directions.
-        epsilon: Distance from the parameters.
+        keys: PRNG keys of the noise of each direction, [n].
+        epsilon: Distance of the passes from the parameters.
+
+    Returns:
+        The derivatives, and the losses of all rows at both ends of each direction, [n 2].
     """
     replicas = problem.execution.mesh.replica if surroundings() == "explicit" else 1
+    data = jax.random.key_data(keys)
     if replicas % 2:
-        return jax.lax.map(partial(_both_ends, problem, given, epsilon), numbers)
-
-    def halves(given: Given, numbers: Int[Array, " n"]) -> Losses:
-        place = jax.lax.axis_index(REPLICA)
-        parts = _rows_of_half(given.parts, place, replicas)
-        local = dataclasses.replace(given, parts=parts)
-        return jax.lax.map(partial(_one_end, problem, local, epsilon, place, replicas), numbers)
-
-    return region(halves, axis=REPLICA, out_specs=PartitionSpec())(given, numbers)
+        found = jax.lax.map(partial(_both_ends, problem, given, epsilon), data)
+    else:
+        halves = partial(_in_halves, problem, epsilon, replicas)
+        found = region(halves, axis=REPLICA, out_specs=PartitionSpec())(given, data)
+    return clipped(problem, slopes_of(found.total, epsilon)), found
 
 
-def _end(problem: Problem, given: Given, number: Int[Array, ""], scale: Float[Array, ""]) -> Any:
-    """Return the sums of one pass at a distance along a direction."""
-    (key,) = direction_keys(given, number[None])
+def _in_halves(
+    problem: Problem, epsilon: float, replicas: int, given: Given, data: Array
+) -> Losses:
+    """Return the losses at both ends of directions in a region over replicas."""
+    place = jax.lax.axis_index(REPLICA)
+    parts = _rows_of_half(given.parts, place, replicas)
+    local = dataclasses.replace(given, parts=parts)
+    return jax.lax.map(partial(_one_end, problem, local, epsilon, place, replicas), data)
+
+
+def _end(problem: Problem, given: Given, data: Array, scale: Float[Array, ""]) -> Sums:
+    """Return the sums of one pass at a distance along a direction, of which this is key data."""
+    key = jax.random.wrap_key_data(data)
     view = noise_view(table_of(problem), problem.model.scans, key, scale)
     return summed_pass(problem, given, view)
 
 
-def _both_ends(problem: Problem, given: Given, epsilon: float, number: Int[Array, ""]) -> Losses:
+def _both_ends(problem: Problem, given: Given, epsilon: float, data: Array) -> Losses:
     """Return the losses at both ends of a direction, [2 ...]."""
 
     def one(scale: Float[Array, ""]) -> Losses:
-        return losses_of(problem, given, _end(problem, given, number, scale))
+        return losses_of(problem, given, _end(problem, given, data, scale))
 
     return jax.lax.map(one, jnp.asarray([epsilon, -epsilon], jnp.float32))
 
@@ -206,12 +215,12 @@ def _one_end(
     epsilon: float,
     place: Int[Array, ""],
     replicas: int,
-    number: Int[Array, ""],
+    data: Array,
 ) -> Losses:
     """Return the losses at both ends of a direction, [2 ...]; each half computes one."""
     is_first = place < replicas // 2
     scale = jnp.where(is_first, jnp.float32(epsilon), jnp.float32(-epsilon))
-    sums = _end(problem, given, number, scale)
+    sums = _end(problem, given, data, scale)
     # Losses of weights are equal in a half; the others are sums over its rows.
     share = jax.tree.map(lambda x: x / (replicas // 2), sums.losses)
     sums = dataclasses.replace(sums, losses=share)
@@ -240,14 +249,14 @@ def worker_slopes(
     place = jax.lax.axis_index(REPLICA) if workers > 1 else jnp.int32(0)
     numbers = jnp.arange(config.directions, dtype=jnp.int32) * workers + place
 
-    def one(number: Int[Array, ""]) -> Losses:
+    def one(data: Array) -> Losses:
         def end(scale: Float[Array, ""]) -> Losses:
-            sums = _end(problem, given, number, scale)
+            sums = _end(problem, given, data, scale)
             return losses_of(problem, given, sums, 1.0 / workers)
 
         return jax.lax.map(end, jnp.asarray([config.epsilon, -config.epsilon], jnp.float32))
 
-    found = jax.lax.map(one, numbers)
+    found = jax.lax.map(one, jax.random.key_data(direction_keys(given, numbers)))
     slopes = clipped(problem, slopes_of(found.total, config.epsilon))
     shared = exchanged(slopes, config.payload, workers)
     if workers > 1:
