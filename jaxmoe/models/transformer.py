@@ -122,9 +122,8 @@ class Transformer(nn.Module):
             rewrite: Function of the parameters of each layer, see `jaxmoe.layers.view`; or None.
         """
         model, execution, shared = self.model, self.execution, self.model.context
-        placement, order = execution.placement, places
-        check_call(model, tokens, execution)
-        _check_stages(execution)
+        placement, order, outputs, caches = execution.placement, places, [], {}
+        _check_whole_call(model, tokens, execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids, level)
@@ -133,22 +132,20 @@ class Transformer(nn.Module):
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
-        outputs, caches, is_gathered = [], {}, WHOLE in self.variables
+        given = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
         execution = any_memory(execution) if self.is_initializing() else execution
         flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
         for scan in model.scans:
-            given = {"train": train, "is_gathered": is_gathered, "rewrite": rewrite}
             layers = scan_layers(scan, shared, execution, **given)
-            flow = with_cache(scan, flow, cache)
-            flow, output = layers(flow, scan_inputs(model, scan, router_state, key, kept), about)
+            inputs = scan_inputs(model, scan, router_state, key, kept)
+            flow, output = layers(with_cache(scan, flow, cache), inputs, about)
             outputs.append(output)
-            if cache is not None:
-                caches |= cache_by_path(scan, flow.cache)
+            caches |= {} if cache is None else cache_by_path(scan, flow.cache)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
         x = model.residual.end(end_halves(execution, flow)).x
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
-        read = _read_at(x, logits_at, placement)
+        read = _read_at(x, logits_at, execution.placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         return Output(
             logits=output_logits(read, weight, model, execution) if has_logits else None,
@@ -246,8 +243,9 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
         )
 
 
-def _check_stages(execution: ExecutionConfig) -> None:
-    """Refuse a mesh whose devices have some of the layers each."""
+def _check_whole_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
+    """Refuse what `check_call` refuses, and a mesh whose devices have some of the layers each."""
+    check_call(model, tokens, execution)
     stages = execution.mesh.stage
     if stages > 1 and surroundings() == "explicit":
         raise ValueError(
