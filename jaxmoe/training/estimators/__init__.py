@@ -12,9 +12,10 @@ from jaxmoe.training.estimators.backprop import BackpropConfig as BackpropConfig
 from jaxmoe.training.estimators.base import Estimate as Estimate
 from jaxmoe.training.estimators.base import Estimator as Estimator
 from jaxmoe.training.estimators.base import Problem as Problem
+from jaxmoe.training.estimators.evolution import EvolutionConfig as EvolutionConfig
 from jaxmoe.training.estimators.seed_pool import SeedPoolConfig as SeedPoolConfig
 from jaxmoe.training.estimators.spsa import SPSAConfig as SPSAConfig
 
-GradientsConfig = BackpropConfig | SPSAConfig | SeedPoolConfig
+GradientsConfig = BackpropConfig | SPSAConfig | SeedPoolConfig | EvolutionConfig
 
 ESTIMATORS = registry_of(GradientsConfig)

@@ -10,7 +10,8 @@ alone, in a loop over layers, and noise never travels and is never stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from flax import traverse_util
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmoe.declarations import fold_path
+from jaxmoe.declarations import MatrixAxes, fold_path
 from jaxmoe.layers.view import View
 from jaxmoe.models.stacks import Scan
 from jaxmoe.parameters import ParameterSpec, ParameterTable
@@ -29,9 +30,22 @@ from sharding.constrain import place_at, place_like, surroundings
 KEYS, SCALE = "keys", "scale"
 """Names of the own parameters of a view that adds noise."""
 
+Draw = Callable[[Array, tuple[int, ...], MatrixAxes | None], Array]
+"""(key, shape of a parameter of one layer, dimensions of its matrix) -> f32 noise of that shape."""
+
+
+def normal(key: Array, shape: tuple[int, ...], matrix: MatrixAxes | None) -> Array:
+    """Return independent normal noise; see `Draw`."""
+    del matrix
+    return jax.random.normal(key, shape, jnp.float32)
+
 
 def noise_view(
-    table: ParameterTable, scans: Sequence[Scan], key: Array, scale: Float[Array, ""]
+    table: ParameterTable,
+    scans: Sequence[Scan],
+    key: Array,
+    scale: Float[Array, ""],
+    draw: Draw = normal,
 ) -> View:
     """Return the view `parameters + scale * z` of the trained parameters.
 
@@ -40,8 +54,10 @@ def noise_view(
         scans: Scans of the model.
         key: PRNG key of the noise.
         scale: Factor on the noise.
+        draw: Distribution of the noise of one parameter of one layer.
     """
     own: dict[str, Any] = {}
+    matrices: dict[str, MatrixAxes | None] = {}
     for row in table.trained_rows:
         *parents, name = _split(row, scans)
         node = own
@@ -50,28 +66,32 @@ def noise_view(
         keys = _keys(row, key)
         node.setdefault(KEYS, {})[name] = keys
         node[SCALE] = jnp.broadcast_to(scale, keys.shape)
-    return View(rewrite=add_noise, own=own)
+        matrices["/".join((*parents, name))] = row.declaration.matrix
+    return View(rewrite=partial(_add_noise, draw, matrices), own=own)
 
 
-def add_noise(params: dict[str, Any], own: Any, part: str) -> dict[str, Any]:
-    """Return parameters of one layer, or of a module outside the layers, with noise added.
-
-    Args:
-        params: Parameters.
-        own: Key of each parameter that gets noise, by path, and the scale.
-        part: Name of the part; not read.
-    """
-    del part
+def _add_noise(
+    draw: Draw,
+    matrices: Mapping[str, MatrixAxes | None],
+    params: dict[str, Any],
+    own: Any,
+    part: str,
+) -> dict[str, Any]:
+    """Return parameters of one layer, or of a module outside the layers, with noise added."""
     flat = traverse_util.flatten_dict(params, sep="/")
     for path, key in own[KEYS].items():
         leaf = flat[path]
-        z = place_like(jax.random.normal(key, leaf.shape, jnp.float32), leaf)
+        z = place_like(draw(key, leaf.shape, matrices[f"{part}/{path}"]), leaf)
         flat[path] = leaf + (own[SCALE] * z).astype(leaf.dtype)
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def noise_sum(
-    table: ParameterTable, params: Any, keys: Array, factors: Float[Array, " n"]
+    table: ParameterTable,
+    params: Any,
+    keys: Array,
+    factors: Float[Array, " n"],
+    draw: Draw = normal,
 ) -> dict[str, Any]:
     """Return the sum of factor times noise over keys, laid out as the parameters.
 
@@ -82,6 +102,7 @@ def noise_sum(
         params: Parameters, for their layout.
         keys: PRNG keys [n].
         factors: Factor on the noise of each key.
+        draw: Distribution of the noise of one parameter of one layer.
     """
     held = traverse_util.flatten_dict(params, sep="/")
 
@@ -98,7 +119,7 @@ def noise_sum(
         def total(own: Array) -> Array:
             def add(found: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
                 key, factor = one
-                z = place_at(jax.random.normal(key, shape, jnp.float32), spec)
+                z = place_at(draw(key, shape, row.declaration.matrix), spec)
                 return found + factor * z, None
 
             first = place_at(jnp.zeros(shape, jnp.float32), spec)

@@ -31,7 +31,13 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
-from jaxmoe.training.estimators.spsa import check_epsilon, derivatives
+from jaxmoe.training.estimators.spsa import (
+    Ends,
+    check_epsilon,
+    clipped,
+    paired_losses,
+    slopes_of,
+)
 from jaxmoe.training.state import TrainState
 from sharding.constrain import place_like
 
@@ -101,7 +107,8 @@ class SeedPoolConfig(Estimator):
         logits = jnp.log(probabilities(held))
         drawn = jax.random.categorical(key, logits, shape=(self.directions,))
         keys = seed_keys(state.rng, drawn)
-        slopes, found = derivatives(problem, given, keys, self.epsilon)
+        found = paired_losses(problem, given, keys, Ends(self.epsilon))
+        slopes = clipped(problem, slopes_of(found.total, self.epsilon))
         factors = slopes / self.directions
         grads = noise_sum(table_of(problem), state.params, keys, factors)
         return Estimate(weight, gradients_with(grads, found), None, _added(held, drawn, slopes))

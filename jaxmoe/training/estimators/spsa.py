@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.accumulation import MicroBatch
 from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
-from jaxmoe.training.estimators.noise import noise_sum, noise_view
+from jaxmoe.training.estimators.noise import Draw, noise_sum, noise_view, normal
 from jaxmoe.training.estimators.passes import (
     Given,
     Losses,
@@ -51,6 +51,16 @@ from sharding.regions import region, sum_over
 
 LEVELS = 127
 """Largest 8-bit integer of a byte payload."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ends:
+    """Two points on opposite sides of the parameters, along a direction."""
+
+    epsilon: float
+    """Distance from the parameters."""
+    draw: Draw = normal
+    """Distribution of the direction."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +91,8 @@ class SPSAConfig(Estimator):
         weight, given = prepare(problem, state, batch, first_row)
         if self.payload == "mean":
             keys = direction_keys(given, jnp.arange(self.directions, dtype=jnp.int32))
-            slopes, found = derivatives(problem, given, keys, self.epsilon)
+            found = paired_losses(problem, given, keys, Ends(self.epsilon))
+            slopes = clipped(problem, slopes_of(found.total, self.epsilon))
         else:
             slopes, found = self._of_workers(problem, given)
             keys = direction_keys(given, jnp.arange(slopes.size, dtype=jnp.int32))
@@ -146,54 +157,47 @@ def clipped(problem: Problem, slopes: Float[Array, " n"]) -> Float[Array, " n"]:
     return jnp.clip(slopes, -problem.clip, problem.clip)
 
 
-def derivatives(
-    problem: Problem, given: Given, keys: Array, epsilon: float
-) -> tuple[Float[Array, " n"], Losses]:
-    """Return the derivatives along directions that all replicas share, limited by the clip.
+def paired_losses(problem: Problem, given: Given, keys: Array, ends: Ends) -> Losses:
+    """Return the losses of all rows at both ends of directions that all replicas share, [n 2].
 
     Args:
         problem: What is evaluated.
         given: Parameters and rows.
         keys: PRNG keys of the noise of each direction, [n].
-        epsilon: Distance of the passes from the parameters.
-
-    Returns:
-        The derivatives, and the losses of all rows at both ends of each direction, [n 2].
+        ends: Points along a direction.
     """
     replicas = problem.execution.mesh.replica if surroundings() == "explicit" else 1
     data = jax.random.key_data(keys)
     if replicas % 2:
-        found = jax.lax.map(partial(_both_ends, problem, given, epsilon), data)
-    else:
-        halves = partial(_in_halves, problem, epsilon, replicas)
-        found = region(halves, axis=REPLICA, out_specs=PartitionSpec())(given, data)
-    return clipped(problem, slopes_of(found.total, epsilon)), found
+        return jax.lax.map(partial(_both_ends, problem, given, ends), data)
+    halves = partial(_in_halves, problem, ends, replicas)
+    return region(halves, axis=REPLICA, out_specs=PartitionSpec())(given, data)
 
 
-def _in_halves(
-    problem: Problem, epsilon: float, replicas: int, given: Given, data: Array
-) -> Losses:
+def _in_halves(problem: Problem, ends: Ends, replicas: int, given: Given, data: Array) -> Losses:
     """Return the losses at both ends of directions in a region over replicas."""
     place = jax.lax.axis_index(REPLICA)
     parts = _rows_of_half(given.parts, place, replicas)
     local = dataclasses.replace(given, parts=parts)
-    return jax.lax.map(partial(_one_end, problem, local, epsilon, place, replicas), data)
+    return jax.lax.map(partial(_one_end, problem, local, ends, place, replicas), data)
 
 
-def _end(problem: Problem, given: Given, data: Array, scale: Float[Array, ""]) -> Sums:
+def _end(
+    problem: Problem, given: Given, data: Array, scale: Float[Array, ""], draw: Draw = normal
+) -> Sums:
     """Return the sums of one pass at a distance along a direction, of which this is key data."""
     key = jax.random.wrap_key_data(data)
-    view = noise_view(table_of(problem), problem.model.scans, key, scale)
+    view = noise_view(table_of(problem), problem.model.scans, key, scale, draw)
     return summed_pass(problem, given, view)
 
 
-def _both_ends(problem: Problem, given: Given, epsilon: float, data: Array) -> Losses:
+def _both_ends(problem: Problem, given: Given, ends: Ends, data: Array) -> Losses:
     """Return the losses at both ends of a direction, [2 ...]."""
 
     def one(scale: Float[Array, ""]) -> Losses:
-        return losses_of(problem, given, _end(problem, given, data, scale))
+        return losses_of(problem, given, _end(problem, given, data, scale, ends.draw))
 
-    return jax.lax.map(one, jnp.asarray([epsilon, -epsilon], jnp.float32))
+    return jax.lax.map(one, jnp.asarray([ends.epsilon, -ends.epsilon], jnp.float32))
 
 
 def _rows_of_half(parts: MicroBatch, place: Int[Array, ""], replicas: int) -> MicroBatch:
@@ -212,15 +216,15 @@ def _rows_of_half(parts: MicroBatch, place: Int[Array, ""], replicas: int) -> Mi
 def _one_end(
     problem: Problem,
     given: Given,
-    epsilon: float,
+    ends: Ends,
     place: Int[Array, ""],
     replicas: int,
     data: Array,
 ) -> Losses:
     """Return the losses at both ends of a direction, [2 ...]; each half computes one."""
     is_first = place < replicas // 2
-    scale = jnp.where(is_first, jnp.float32(epsilon), jnp.float32(-epsilon))
-    sums = _end(problem, given, data, scale)
+    scale = jnp.where(is_first, jnp.float32(ends.epsilon), jnp.float32(-ends.epsilon))
+    sums = _end(problem, given, data, scale, ends.draw)
     # Losses of weights are equal in a half; the others are sums over its rows.
     share = jax.tree.map(lambda x: x / (replicas // 2), sums.losses)
     sums = dataclasses.replace(sums, losses=share)
@@ -230,8 +234,8 @@ def _one_end(
         return jnp.stack([jnp.where(is_first, x, none), jnp.where(is_first, none, x)])
 
     both = sum_over(REPLICA, jax.tree.map(at_its_end, sums))
-    ends = [jax.tree.map(lambda x, end=end: x[end], both) for end in range(2)]
-    losses = [losses_of(problem, given, end) for end in ends]
+    apart = [jax.tree.map(lambda x, end=end: x[end], both) for end in range(2)]
+    losses = [losses_of(problem, given, sums) for sums in apart]
     return jax.tree.map(lambda *x: jnp.stack(x), *losses)
 
 

@@ -40,6 +40,7 @@ def _trained(choice, steps=4):
     return base, state, after
 
 
+@pytest.mark.slow
 def test_replay_of_the_sums_is_the_live_model():
     base, state, _ = _trained("weighted")
     table = parameter_table(TINY)
@@ -49,6 +50,7 @@ def test_replay_of_the_sums_is_the_live_model():
         np.testing.assert_allclose(one, live, atol=3e-7)
 
 
+@pytest.mark.slow
 def test_refused_step_leaves_the_sums():
     _, state, after = _trained("weighted")
     for one, other in zip(*map(jax.tree.leaves, (state.estimator, after.estimator)), strict=True):
