@@ -95,7 +95,7 @@ REGISTRIES = {
     "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe"},
     "jaxmoe.layers.mixers:Mixers": {"grouped_query", "latent", "mamba", "mamba2"},
     "jaxmoe.layers.residual:Residuals": {"standard", "ladder"},
-    "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
+    "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
     "jaxmoe.precision:MatmulConfig": {"full", "halo"},

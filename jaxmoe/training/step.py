@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch, check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry.detailed import mean_log_prob
@@ -97,6 +98,7 @@ class TrainStep:
             table=self.table,
             skipping=self.skipping,
             clip=self.clip,
+            has_probes=isinstance(self.optimizer, ProbingTransformation),
         )
 
     def __call__(
@@ -164,6 +166,7 @@ class TrainStep:
             self.table,
             after=(summed.loss, grad_norm),
             scale=scale,
+            probes=summed.probes,
         )
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
@@ -302,6 +305,7 @@ def update_params(
     *,
     after: tuple[Array, Array],
     scale: Array | float = 1.0,
+    probes: Any = None,
 ) -> UpdatedParams:
     """Apply the optimiser to gradients and parameters sharded like its state.
 
@@ -314,6 +318,7 @@ def update_params(
         table: Groups of the parameters; None trains all.
         after: Scalars before which state in host memory is not fetched; see `update_in_parts`.
         scale: Factor of the gradients that lie in host memory.
+        probes: Gradients of probes, for an optimiser that reads them; None for others.
     """
     old = state.params if table is None else table.trained(state.params)
     is_away = execution.parameter_memory == "host"
@@ -329,7 +334,9 @@ def update_params(
         )
     else:
         fetched = fetch(state.opt_state, execution)
-        updates, opt_state = optimizer.update(grads, fetched, held)
+        update: Any = optimizer.update
+        given = {} if probes is None else {"stats": probes}
+        updates, opt_state = update(grads, fetched, held, **given)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
         new = WholeState(new=opt_state, old=fetched, execution=execution)
     if is_away:

@@ -30,10 +30,11 @@ from pallas_kernels import MixedArray, QuantizedArray, grouped_matmul, quantize,
 from pallas_kernels.backend import Implementation
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding.products.observed import ObservedArray, observed_einsum, observed_groups
+from sharding.products.probed import ProbedArray, probed_axes
 
 Axes = tuple[str | None, ...]
 
-Packed = QuantizedArray | MixedArray | ObservedArray
+Packed = QuantizedArray | MixedArray | ObservedArray | ProbedArray
 """Matrix of a layer that is not a floating array."""
 
 
@@ -151,6 +152,8 @@ def logical_axes(weight: Array | Packed, axes: Axes) -> Any:
     if isinstance(weight, ObservedArray):
         largest = (*axes[: weight.largest.ndim - 1], None)
         return dataclasses.replace(weight, values=axes, largest=largest)
+    if isinstance(weight, ProbedArray):
+        return probed_axes(weight, axes)
     if not isinstance(weight, QuantizedArray):
         return axes
     scales = tuple(

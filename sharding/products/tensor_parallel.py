@@ -32,6 +32,7 @@ from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
+from sharding.products.probed import ProbedArray, probed_product
 from sharding.products.quantized import Packed, logical_axes, quantized_einsum
 
 
@@ -73,6 +74,9 @@ class Product:
         """
         if self.halo is not None:
             return self.halo.project(x, weight, self.dtype)
+        if isinstance(weight, ProbedArray):
+            product = partial(placement.einsum, self.subscripts, axes=(), dtype=self.dtype)
+            return probed_product(product, x, weight)
         if isinstance(weight, Packed):
             given = {"activations": self.activations, "dtype": self.dtype or x.dtype}
             return quantized_einsum(self.subscripts, x, weight, **given)

@@ -39,6 +39,8 @@ class Problem:
     table: ParameterTable | None = None
     skipping: SkippingConfig | None = None
     clip: float | None = None
+    has_probes: bool = False
+    """Whether the optimiser reads the gradients of probes."""
 
 
 class Estimate(NamedTuple):

@@ -98,6 +98,10 @@ def check_forward(problem: Problem, name: str) -> None:
         raise ValueError(
             f"{start}, and training.skipping leaves out layers of a pipeline: set it to None"
         )
+    if problem.has_probes:
+        raise ValueError(
+            f"{start}, and optimizer:mkor reads output gradients: choose another optimizer"
+        )
     if execution.telemetry == "detailed":
         raise ValueError(
             f"{start}, and execution.telemetry=detailed observes gradients of layers: set it to"
