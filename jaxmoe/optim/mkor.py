@@ -74,10 +74,10 @@ class MKORState(NamedTuple):
     """State of `scale_by_mkor`."""
 
     count: Int[Array, ""]
-    inputs: dict[str, Float[Array, "L m m"]]
-    """Inverse factors of the inputs by path."""
-    outputs: dict[str, Float[Array, "L n n"]]
-    """Inverse factors of the output gradients by path."""
+    inputs: Any
+    """Inverse factors of the inputs [L m m], a tree of the matrices."""
+    outputs: Any
+    """Inverse factors of the output gradients [L n n]."""
 
 
 def scale_by_mkor(
@@ -98,12 +98,14 @@ def scale_by_mkor(
         largest: Largest number in a factor.
     """
 
-    def units(side: int) -> dict[str, Array]:
+    def units(side: int) -> Any:
         sizes = {row.path: (row.shape[0], row.declaration.fan(side)) for row in rows}
-        return {
-            path: jnp.broadcast_to(jnp.eye(size), (layers, size, size))
-            for path, (layers, size) in sizes.items()
-        }
+        return _nested(
+            {
+                path: jnp.broadcast_to(jnp.eye(size), (layers, size, size))
+                for path, (layers, size) in sizes.items()
+            }
+        )
 
     def init(params: Any) -> MKORState:
         del params
@@ -118,26 +120,37 @@ def scale_by_mkor(
                 "optimizer:mkor needs the statistics of the matrices in every update: give"
                 " update(..., stats=), as jaxmoe.make_train_step does"
             )
-        flat = traverse_util.flatten_dict(updates, sep="/")
+        flat = _flat(updates)
+        inputs, outputs = _flat(state.inputs), _flat(state.outputs)
         for row in rows:
-            factors = state.inputs[row.path], state.outputs[row.path]
+            factors = inputs[row.path], outputs[row.path]
             flat[row.path] = directions(flat[row.path], *factors, row.declaration.matrix)
         is_due = state.count % interval == 0
 
-        def moved(factors: dict[str, Array], mean: Any) -> dict[str, Array]:
-            return {
-                path: jnp.where(is_due, updated(old, mean(stats, path), decay, largest), old)
-                for path, old in factors.items()
-            }
+        def moved(factors: dict[str, Array], mean: Any) -> Any:
+            return _nested(
+                {
+                    path: jnp.where(is_due, updated(old, mean(stats, path), decay, largest), old)
+                    for path, old in factors.items()
+                }
+            )
 
         state = MKORState(
             state.count + 1,
-            moved(state.inputs, mean_inputs),
-            moved(state.outputs, mean_gradients),
+            moved(inputs, mean_inputs),
+            moved(outputs, mean_gradients),
         )
-        return traverse_util.unflatten_dict(flat, sep="/"), state
+        return _nested(flat), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return traverse_util.flatten_dict(tree, sep="/")
+
+
+def _nested(flat: dict[str, Any]) -> Any:
+    return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def updated(

@@ -77,7 +77,8 @@ class Plan:
         training = self.config.training
         left_out = 0.0 if training.skipping is None else training.skipping.share_left_out
         length = training.sequence_length
-        return flops_per_token(self.model, self.table, length, left_out=left_out)
+        backward = flops_per_token(self.model, self.table, length, left_out=left_out)
+        return backward * (training.gradients.num_passes / 3.0)
 
     @property
     def matrix_rate(self) -> float:

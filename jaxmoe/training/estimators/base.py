@@ -116,6 +116,11 @@ class Estimator(abc.ABC):
                 f" training.gradients:{self.name} has no meaning: set training.clip to None"
             )
 
+    @property
+    def num_passes(self) -> float:
+        """Cost of a step in forward passes."""
+        return 3.0
+
     def describe(self, problem: Problem) -> str | None:
         """Return the cost of a step in words; None for nothing to say.
 

@@ -76,6 +76,11 @@ class EvolutionConfig(Estimator):
         grads = noise_sum(table_of(problem), state.params, keys, factors, draw)
         return Estimate(weight, gradients_with(grads, found))
 
+    @property
+    def num_passes(self) -> float:
+        """Cost of a step in forward passes."""
+        return float(self.population)
+
     def check(self, problem: Problem) -> None:
         """Refuse what forward passes of a view cannot compute; see `check_forward`."""
         check_forward(problem, self.name)

@@ -113,6 +113,11 @@ class SeedPoolConfig(Estimator):
         grads = noise_sum(table_of(problem), state.params, keys, factors)
         return Estimate(weight, gradients_with(grads, found), None, _added(held, drawn, slopes))
 
+    @property
+    def num_passes(self) -> float:
+        """Cost of a step in forward passes."""
+        return 2.0 * self.directions
+
     def check(self, problem: Problem) -> None:
         """Refuse what forward passes of a view cannot compute; see `check_forward`."""
         check_forward(problem, self.name)
