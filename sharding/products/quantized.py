@@ -71,6 +71,7 @@ def quantized_einsum(
         )
     if isinstance(weight, ObservedArray):
         return observed_einsum(subscripts, x, weight, dtype=dtype)
+    assert not isinstance(weight, ProbedArray)  # `Product.of` multiplies it as a floating matrix
     rows = x.reshape(-1, math.prod(x.shape[len(kept) :]))
     matrix = flattened(weight, len(summed))
     if isinstance(weight, QuantizedArray) and activations is not None:
@@ -98,6 +99,7 @@ def quantized_groups(
     """
     if isinstance(weight, ObservedArray):
         return observed_groups(rows, weight, group_sizes, implementation=implementation)
+    assert not isinstance(weight, ProbedArray)  # experts have no probes
     given = {"implementation": implementation, "out_dtype": rows.dtype}
     if isinstance(weight, QuantizedArray) and activations is not None:
         rounded = quantize(rows, activations, axis=-1)

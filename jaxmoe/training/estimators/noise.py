@@ -78,7 +78,7 @@ def _add_noise(
     part: str,
 ) -> dict[str, Any]:
     """Return parameters of one layer, or of a module outside the layers, with noise added."""
-    flat = traverse_util.flatten_dict(params, sep="/")
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     for path, key in own[KEYS].items():
         leaf = flat[path]
         z = place_like(draw(key, leaf.shape, matrices[f"{part}/{path}"]), leaf)
@@ -104,7 +104,7 @@ def noise_sum(
         factors: Factor on the noise of each key.
         draw: Distribution of the noise of one parameter of one layer.
     """
-    held = traverse_util.flatten_dict(params, sep="/")
+    held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
 
     def of(row: ParameterSpec) -> Any:
         if row.is_frozen:
