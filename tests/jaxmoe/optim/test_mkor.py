@@ -142,7 +142,7 @@ def test_probes_leave_the_gradients_of_a_model():
     stream = table[jnp.asarray(batch().tokens)]
     root = jnp.sqrt(jnp.mean(stream**2, -1, keepdims=True) + FULL.norm_epsilon)
     gains = params_of(FULL)["dense_blocks_0"]["attention_norm"]["gain"][0]
-    first = (stream / root * gains).reshape(-1, FULL.embed_dim).mean(0)
+    first = (stream / root * gains[None, None]).reshape(-1, FULL.embed_dim).mean(0)
     found = mean_inputs(probed.probes, "dense_blocks_0/attention/q")[0]
     np.testing.assert_allclose(found, first, rtol=1e-4, atol=1e-6)
 
