@@ -108,7 +108,7 @@ REGISTRIES = {
         *("grouped_query", "latent", "mamba", "mamba2", "shared_keys", "parallel_streams"),
     },
     "jaxmoe.layers.residual:Residuals": {"standard", "ladder", "hyper"},
-    "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
+    "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
     "jaxmoe.precision:MatmulConfig": {"full", "halo"},
@@ -132,6 +132,7 @@ REGISTRIES = {
         *("expert_choice", "soft_moe"),
     },
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
+    "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
         *("dadao", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),

@@ -63,6 +63,7 @@ ADDED: tuple[Added, ...] = (
     Added("execution.parameter_memory", "device"),
     Added("execution.halves", 1),
     Added("model.loop", None),
+    Added("training.gradients", {"kind": "backprop"}),
 )
 """Fields in the order in which they were added."""
 

@@ -19,6 +19,7 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
+from jaxmoe.layers.view import VIEW, VIEWED, Rewrite, rewritten
 from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
@@ -70,6 +71,7 @@ def scan_layers(
     *,
     train: bool,
     is_gathered: bool = False,
+    rewrite: Rewrite | None = None,
 ) -> nn.Module:
     """Return the module of a scan, called as `(stream, inputs, tokens) -> (stream, outputs)`.
 
@@ -79,15 +81,21 @@ def scan_layers(
         execution: How they are computed.
         train: Whether routers behave as in training.
         is_gathered: Whether a collection of gathered parameters is given beside the cut ones.
+        rewrite: Function of the parameters of one layer, see `jaxmoe.layers.view`; or None.
     """
+    if rewrite is not None:
+        check_view(execution)
     if execution.parameter_memory == "host":
         return _streamed(scan, context, execution, train=train)
-    blocks = tuple(_block(stack.kind, execution, is_gathered) for stack in scan.stacks)
+    blocks = tuple(
+        _block(stack.kind, execution, is_gathered, rewrite, _part_name(scan, place))
+        for place, stack in enumerate(scan.stacks)
+    )
     body: Any = Cycle if scan.is_cycle else blocks[0]
     scanned: Any = nn.scan(
         body,
         # Intermediates exist when a caller captures them.
-        variable_axes={"params": 0, "intermediates": 0, WHOLE: 0},
+        variable_axes={"params": 0, "intermediates": 0, WHOLE: 0, VIEW: 0},
         split_rngs={"params": True},
         in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
         out_axes=0,
@@ -125,16 +133,50 @@ def _streamed(
     )
 
 
-def _block(kind: Layer, execution: ExecutionConfig, is_gathered: bool) -> Any:
+def check_view(execution: ExecutionConfig) -> None:
+    """Refuse an execution that uses other arrays than the parameters that a view rewrites.
+
+    Args:
+        execution: How the model is computed.
+
+    Raises:
+        ValueError: The layout gathers parameters itself, or keeps them in host memory.
+    """
+    if execution.parameter_memory == "host":
+        raise ValueError(
+            "execution.parameter_memory=host fetches each layer by itself, and rewritten parameters"
+            " are made where they are used: set execution.parameter_memory to device"
+        )
+    if execution.state_layout.gathered != "layer":
+        raise ValueError(
+            f"execution.rules={execution.rules} gathers parameters before they are used, and"
+            " rewritten parameters are made where they are used: set execution.rules to"
+            " fully_sharded or data_parallel"
+        )
+
+
+def _part_name(scan: Scan, place: int) -> str:
+    """Return the name of a layer's parameters for a view."""
+    return f"{scan.name}/{place}" if scan.is_cycle else scan.name
+
+
+def _block(
+    kind: Layer, execution: ExecutionConfig, is_gathered: bool, rewrite: Rewrite | None, part: str
+) -> Any:
     """Return the module of a layer with its transformations."""
     block: Any = HalvedBlock if execution.halves == 2 else Block
-    if is_gathered:
+    if rewrite is not None:
+        block = rewritten(block, rewrite, part)
+    elif is_gathered:
         block = use_whole(block)
     elif execution.state_layout.gathered == "replica":
         block = gather_across_replicas(block, execution.precision.compute_dtype)
     remat = execution.remat_of(kind.feed_forward.is_routed)
     if remat != "none":
-        block = nn.remat(block, policy=remat_policy(remat), prevent_cse=False)
+        return nn.remat(block, policy=remat_policy(remat), prevent_cse=False)
+    if rewrite is not None:
+        policy = jax.checkpoint_policies.save_anything_except_these_names(VIEWED)
+        return nn.remat(block, policy=policy, prevent_cse=False)
     return block
 
 

@@ -27,6 +27,7 @@ from jaxmoe.layers.indicators import Indicators
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
+from jaxmoe.layers.view import VIEW, Rewrite, View
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
@@ -96,6 +97,7 @@ class Transformer(nn.Module):
         places: Order | None = None,
         kept: Bool[Array, " groups"] | None = None,
         level: Int[Array, ""] | None = None,
+        rewrite: Rewrite | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
 
@@ -120,11 +122,11 @@ class Transformer(nn.Module):
             kept: Equal groups of the layers of the longest scan; those that are False are left out.
                 None computes all layers.
             level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
+            rewrite: Function of the parameters of each layer, see `jaxmoe.layers.view`; or None.
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, order = execution.placement, places
-        check_call(model, tokens, execution)
-        _check_stages(execution)
+        _check_whole_call(model, tokens, execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids, level)
@@ -134,11 +136,11 @@ class Transformer(nn.Module):
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = begun_stream(model, table, about.context["tokens"], execution)
         caches = None if cache is None else dict(cache)
+        given = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
         execution = any_memory(execution) if self.is_initializing() else execution
         flow, about = begin_streams(model, execution, flow, about)
         flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
-        form = {"train": train, "is_gathered": WHOLE in self.variables}
-        layers = {one.name: scan_layers(one, shared, execution, **form) for one in model.scans}
+        layers = {one.name: scan_layers(one, shared, execution, **given) for one in model.scans}
 
         def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
             flow = with_cache(scan, flow, caches)
@@ -154,7 +156,7 @@ class Transformer(nn.Module):
         x = end_streams(model, execution, model.residual.end(end_halves(execution, flow)).x)
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
-        read = _read_at(x, logits_at, placement)
+        read = _read_at(x, logits_at, execution.placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         return Output(
             logits=output_logits(read, weight, model, execution) if has_logits else None,
@@ -174,6 +176,7 @@ def forward(
     tokens: Int[Array, "B S"],
     *,
     whole: Any = None,
+    view: View | None = None,
     **given: Any,
 ) -> Output:
     """Return `Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed.
@@ -184,9 +187,13 @@ def forward(
         params: Parameters of the model.
         tokens: Ids in [0, V).
         whole: Gathered parameters for the layers, see `jaxmoe.layers.gather`; or None.
+        view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
     variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
+    if view is not None:
+        variables |= {VIEW: view.own}
+        given |= {"rewrite": view.rewrite}
     output = Transformer(model, execution).apply(variables, tokens, **given)
     return cast(Output, output)
 
@@ -247,8 +254,9 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
         )
 
 
-def _check_stages(execution: ExecutionConfig) -> None:
-    """Refuse a mesh whose devices have some of the layers each."""
+def _check_whole_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
+    """Refuse what `check_call` refuses, and a mesh whose devices have some of the layers each."""
+    check_call(model, tokens, execution)
     stages = execution.mesh.stage
     if stages > 1 and surroundings() == "explicit":
         raise ValueError(

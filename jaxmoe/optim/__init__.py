@@ -10,6 +10,7 @@ from jaxmoe.optim.groups import Members as Members
 from jaxmoe.optim.groups import Optimizer as Optimizer
 from jaxmoe.optim.groups import train_only as train_only
 from jaxmoe.optim.hypersphere import adamh as adamh
+from jaxmoe.optim.mkor import MKORConfig as MKORConfig
 from jaxmoe.optim.muon import MuonConfig as MuonConfig
 from jaxmoe.optim.muon import muon as muon
 from jaxmoe.optim.muonh import MuonHConfig as MuonHConfig
@@ -21,6 +22,6 @@ from jaxmoe.optim.schedules import LinearConfig as LinearConfig
 from jaxmoe.optim.schedules import ScheduleConfig as ScheduleConfig
 from jaxmoe.optim.schedules import WarmupStableDecayConfig as WarmupStableDecayConfig
 
-OptimizerConfig = AdamWConfig | MuonConfig | MuonHConfig
+OptimizerConfig = AdamWConfig | MuonConfig | MuonHConfig | MKORConfig
 
 OPTIMIZERS = registry_of(OptimizerConfig)

@@ -274,9 +274,9 @@ def train_only(
     def init(params: Any) -> Any:
         return inner.init(table.trained(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         held = None if params is None else table.trained(params)
-        steps, state = inner.update(table.trained(updates), state, held)
+        steps, state = inner.update(table.trained(updates), state, held, **extra)
         return table.merged(steps, jax.tree.map(jnp.zeros_like, updates)), state
 
     return type(inner)(init, update)

@@ -25,6 +25,15 @@ class LayerwiseTransformation(optax.GradientTransformation):
     __slots__ = ()
 
 
+class ProbingTransformation(LayerwiseTransformation):
+    """A transformation whose update takes `stats`, the gradients of the probes of a step.
+
+    See `jaxmoe.layers.probes`.
+    """
+
+    __slots__ = ()
+
+
 def check_numbers(prefix: str = "", **values: Any) -> None:
     """Refuse hyperparameters outside their range; names without a rule are not checked.
 
@@ -63,11 +72,12 @@ def standard_promotion(inner: optax.GradientTransformation) -> LayerwiseTransfor
         with jax.numpy_dtype_promotion("standard"):
             return inner.init(_widen(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):
-            return inner.update(_widen(updates), state, params)
+            return inner.update(_widen(updates), state, params, **extra)
 
-    return LayerwiseTransformation(init, update)
+    is_probing = isinstance(inner, ProbingTransformation)
+    return (ProbingTransformation if is_probing else LayerwiseTransformation)(init, update)
 
 
 def straight_steps(

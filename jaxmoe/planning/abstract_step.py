@@ -12,6 +12,7 @@ To add a field of the batch: `abstract_batch` in `jaxmoe/planning/abstract_step.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
+from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import TrainState, layers_on_host, state_around
 from jaxmoe.training.step import make_train_step
@@ -55,6 +57,7 @@ class StepPlan:
     accumulated_balance: AccumulatedBalance = "buffer"
     objective: ObjectiveConfig | None = None
     skipping: SkippingConfig | None = None
+    gradients: GradientsConfig = BackpropConfig()
 
     @property
     def paths(self) -> Paths | None:
@@ -97,7 +100,13 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
         key = jax.eval_shape(lambda: jax.random.key(0))
         state = jax.eval_shape(
             lambda params, key: state_around(
-                plan.model, plan.optimizer, execution, params, key, keeps_layer_norms
+                plan.model,
+                plan.optimizer,
+                execution,
+                params,
+                key,
+                keeps_layer_norms,
+                partial(plan.gradients.init, plan.table),
             ),
             params,
             key,
@@ -154,6 +163,7 @@ def planned_step(plan: StepPlan) -> Any:
         objective=plan.objective,
         table=plan.table,
         skipping=plan.skipping,
+        gradients=plan.gradients,
     )
 
 

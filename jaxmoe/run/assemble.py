@@ -75,8 +75,9 @@ class Assembly:
             objective=training.objective,
             max_norm_ratio=training.max_norm_ratio,
             skipping=training.skipping,
-            workers=self.num_compared if plan.config.replicas.exchanges != "parameters" else 1,
+            workers=self.num_compared if self._compares_losses else 1,
             table=plan.table,
+            estimator=training.gradients,
         )
 
     def micro_batches(self, rows: int) -> int:
@@ -89,6 +90,12 @@ class Assembly:
             return self.loader.levels.micro_batches
         training = self.plan.config.training
         return accumulation_of(rows, training.batch_size, training.accumulation)
+
+    @property
+    def _compares_losses(self) -> bool:
+        """Whether a step reports the losses of parts of its batch."""
+        config = self.plan.config
+        return config.training.gradients.is_backward and config.replicas.exchanges != "parameters"
 
     @property
     def num_compared(self) -> int:
@@ -170,6 +177,7 @@ class Assembly:
             parameterization=self.plan.parameterization,
             mesh=self.mesh,
             keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
+            estimator=self.plan.init_estimator,
         )
         precision, table = self.execution.precision, self.plan.table
         if precision.weights == "floating":

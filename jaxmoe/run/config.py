@@ -35,6 +35,7 @@ from jaxmoe.tracking.terminal import ConsoleKind
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
+from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
 from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 
@@ -118,6 +119,8 @@ class TrainingConfig:
     """Choice of the level of each document, with data.packing levels."""
     skipping: SkippingConfig | None = None
     """Layers that micro-batches leave out (SkipPipe); None for none."""
+    gradients: GradientsConfig = BackpropConfig()
+    """How a step gets its gradient."""
 
     def __post_init__(self):
         _check_least(self, "training", 1, "steps", "batch_size", "accumulation", "max_skipped")
@@ -128,6 +131,7 @@ class TrainingConfig:
             raise ValueError(f"training.seed={self.seed} must lie in [0, 2^31)")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
+        self.gradients.check_clip(self.clip)
         _ = self.batch_sizes  # raises for a ramp that does not fit
 
     @property
@@ -371,8 +375,24 @@ class PretrainConfig:
                 f"{self.data.name} trains on some: choose training.objective:next_token, or"
                 " data.train_on=all"
             )
+        if not self.training.gradients.is_backward:
+            self._check_without_backward()
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} must end within the run of"
                 f" training.steps={self.training.steps}"
+            )
+
+    def _check_without_backward(self) -> None:
+        """Refuse what needs a backward pass, of the run or of each worker."""
+        chosen = f"training.gradients:{self.training.gradients.name}"
+        if self.replicas.exchanges != "nothing":
+            raise ValueError(
+                f"{chosen} has no gradients for replicas:{self.replicas.name} to exchange: choose"
+                " replicas:none"
+            )
+        if every := self.watch.gradients_every:
+            raise ValueError(
+                f"watch.gradients_every={every} compares gradients of backward passes, and {chosen}"
+                " has none: set it to 0"
             )

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import optax
 
@@ -63,7 +64,12 @@ class Plan:
             accumulated_balance=training.accumulated_balance,
             objective=training.objective,
             skipping=training.skipping,
+            gradients=training.gradients,
         )
+
+    def init_estimator(self) -> Any:
+        """Return the state of the estimator of the gradient before the first step, or None."""
+        return self.config.training.gradients.init(self.table)
 
     @property
     def flops_per_token(self) -> float:
@@ -71,7 +77,8 @@ class Plan:
         training = self.config.training
         left_out = 0.0 if training.skipping is None else training.skipping.share_left_out
         length = training.sequence_length
-        return flops_per_token(self.model, self.table, length, left_out=left_out)
+        backward = flops_per_token(self.model, self.table, length, left_out=left_out)
+        return backward * (training.gradients.num_passes / 3.0)
 
     @property
     def matrix_rate(self) -> float:

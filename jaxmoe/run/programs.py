@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling import Parameterization
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.state import TrainState, init_state
@@ -71,6 +73,7 @@ class Programs:
                 key,
                 execution=self._execution,
                 parameterization=self._parameterization,
+                estimator=partial(self._training.gradients.init, parameter_table(self.model)),
             )
 
         return self.compile(jax.jit(first), jax.random.key(0), options=RARE)
@@ -100,6 +103,7 @@ class Programs:
             accumulated_balance=self._training.accumulated_balance,
             objective=self.objective,
             skipping=self._training.skipping,
+            gradients=self._training.gradients,
         )
 
     @functools.cached_property

@@ -54,6 +54,9 @@ class Gradients:
     row_nll: Float[Array, " B"] | None = None
     """Sum of row i of each micro-batch, which one worker holds, if the losses of workers are
     reported."""
+    probes: Any = None
+    """Gradients of the probes of dense matrices, for optimisers that read them; see
+    `jaxmoe.layers.probes`."""
 
     def __add__(self, other: Gradients) -> Gradients:
         # Some indicators are maxima: the record defines its own sum.

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
+from jaxmoe.layers.probes import TOKENS, probe_view, probed_rows, zero_probes
+from jaxmoe.layers.view import View
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
 from jaxmoe.parameters import ParameterTable
@@ -47,6 +49,7 @@ def batch_gradients(
     workers: int = 1,
     table: ParameterTable | None = None,
     skipping: SkippingConfig | None = None,
+    has_probes: bool = False,
     first_row: Any = 0,
 ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
     """Return the gradients of the loss of one step, over its micro-batches.
@@ -62,6 +65,7 @@ def batch_gradients(
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
         table: Groups of the parameters; None trains all.
         skipping: Layers that micro-batches leave out; None for none.
+        has_probes: Whether dense matrices are measured, see `jaxmoe.layers.probes`.
         first_row: Number of the first row, where the batch is part of a larger one.
 
     Returns:
@@ -98,6 +102,7 @@ def batch_gradients(
                 is_whole=has_two_passes,
                 has_rows=workers > 1,
                 table=table,
+                has_probes=has_probes,
                 **given,
             ),
             batch,
@@ -125,6 +130,7 @@ def compute_gradients(
     whole: Any = None,
     has_rows: bool = False,
     table: ParameterTable | None = None,
+    has_probes: bool = False,
 ) -> Gradients:
     """Return the gradients of one micro-batch's part of the loss.
 
@@ -141,12 +147,18 @@ def compute_gradients(
         whole: gathered parameters, with a layout that gathers them once a step.
         has_rows: whether the cross-entropy of single rows is kept.
         table: Groups of the parameters; None trains all.
+        has_probes: Whether dense matrices are measured.
     """
 
-    def loss_of(trained: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
+    def loss_of(
+        trained: Any, probes: Any
+    ) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
         params = trained if table is None else table.merged(trained, state.params)
+        cycles = [scan.name for scan in model.scans if scan.is_cycle]
+        view = None if probes is None else probe_view(probes, cycles)
+        given = {"has_rows": has_rows, "view": view}
         nll, rows, output = _forward(
-            params, state, micro, model, execution, objective, whole, has_rows=has_rows
+            params, state, micro, model, execution, objective, whole, **given
         )
         loss, losses = nll / total_weight, output.losses
         if output.statistics is not None and others is not None and is_whole:
@@ -162,7 +174,14 @@ def compute_gradients(
         return loss + sum(losses.values()), (loss, losses, output.statistics, indicators, rows)
 
     trained = state.params if table is None else table.trained(state.params)
-    grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(trained)
+    probes = None
+    if has_probes:
+        zeros = zero_probes(probed_rows(parameter_table(model) if table is None else table))
+        both = jax.grad(loss_of, (0, 1), has_aux=True)(trained, zeros)
+        (grads, probes), (loss, losses, *aside) = both
+        probes |= {TOKENS: jnp.float32(micro.batch.tokens.size)}
+    else:
+        grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(trained, None)
     statistics, indicators, rows = jax.lax.stop_gradient(aside)
     return Gradients(
         grads=grads,
@@ -171,6 +190,7 @@ def compute_gradients(
         statistics=statistics,
         indicators=indicators,
         row_nll=rows,
+        probes=probes,
     )
 
 
@@ -199,6 +219,7 @@ def _forward(
     whole: Any,
     *,
     has_rows: bool = False,
+    view: View | None = None,
 ) -> tuple[Array, Array | None, Output]:
     if whole is not None:
         params, whole = use_outside_layers(params, whole, [scan.name for scan in model.scans])
@@ -215,6 +236,7 @@ def _forward(
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
         whole=whole,
+        view=view,
     )
 
 

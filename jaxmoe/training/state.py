@@ -7,6 +7,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,6 +57,8 @@ class TrainState:
     local: Any = None
     """States of workers that communicate rarely; None without. See
     `jaxmoe/training/workers/state.py`."""
+    estimator: Any = None
+    """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
 
 
 def init_state(
@@ -67,6 +70,7 @@ def init_state(
     parameterization: Parameterization | None = None,
     mesh: Mesh | None = None,
     keeps_layer_norms: bool = False,
+    estimator: Callable[[], Any] | None = None,
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -78,6 +82,7 @@ def init_state(
         parameterization: Initial scale per role; standard when None.
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
+        estimator: Function that returns the state of the estimator; None for none.
     """
     execution = execution or ExecutionConfig()
     params = init_params(
@@ -91,7 +96,7 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        return state_around(model, optimizer, execution, params, key, keeps_layer_norms)
+        return state_around(model, optimizer, execution, params, key, keeps_layer_norms, estimator)
 
     if mesh is None:
         return jax.jit(rest)(params)
@@ -106,6 +111,7 @@ def state_around(
     params: Any,
     key: Key[Array, ""],
     keeps_layer_norms: bool = False,
+    estimator: Callable[[], Any] | None = None,
 ) -> TrainState:
     """The state before the first step of parameters that are there.
 
@@ -116,6 +122,7 @@ def state_around(
         params: of the model.
         key: as for `init_state`.
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
+        estimator: Function that returns the state of the estimator; None for none.
     """
     opt_state = {}
     if optimizer is not None:
@@ -133,6 +140,7 @@ def state_around(
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         recent_norms=no_norms(),
         layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
+        estimator=None if estimator is None else estimator(),
     )
 
 

@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch, check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry.detailed import mean_log_prob
@@ -36,7 +37,7 @@ from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.gradients import batch_gradients
+from jaxmoe.training.estimators import BackpropConfig, GradientsConfig, Problem
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
 from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
@@ -71,6 +72,7 @@ class TrainStep:
     workers: int = 1
     table: ParameterTable | None = None
     skipping: SkippingConfig | None = None
+    estimator: GradientsConfig = BackpropConfig()
 
     def __post_init__(self):
         if self.accumulation < 1:
@@ -81,6 +83,24 @@ class TrainStep:
         self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
         check_parts(self.execution, self.optimizer)
+        self.estimator.check_clip(self.clip)
+        self.estimator.check(self.problem)
+
+    @property
+    def problem(self) -> Problem:
+        """What the estimator differentiates."""
+        return Problem(
+            model=self.model,
+            execution=self.execution,
+            objective=self.objective,
+            accumulation=self.accumulation,
+            accumulated_balance=self.accumulated_balance,
+            workers=self.workers,
+            table=self.table,
+            skipping=self.skipping,
+            clip=self.clip,
+            has_probes=isinstance(self.optimizer, ProbingTransformation),
+        )
 
     def __call__(
         self, state: TrainState, batch: Batch, first_row: Any = 0
@@ -92,8 +112,10 @@ class TrainStep:
             batch: Rows.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
-        weight, summed, worker_loss = self.gradients(state, batch, first_row)
-        state, metrics, statistics = self.finish(state, weight, summed, worker_loss)
+        found = self.estimator.estimate(self.problem, state, batch, first_row)
+        state, metrics, statistics = self.finish(
+            state, found.weight, found.summed, found.worker_loss, estimator=found.state
+        )
         measures = level_measures(batch, self.execution, self.accumulation)
         return state, dataclasses.replace(metrics, levels=measures), statistics
 
@@ -110,19 +132,8 @@ class TrainStep:
         self, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
         """Return the gradients of a step; see `batch_gradients`."""
-        return batch_gradients(
-            state,
-            batch,
-            model=self.model,
-            execution=self.execution,
-            objective=self.objective,
-            accumulation=self.accumulation,
-            accumulated_balance=self.accumulated_balance,
-            workers=self.workers,
-            table=self.table,
-            skipping=self.skipping,
-            first_row=first_row,
-        )
+        found = self.estimator.estimate(self.problem, state, batch, first_row)
+        return found.weight, found.summed, found.worker_loss
 
     def finish(
         self,
@@ -130,6 +141,8 @@ class TrainStep:
         weight: Float[Array, ""],
         summed: Gradients,
         worker_loss: Float[Array, " W"] | None,
+        *,
+        estimator: Any = None,
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
         """Return the state after an update with the gradients, or after a refusal.
 
@@ -138,10 +151,11 @@ class TrainStep:
             weight: Sum of the loss weights.
             summed: Sums over the batch.
             worker_loss: Losses of the workers that are reported apart.
+            estimator: State of the estimator after the step.
         """
         grads, statistics = summed.grads, summed.statistics
         grad_norm, scale = global_norm(grads), jnp.ones(())
-        if self.clip is not None:
+        if self.clip is not None and self.estimator.clips == "norm":
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
         update = update_params(
@@ -153,6 +167,7 @@ class TrainStep:
             self.table,
             after=(summed.loss, grad_norm),
             scale=scale,
+            probes=summed.probes,
         )
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
@@ -171,6 +186,7 @@ class TrainStep:
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
             recent_norms=remember(state.recent_norms, grad_norm, is_good),
+            estimator=None if estimator is None else select(is_good, estimator, state.estimator),
         )
         state = remember_layers(self.model, state, grads, is_good)
         metrics = StepMetrics(
@@ -211,6 +227,7 @@ def make_train_step(
     workers: int = 1,
     table: ParameterTable | None = None,
     skipping: SkippingConfig | None = None,
+    gradients: GradientsConfig | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
@@ -229,10 +246,12 @@ def make_train_step(
             `frozen` are not differentiated and stay bitwise. None trains all, or what the adapter
             of the model trains.
         skipping: Layers that micro-batches leave out; None for none.
+        gradients: How the gradient is estimated; by backpropagation when None.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
-            precision for inference alone, or a model that does not fit the objective.
+            precision for inference alone, a model that does not fit the objective, or a choice that
+            the estimator of the gradient cannot train with.
     """
     if table is None and model.adapter is not None:
         table = parameter_table(model)
@@ -248,6 +267,7 @@ def make_train_step(
         workers=workers,
         table=table,
         skipping=skipping,
+        estimator=gradients or BackpropConfig(),
     )
     return one_step.jitted()
 
@@ -289,6 +309,7 @@ def update_params(
     *,
     after: tuple[Array, Array],
     scale: Array | float = 1.0,
+    probes: Any = None,
 ) -> UpdatedParams:
     """Apply the optimiser to gradients and parameters sharded like its state.
 
@@ -301,6 +322,7 @@ def update_params(
         table: Groups of the parameters; None trains all.
         after: Scalars before which state in host memory is not fetched; see `update_in_parts`.
         scale: Factor of the gradients that lie in host memory.
+        probes: Gradients of probes, for an optimiser that reads them; None for others.
     """
     old = state.params if table is None else table.trained(state.params)
     is_away = execution.parameter_memory == "host"
@@ -316,7 +338,9 @@ def update_params(
         )
     else:
         fetched = fetch(state.opt_state, execution)
-        updates, opt_state = optimizer.update(grads, fetched, held)
+        update: Any = optimizer.update
+        given = {} if probes is None else {"stats": probes}
+        updates, opt_state = update(grads, fetched, held, **given)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
         new = WholeState(new=opt_state, old=fetched, execution=execution)
     if is_away:

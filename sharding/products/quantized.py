@@ -33,10 +33,11 @@ from pallas_kernels.backend import Implementation
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding.products.low_rank import LowRank
 from sharding.products.observed import ObservedArray, observed_einsum, observed_groups
+from sharding.products.probed import ProbedArray, probed_axes
 
 Axes = tuple[str | None, ...]
 
-Packed = QuantizedArray | MixedArray | ObservedArray
+Packed = QuantizedArray | MixedArray | ObservedArray | ProbedArray
 """Matrix of a layer that is not a floating array."""
 Weight = Array | Packed | LowRank
 """Matrix of a layer in any form."""
@@ -75,6 +76,7 @@ def quantized_einsum(
         )
     if isinstance(weight, ObservedArray):
         return observed_einsum(subscripts, x, weight, dtype=dtype)
+    assert not isinstance(weight, ProbedArray)  # `Product.of` multiplies it as a floating matrix
     rows = x.reshape(-1, math.prod(x.shape[len(kept) :]))
     matrix = flattened(weight, len(summed))
     if isinstance(weight, QuantizedArray) and activations is not None:
@@ -102,6 +104,7 @@ def quantized_groups(
     """
     if isinstance(weight, ObservedArray):
         return observed_groups(rows, weight, group_sizes, implementation=implementation)
+    assert not isinstance(weight, ProbedArray)  # experts have no probes
     given = {"implementation": implementation, "out_dtype": rows.dtype}
     if isinstance(weight, QuantizedArray) and activations is not None:
         rounded = quantize(rows, activations, axis=-1)
@@ -158,6 +161,8 @@ def logical_axes(weight: Weight, axes: Axes) -> Any:
     if isinstance(weight, ObservedArray):
         largest = (*axes[: weight.largest.ndim - 1], None)
         return dataclasses.replace(weight, values=axes, largest=largest)
+    if isinstance(weight, ProbedArray):
+        return probed_axes(weight, axes)
     if not isinstance(weight, QuantizedArray):
         return axes
     scales = tuple(

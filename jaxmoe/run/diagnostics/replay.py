@@ -25,7 +25,6 @@ from jaxmoe.run.diagnostics.refused_batches import DumpedBatch, dumped_steps, re
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import assemble_run, load_run
 from jaxmoe.state_tree import flatten
-from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.state import TrainState
 from sharding.distributed import batch_part, global_batch
@@ -138,20 +137,10 @@ def _load(
 
 def _measured(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch], Any]:
     """Compile loss and, for each array of the gradient, its norm and number of bad values."""
-    training = assembly.plan.config.training
+    step = dataclasses.replace(assembly.step(assembly.micro_batches(num_rows)), workers=1)
 
     def measure(state: TrainState, batch: Batch) -> Any:
-        _, summed, _ = batch_gradients(
-            state,
-            batch,
-            model=assembly.plan.model,
-            execution=assembly.execution,
-            objective=training.objective,
-            accumulation=assembly.micro_batches(num_rows),
-            accumulated_balance=training.accumulated_balance,
-            table=assembly.plan.table,
-            skipping=training.skipping,
-        )
+        _, summed, _ = step.gradients(state, batch)
         return summed.loss, {
             path: (jnp.linalg.norm(g.astype(jnp.float32)), jnp.sum(~jnp.isfinite(g)))
             for path, g in flatten(summed.grads).items()

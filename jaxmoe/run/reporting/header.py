@@ -73,6 +73,8 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     notes = advice(moe) if moe else []
     if moe and model.attention.is_causal:
         notes += causal_advice(moe)
+    if (cost := training.gradients.describe(assembly.step().problem)) is not None:
+        notes.append(cost)
     for text in notes:
         say(f"note     {text}")
 

@@ -17,6 +17,7 @@ from jaxmoe.optim import (
     OPTIMIZERS,
     AdamWConfig,
     LinearConfig,
+    MKORConfig,
     MuonConfig,
     MuonHConfig,
     adamh,
@@ -172,6 +173,8 @@ CASES = {
         ("muonh", "adamh"),
         _alone_on_its_sphere,
     ),
+    # Before its first factors; what follows is in test_mkor.py.
+    "mkor": (MKORConfig(**FIELDS), ("adamw", "adamw"), _adamw),
 }
 
 

@@ -1,0 +1,82 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrites the parameters of a model where they are used, one layer at a time.
+
+    rewrite(parameters of one part, own parameters of the view there, name of part) -> parameters
+
+A part is one layer of a scan, or a module outside the scans (embedding, final norm, head). In a
+scan the rewriting happens inside the loop over layers, so that the rewritten parameters of one
+layer exist at a time. They have a checkpoint name that no remat policy saves (`VIEWED`): a backward
+pass rewrites them again.
+
+A user of the seam makes a `View` and calls `view_outside` before the forward pass, which then takes
+what remains as `view`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+import jax
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+Tree = dict[str, Any]
+Rewrite = Callable[[Tree, Any, str], Tree]
+"""(parameters of a part, own parameters of the view for the part, name of the part) -> parameters
+of the same structure and shapes. The name is that of a module below the root, such as `layers` or
+`embedding`; for a place in a period of layers `<scan>/<place>`."""
+
+VIEW: Final = "view"
+"""Collection of the view's own parameters beside "params"."""
+VIEWED: Final = "viewed"
+"""Checkpoint name of rewritten parameters, which remat policies drop."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """A function that rewrites parameters, and its own parameters."""
+
+    rewrite: Rewrite
+    own: Tree
+    """Own parameters by module below the root; those of a scan have a leading [layers], and in a
+    period of layers are by place in it first. Modules without any are left out."""
+
+
+def view_outside(params: Tree, view: View, layers: Collection[str]) -> tuple[Tree, View]:
+    """Return parameters with those outside the layers rewritten, and the view of the layers.
+
+    Args:
+        params: Parameters of the model.
+        view: View of all parameters.
+        layers: Names of the scans of layers.
+    """
+
+    def used(name: str) -> Any:
+        if name in layers or name not in view.own:
+            return params[name]
+        return view.rewrite(params[name], view.own[name], name)
+
+    of_layers = {name: own for name, own in view.own.items() if name in layers}
+    return {name: used(name) for name in params}, View(rewrite=view.rewrite, own=of_layers)
+
+
+def rewritten(block: Any, rewrite: Rewrite, part: str) -> Any:
+    """Return the block of a layer with parameters that are rewritten before it uses them.
+
+    Args:
+        block: Module class of a layer, inside the scan.
+        rewrite: Function of its parameters.
+        part: Name of the part.
+    """
+
+    def view(variables: Tree) -> Tree:
+        params = variables["params"]
+        if own := variables.get(VIEW):
+            params = rewrite(params, own, part)
+            params = jax.tree.map(lambda leaf: checkpoint_name(leaf, VIEWED), params)
+        return {"params": params, VIEW: {}}
+
+    return nn.map_variables(block, ["params", VIEW], trans_in_fn=view)

@@ -1,0 +1,21 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators: how a step gets its gradient.
+
+To add an estimator: a config that extends `Estimator` in a file of its own in
+`jaxmoe/training/estimators`, the union `GradientsConfig` in its `__init__.py`, its name in the row
+of ESTIMATORS in `tests/test_architecture.py`.
+"""
+
+from jaxmoe.configs import registry_of
+from jaxmoe.training.estimators.backprop import BackpropConfig as BackpropConfig
+from jaxmoe.training.estimators.base import Estimate as Estimate
+from jaxmoe.training.estimators.base import Estimator as Estimator
+from jaxmoe.training.estimators.base import Problem as Problem
+from jaxmoe.training.estimators.evolution import EvolutionConfig as EvolutionConfig
+from jaxmoe.training.estimators.seed_pool import SeedPoolConfig as SeedPoolConfig
+from jaxmoe.training.estimators.spsa import SPSAConfig as SPSAConfig
+
+GradientsConfig = BackpropConfig | SPSAConfig | SeedPoolConfig | EvolutionConfig
+
+ESTIMATORS = registry_of(GradientsConfig)

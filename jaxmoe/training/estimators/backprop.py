@@ -1,0 +1,82 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients by backpropagation, over the micro-batches of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.models.layer_scan import check_view
+from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
+from jaxmoe.training.gradients import batch_gradients
+from jaxmoe.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BackpropConfig(Estimator):
+    """Backpropagation."""
+
+    name: ClassVar[str] = "backprop"
+    clips: ClassVar[Literal["norm", "projection", "nothing"]] = "norm"
+    is_backward: ClassVar[bool] = True
+
+    def check(self, problem: Problem) -> None:
+        """Refuse probes where a layout or a format has no place for them; see `check_probes`."""
+        if problem.has_probes:
+            check_probes(problem)
+
+    def estimate(
+        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> Estimate:
+        """Return the gradients of one step; see the base class."""
+        weight, summed, worker_loss = batch_gradients(
+            state,
+            batch,
+            model=problem.model,
+            execution=problem.execution,
+            objective=problem.objective,
+            accumulation=problem.accumulation,
+            accumulated_balance=problem.accumulated_balance,
+            workers=problem.workers,
+            table=problem.table,
+            skipping=problem.skipping,
+            has_probes=problem.has_probes,
+            first_row=first_row,
+        )
+        return Estimate(weight, summed, worker_loss)
+
+
+def check_probes(problem: Problem) -> None:
+    """Refuse what an optimiser that reads probes cannot be trained with.
+
+    Args:
+        problem: With the mesh resolved.
+
+    Raises:
+        ValueError: Pipeline stages, a layout that gathers parameters itself, products in 8 bits, an
+            update in parts, or a mixer whose matrices have no probes.
+    """
+    execution, start = problem.execution, "optimizer:mkor measures every dense matrix"
+    if execution.mesh.stage > 1:
+        raise ValueError(
+            f"{start}, and a stage has some of the layers: execution.mesh.stage="
+            f"{execution.mesh.stage} must be 1"
+        )
+    check_view(execution)
+    if execution.halo is not None:
+        raise ValueError(
+            f"{start}, and execution.precision.matmul rounds their operands: set it to full"
+        )
+    if execution.updates_in_parts:
+        raise ValueError(
+            f"{start}, and its statistics are those of all layers: set execution.optimizer_parts"
+            " to 1"
+        )
+    for kind in problem.model.kinds:
+        if not kind.mixer.can_quantize:
+            raise ValueError(
+                f"{start}, and those of the mixer {kind.mixer.name!r} cannot be measured: choose"
+                " optimizer:adamw"
+            )

@@ -1,0 +1,224 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes of estimators without a backward pass: losses of rewritten parameters.
+
+Sums of the cross-entropy and of the routing statistics are taken over all rows of a step first, and
+the balance losses are those of these sums: with micro-batches they are exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.layers.view import View, view_outside
+from jaxmoe.models.layer_scan import check_view
+from jaxmoe.models.transformer import balance_losses
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.routing import RouterStatistics
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.accumulation import Gradients, MicroBatch, split_rows
+from jaxmoe.training.estimators.base import Problem
+from jaxmoe.training.loss import forward_and_row_nll
+from jaxmoe.training.state import TrainState
+
+
+# Records are not checked at run time: tree functions also fill them with shapes and specs.
+@typing.no_type_check
+@struct.dataclass
+class Sums:
+    """Sums over rows."""
+
+    nll: Float[Array, ""]
+    losses: dict[str, Float[Array, ""]]
+    """Losses of weights, averaged over micro-batches."""
+    statistics: RouterStatistics | None
+
+
+@typing.no_type_check
+@struct.dataclass
+class Losses:
+    """Losses of one pass, or of several with a leading dimension."""
+
+    total: Float[Array, " *n"]
+    loss: Float[Array, " *n"]
+    """Cross-entropy per unit of loss weight."""
+    losses: dict[str, Float[Array, " *n"]]
+    statistics: RouterStatistics | None
+
+
+@typing.no_type_check
+@struct.dataclass
+class Given:
+    """Arrays that a pass reads; `key` is key data, so that a region can take it."""
+
+    params: Any
+    router_state: Any
+    key: Array
+    parts: MicroBatch
+    """Micro-batches, with a leading dimension."""
+    total_weight: Float[Array, ""]
+
+
+def check_forward(problem: Problem, name: str) -> None:
+    """Refuse what forward passes of a view cannot compute.
+
+    Args:
+        problem: With the mesh resolved.
+        name: Name of the estimator.
+
+    Raises:
+        ValueError: Pipeline stages, a layout that gathers parameters or cuts them over replicas,
+            parameters in host memory, layers that are left out, or detailed telemetry.
+    """
+    execution, start = problem.execution, f"training.gradients:{name} has no backward pass"
+    if execution.mesh.stage > 1:
+        raise ValueError(
+            f"{start} and no pipeline: execution.mesh.stage={execution.mesh.stage} must be 1"
+        )
+    check_view(execution)
+    if execution.mesh.replica > 1 and execution.rules == "hybrid":
+        raise ValueError(
+            f"{start}, and each replica computes with all parameters: execution.rules="
+            f"{execution.rules} cuts them over replicas: set it to fully_sharded"
+        )
+    if execution.mesh.replica > 1 and execution.mesh_fold is not None:
+        raise ValueError(
+            f"{start}, and replicas compute by themselves: execution.fold with"
+            f" execution.mesh.replica={execution.mesh.replica} is not possible: set replica to 1"
+        )
+    if problem.skipping is not None:
+        raise ValueError(
+            f"{start}, and training.skipping leaves out layers of a pipeline: set it to None"
+        )
+    if problem.has_probes:
+        raise ValueError(
+            f"{start}, and optimizer:mkor reads output gradients: choose another optimizer"
+        )
+    if execution.telemetry == "detailed":
+        raise ValueError(
+            f"{start}, and execution.telemetry=detailed observes gradients of layers: set it to"
+            " brief"
+        )
+
+
+def table_of(problem: Problem) -> ParameterTable:
+    """Return the table of the parameters; without one, that of the model, which trains all."""
+    return parameter_table(problem.model) if problem.table is None else problem.table
+
+
+def prepare(
+    problem: Problem, state: TrainState, batch: Batch, first_row: Any
+) -> tuple[Float[Array, ""], Given]:
+    """Return the sum of the loss weights, and what passes read.
+
+    Args:
+        problem: What is evaluated.
+        state: State before the step.
+        batch: Rows of the step.
+        first_row: Number of the first row.
+
+    Raises:
+        ValueError: The batch is packed by level, or the micro-batches do not divide it.
+    """
+    if batch.level is not None:
+        raise ValueError(
+            "data.packing levels makes micro-batches for backward passes: with another estimator"
+            " in training.gradients set data.packing to best_fit"
+        )
+    placement, number = problem.execution.placement, problem.accumulation
+    weight = problem.objective.num_tokens(batch)
+    key = jax.random.fold_in(state.rng, state.step)
+    batch = problem.objective.prepare(problem.model, batch, key, placement)
+    row_ids = first_row + jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    micro = MicroBatch(batch=jax.tree.map(jnp.asarray, batch), row_ids=row_ids)
+    given = Given(
+        params=state.params,
+        router_state=state.router_state,
+        key=jax.random.key_data(key),
+        parts=jax.tree.map(lambda rows: split_rows(rows, number, placement), micro),
+        total_weight=jnp.where(weight > 0.0, weight, 1.0),
+    )
+    return weight, given
+
+
+def summed_pass(problem: Problem, given: Given, view: View) -> Sums:
+    """Return the sums of one pass over all micro-batches.
+
+    Args:
+        problem: What is evaluated.
+        given: Parameters and rows.
+        view: View of the parameters.
+    """
+    layers = [scan.name for scan in problem.model.scans]
+    params, of_layers = view_outside(given.params, view, layers)
+    number = given.parts.row_ids.shape[0]
+
+    def one(part: MicroBatch) -> Sums:
+        nll, _, output = forward_and_row_nll(
+            problem.model,
+            problem.execution,
+            params,
+            part.batch,
+            has_rows=False,
+            objective=problem.objective,
+            router_state=given.router_state,
+            row_ids=part.row_ids,
+            train=True,
+            key=jax.random.wrap_key_data(given.key),
+            view=of_layers,
+        )
+        wide = balance_losses(problem.model, output.statistics)
+        losses = {name: x / number for name, x in output.losses.items() if name not in wide}
+        return Sums(nll=nll, losses=losses, statistics=output.statistics)
+
+    first = one(jax.tree.map(lambda x: x[0], given.parts))
+    if number == 1:
+        return first
+    rest = jax.tree.map(lambda x: x[1:], given.parts)
+    return jax.lax.scan(
+        lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None), first, rest
+    )[0]
+
+
+def losses_of(problem: Problem, given: Given, sums: Sums, share: float = 1.0) -> Losses:
+    """Return the losses of sums.
+
+    Args:
+        problem: What is evaluated.
+        given: Weight of the step.
+        sums: Sums over rows.
+        share: Share of these rows in the losses that are no sums over tokens.
+    """
+    losses = sums.losses | balance_losses(problem.model, sums.statistics)
+    losses = {name: share * value for name, value in losses.items()}
+    loss = sums.nll / given.total_weight
+    total = loss + sum(losses.values())
+    return Losses(total=total, loss=loss, losses=losses, statistics=sums.statistics)
+
+
+def gradients_with(grads: Any, found: Losses) -> Gradients:
+    """Return gradients with the means over passes of losses and statistics.
+
+    Args:
+        grads: Gradients.
+        found: Losses of all passes, with leading dimensions.
+    """
+
+    def mean(tree: Any, lead: int) -> Any:
+        return jax.tree.map(
+            lambda x: jnp.mean(x.astype(jnp.float32), axis=tuple(range(lead))).astype(x.dtype), tree
+        )
+
+    passes = dataclasses.replace(found, total=None)
+    passes = mean(passes, found.total.ndim)
+    return Gradients(
+        grads=grads, loss=passes.loss, losses=passes.losses, statistics=passes.statistics
+    )

@@ -1,0 +1,194 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives along directions from a fixed pool of seeds (FedKSeed, arXiv 2312.06353).
+
+    p      = (L(w + epsilon z_k) - L(w - epsilon z_k)) / (2 epsilon),   k drawn from K seeds
+    s_k    = s_k + p / q                                 after each accepted step of q draws
+    w(t)   = w(0) - learning_rate * sum_k s_k z_k        with SGD at a constant rate, no decay
+
+The sums s_k [K] are the whole difference between two models that began equally: 16,384 bytes for
+4,096 seeds, whatever the size of the model and the number of steps. `replay` rebuilds the
+parameters from them. They agree with those of the run up to the rounding of another order of sums.
+
+With `choice` weighted (FedKSeed-Pro) a seed is drawn with the probability
+
+    softmax(minmax(mean over its history of |clip(p, -1000, 1000)|)),   history beginning with 0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Key
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
+from jaxmoe.training.estimators.noise import noise_sum
+from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
+from jaxmoe.training.estimators.spsa import (
+    Ends,
+    check_epsilon,
+    clipped,
+    paired_losses,
+    slopes_of,
+)
+from jaxmoe.training.state import TrainState
+from sharding.constrain import place_like
+
+LARGEST = 1000.0
+"""Largest derivative that counts in the history of a seed."""
+
+
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
+@struct.dataclass
+class SeedSums:
+    """What a pool of seeds carries from step to step."""
+
+    sums: Float[Array, " K"]
+    """Sum of the derivatives along each seed's noise, each divided by the draws of its step."""
+    magnitudes: Float[Array, " K"] | None = None
+    """Sums of the clipped absolute derivatives; None where seeds are drawn uniformly."""
+    counts: Float[Array, " K"] | None = None
+    """Draws of each seed; None where seeds are drawn uniformly."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SeedPoolConfig(Estimator):
+    """Derivatives along directions from a fixed pool of seeds (FedKSeed)."""
+
+    name: ClassVar[str] = "seed_pool"
+    clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
+
+    seeds: int = 4096
+    """Seeds in the pool."""
+    directions: int = 1
+    """Seeds drawn per step, each with two forward passes."""
+    epsilon: float = 5e-4
+    """Distance of each pass from the parameters, in standard deviations of the noise."""
+    choice: Literal["uniform", "weighted"] = "uniform"
+    """Probability of a seed: uniform, or weighted by the mean size of its derivatives so far."""
+
+    def __post_init__(self):
+        for field in ("seeds", "directions"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"training.gradients.{field}={value} must be at least 1")
+        check_epsilon(self.epsilon)
+
+    def init(self, table: ParameterTable) -> SeedSums:
+        """Return sums of zero."""
+        del table
+
+        def zeros() -> Float[Array, " K"]:
+            return jnp.zeros((self.seeds,), jnp.float32)
+
+        if self.choice == "uniform":
+            return SeedSums(sums=zeros())
+        return SeedSums(sums=zeros(), magnitudes=zeros(), counts=zeros())
+
+    def estimate(
+        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> Estimate:
+        """Return the gradients of one step; see the base class."""
+        held: SeedSums | None = state.estimator
+        if held is None:
+            raise ValueError(
+                "training.gradients:seed_pool needs state.estimator, which is None: make the state"
+                " with init_state(..., estimator=lambda: config.init(table))"
+            )
+        weight, given = prepare(problem, state, batch, first_row)
+        key = jax.random.fold_in(jax.random.wrap_key_data(given.key), 2)
+        logits = jnp.log(probabilities(held))
+        drawn = jax.random.categorical(key, logits, shape=(self.directions,))
+        keys = seed_keys(state.rng, drawn)
+        found = paired_losses(problem, given, keys, Ends(self.epsilon))
+        slopes = clipped(problem, slopes_of(found.total, self.epsilon))
+        factors = slopes / self.directions
+        grads = noise_sum(table_of(problem), state.params, keys, factors)
+        return Estimate(weight, gradients_with(grads, found), None, _added(held, drawn, slopes))
+
+    @property
+    def num_passes(self) -> float:
+        """Cost of a step in forward passes."""
+        return 2.0 * self.directions
+
+    def check(self, problem: Problem) -> None:
+        """Refuse what forward passes of a view cannot compute; see `check_forward`."""
+        check_forward(problem, self.name)
+
+    def describe(self, problem: Problem) -> str:
+        """Return the cost of a step in words."""
+        del problem
+        return (
+            f"zeroth order: 2 x {self.directions} passes a step; {self.seeds} sums of"
+            f" {4 * self.seeds} bytes are the difference to the initial parameters"
+        )
+
+
+def probabilities(held: SeedSums) -> Float[Array, " K"]:
+    """Return the probability of each seed; see the module's docstring.
+
+    Args:
+        held: State of the pool.
+    """
+    if held.magnitudes is None or held.counts is None:
+        return jnp.full_like(held.sums, 1.0 / held.sums.size)
+    mean = held.magnitudes / (held.counts + 1.0)
+    low, high = jnp.min(mean), jnp.max(mean)
+    return jax.nn.softmax((mean - low) / jnp.where(high > low, high - low, 1.0))
+
+
+def seed_keys(rng: Key[Array, ""], seeds: Any) -> Array:
+    """Return the PRNG keys of the noise of seeds, the same in every step.
+
+    Args:
+        rng: Key of the run, `TrainState.rng`.
+        seeds: Numbers of the seeds, [n].
+    """
+    pool = jax.random.fold_in(rng, 0x5EED)
+    return jax.vmap(lambda seed: jax.random.fold_in(pool, seed))(jnp.asarray(seeds, jnp.uint32))
+
+
+def replay(
+    table: ParameterTable,
+    base: Any,
+    sums: Float[Array, " K"],
+    rng: Key[Array, ""],
+    learning_rate: float,
+) -> Any:
+    """Return the parameters after steps of SGD at a constant rate, from the sums alone.
+
+    Args:
+        table: Parameters of the model.
+        base: Parameters before the first step.
+        sums: `SeedSums.sums` after the last step.
+        rng: Key of the run, `TrainState.rng`.
+        learning_rate: Rate of all steps.
+    """
+    keys = seed_keys(rng, jnp.arange(sums.shape[0]))
+    total = noise_sum(table, base, keys, sums)
+    moved = jax.tree.map(
+        lambda p, z: place_like(p - (learning_rate * z).astype(p.dtype), p),
+        table.trained(base),
+        total,
+    )
+    return table.merged(moved, base)
+
+
+def _added(held: SeedSums, drawn: Array, slopes: Float[Array, " n"]) -> SeedSums:
+    """Return the state with the derivatives of one step."""
+    sums = held.sums.at[drawn].add(slopes / slopes.size)
+    if held.magnitudes is None or held.counts is None:
+        return SeedSums(sums=sums)
+    sizes = jnp.minimum(jnp.abs(slopes), LARGEST)
+    return SeedSums(
+        sums=sums,
+        magnitudes=held.magnitudes.at[drawn].add(sizes),
+        counts=held.counts.at[drawn].add(1.0),
+    )

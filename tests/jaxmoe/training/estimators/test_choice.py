@@ -1,0 +1,88 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators in the config of a run: refusals, costs in words, and older configs."""
+
+import dataclasses
+
+import optax
+import pytest
+
+from jaxmoe.checkpoint.migrate import migrate
+from jaxmoe.configs import from_json, to_json
+from jaxmoe.optim import MKORConfig
+from jaxmoe.replicas import DiLoCoConfig
+from jaxmoe.run.config import PretrainConfig, TrainingConfig, WatchConfig
+from jaxmoe.run.plan import make_plan
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.estimators import (
+    BackpropConfig,
+    EvolutionConfig,
+    SeedPoolConfig,
+    SPSAConfig,
+)
+from jaxmoe.training.step import TrainStep
+from tests.support.estimators import problem_of
+from tests.support.models import TINY
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (BackpropConfig(), None),
+        (
+            SPSAConfig(directions=8, payload="byte"),
+            "zeroth order: 2 x 8 passes a step, 12 bytes a worker and step",
+        ),
+        (SPSAConfig(directions=8), "zeroth order: 2 x 8 passes a step, 32 bytes a worker and step"),
+        (
+            SeedPoolConfig(),
+            "zeroth order: 2 x 1 passes a step; 4096 sums of 16384 bytes are the difference to the"
+            " initial parameters",
+        ),
+        (
+            EvolutionConfig(population=8),
+            "evolution: 8 passes a step, perturbations of rank 1, 32 bytes a step",
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_cost_of_a_step_in_words(config, text):
+    assert config.describe(problem_of(TINY)) == text
+
+
+def test_flops_count_the_passes_of_the_estimator():
+    training = TrainingConfig(gradients=SPSAConfig(directions=6))
+    backward, passes = PretrainConfig(), PretrainConfig(training=training)
+    ratio = make_plan(passes).flops_per_token / make_plan(backward).flops_per_token
+    assert ratio == pytest.approx(4.0)
+
+
+def test_exchanges_of_gradients_are_refused():
+    training = TrainingConfig(gradients=SPSAConfig())
+    with pytest.raises(ValueError, match=r"no gradients for replicas:diloco to exchange"):
+        PretrainConfig(training=training, replicas=DiLoCoConfig())
+    with pytest.raises(ValueError, match=r"watch.gradients_every=5 compares .* set it to 0"):
+        PretrainConfig(training=training, watch=WatchConfig(gradients_every=5))
+
+
+def test_clip_without_meaning_is_refused_by_the_config():
+    with pytest.raises(ValueError, match=r"training.clip=1.0 limits .* set training.clip to None"):
+        TrainingConfig(gradients=EvolutionConfig())
+    assert TrainingConfig(gradients=EvolutionConfig(), clip=None).clip is None
+
+
+def test_mkor_needs_a_backward_pass():
+    optimizer = MKORConfig().build(parameter_table(TINY), lambda count: count)
+    with pytest.raises(ValueError, match=r"optimizer:mkor reads output gradients"):
+        TrainStep(model=TINY, optimizer=optimizer, estimator=SPSAConfig())
+    assert not TrainStep(model=TINY, optimizer=optax.sgd(0.1)).problem.has_probes
+
+
+def test_configs_without_an_estimator_mean_backpropagation():
+    saved = to_json(PretrainConfig())
+    assert saved["training"].pop("gradients") == {"kind": "backprop"}
+    assert from_json(PretrainConfig, migrate(saved)) == PretrainConfig()
+    changed = dataclasses.replace(
+        PretrainConfig(), training=TrainingConfig(gradients=SeedPoolConfig(seeds=3))
+    )
+    assert from_json(PretrainConfig, to_json(changed)) == changed
