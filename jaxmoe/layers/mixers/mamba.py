@@ -9,6 +9,7 @@
     h_t       = exp(-exp(a_log) step_t) h_{t-1} + step_t x_t b_t^T        [C H]
     out       = ((h_t c_t + skip x_t) silu(z)) Wo
 
+With `inner_norms="rms"` r, b and c are normed before they are used (arXiv 2403.19887, section 3).
 Channels are split over the tensor axis; rows stay whole.
 Source: arXiv 2312.00752 (section 3); initial values as in transformers' `MambaMixer`.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import convolve, last_inputs
 from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
+from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from pallas_kernels import selective_scan
 from sharding import axes as ax
@@ -54,6 +56,13 @@ class MambaConfig(RecurrentMixer):
     """Width through which the step of a channel is computed; usually model.embed_dim / 16."""
     conv_length: int = 4
     """Positions that the convolution before the state reads, the own one included."""
+    has_conv_bias: bool = True
+    """Whether the convolution has a bias per channel."""
+    has_projection_bias: bool = False
+    """Whether the projections from and to the residual stream have biases."""
+    inner_norms: Literal["none", "rms"] = "none"
+    """Norm of what the step, the input and the output of the state are computed from: none, or
+    RMSNorm (Jamba)."""
     chunk: int = 16
     """Tokens that are computed together between two states; changes the speed only."""
 
@@ -168,6 +177,8 @@ class Mamba(nn.Module):
         )
         product = Product("bsc,cd->bsd", weight.astype(dtype), (ax.MLP, None), _X)
         y = into_stream(y, product, placement, form=form)
+        if config.has_projection_bias:
+            y = y + self._vector("o_bias", (width,), (ax.NORM,)).astype(dtype)[None, None]
         return y, MixerOutputs(cache=with_layer(cache, new))
 
     def _scan(
@@ -183,8 +194,15 @@ class Mamba(nn.Module):
         """Return the gated output of the channels of this device, and the new state."""
         del batch_axes
         new, before = {}, held.get("x")
+        if self.config.has_projection_bias:
+            given = {
+                name: part + weights[f"{name}_in_bias"].astype(part.dtype)[None, None]
+                for name, part in given.items()
+            }
         x = convolve(
-            given["x"], weights["taps"], weights["bias"], segment_ids=segments, before=before
+            *(given["x"], weights["taps"], weights.get("bias")),
+            segment_ids=segments,
+            before=before,
         )
         x = jax.nn.silu(x)
         found = {
@@ -193,6 +211,12 @@ class Mamba(nn.Module):
         }
         if axes:
             found = jax.lax.psum(found, axes)
+        if self.config.inner_norms == "rms":
+            epsilon = self.context.norm_epsilon
+            found = {
+                name: rms_norm(part, weights[f"{name}_norm"], epsilon)
+                for name, part in found.items()
+            }
         low = found["r"].astype(x.dtype)
         step = jnp.einsum("bsr,rc->bsc", low, weights["dt"], preferred_element_type=jnp.float32)
         y, state = selective_scan(
@@ -217,10 +241,10 @@ class Mamba(nn.Module):
     def _weights(self, dtype: Any) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return what is used beside the projections of the stream, and its axes in use."""
         config, channels = self.config, self.config.inner_dim
+        sizes = {"r": config.step_rank, "b": config.state_dim, "c": config.state_dim}
         found = {
             name: self._declare(name, (channels, size), (ax.MLP, ax.STATE)).astype(dtype)
-            for name, size in (("r", config.step_rank), ("b", config.state_dim))
-            + (("c", config.state_dim),)
+            for name, size in sizes.items()
         }
         dt = self._declare("dt", (config.step_rank, channels), (ax.STATE, ax.MLP))
         found["dt"] = dt.astype(dtype)
@@ -232,19 +256,28 @@ class Mamba(nn.Module):
         )
         found["taps"] = declare(self, "taps", taps)
         vectors: dict[str, tuple[tuple[int, ...], Any]] = {
-            "bias": ((channels,), "zeros"),
             "skip": ((channels,), "ones"),
             "dt_bias": ((channels,), "softplus_range"),
             "a_log": ((channels, config.state_dim), "log_range"),
         }
+        if config.has_conv_bias:
+            vectors["bias"] = ((channels,), "zeros")
+        if config.has_projection_bias:
+            vectors |= {f"{name}_in_bias": ((channels,), "zeros") for name in "xz"}
         for name, (shape, init) in vectors.items():
-            axes = (ax.MLP, ax.STATE)[: len(shape)]
-            row = Declaration(shape=shape, axes=axes, role="state", matrix=None, init=init)
-            found[name] = declare(self, name, row)
-        by_last = {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
-        by_first = {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
-        by_channel = {name: (ax.MLP,) for name in ("bias", "skip", "dt_bias")}
-        return found, by_last | by_first | by_channel
+            found[name] = self._vector(name, shape, (ax.MLP, ax.STATE)[: len(shape)], init)
+        in_use = {name: (ax.MLP,) for name in vectors}
+        in_use |= {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
+        in_use |= {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
+        if config.inner_norms == "rms":
+            for name, size in sizes.items():
+                gain = self._vector(f"{name}_norm", (size,), (ax.NORM,), "ones", "norm")
+                found[f"{name}_norm"], in_use[f"{name}_norm"] = gain, (None,)
+        return found, in_use
 
     def _declare(self, name, shape, axes, role: Any = "attention_in") -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role))
+
+    def _vector(self, name, shape, axes, init: Any = "zeros", role: Any = "state") -> Array:
+        row = Declaration(shape=shape, axes=axes, role=role, matrix=None, init=init)
+        return declare(self, name, row)

@@ -56,6 +56,10 @@ class Mamba2Config(RecurrentMixer):
     """Groups of heads that share what is written into and read from their states (G)."""
     conv_length: int = 4
     """Positions that the convolution before the state reads, the own one included."""
+    has_conv_bias: bool = True
+    """Whether the convolution has a bias per channel."""
+    has_projection_bias: bool = False
+    """Whether the projections from and to the residual stream have biases."""
     chunk: int = 64
     """Tokens that are multiplied together between two states; changes the speed only."""
 
@@ -188,6 +192,9 @@ class Mamba2(nn.Module):
         )
         product = Product("bsnp,npd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _X)
         out = into_stream(y, product, placement, form=form)
+        if self.config.has_projection_bias:
+            row = _vector((self.context.embed_dim,), (ax.NORM,), "zeros")
+            out = out + declare(self, "o_bias", row).astype(dtype)[None, None]
         return out, MixerOutputs(cache=with_layer(cache, new))
 
     def _scan(
@@ -212,9 +219,14 @@ class Mamba2(nn.Module):
         """
         del batch_axes
         config, new = self.config, {}
+        if config.has_projection_bias:
+            given = {
+                name: part + vectors[f"{name}_in_bias"].astype(part.dtype)[None, None]
+                for name, part in given.items()
+            }
         mixed = {}
         for name in "xbc":
-            taps, bias = vectors[f"{name}_taps"], vectors[f"{name}_bias"]
+            taps, bias = vectors[f"{name}_taps"], vectors.get(f"{name}_bias")
             before = held.get(name)
             convolved = convolve(given[name], taps, bias, segment_ids=segments, before=before)
             mixed[name] = jax.nn.silu(convolved)
@@ -325,7 +337,13 @@ class Mamba2(nn.Module):
                 matrix=((-3,), (-2, -1)),
                 init="fan_in",
             )
-            rows[f"{name}_bias"] = _vector(sizes, axes, "zeros")
+            if config.has_conv_bias:
+                rows[f"{name}_bias"] = _vector(sizes, axes, "zeros")
+            if config.has_projection_bias:
+                rows[f"{name}_in_bias"] = _vector(sizes, axes, "zeros")
+        if config.has_projection_bias:
+            rows["z_in_bias"] = _vector(heads, of_heads, "zeros")
+            rows["dt_in_bias"] = _vector(heads[:1], of_heads[:1], "zeros")
         in_use = {
             name: tuple(axis if axis == ax.HEADS else None for axis in row.axes)
             for name, row in rows.items()
