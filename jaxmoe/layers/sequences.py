@@ -37,6 +37,10 @@ Order = Int[np.ndarray, " S"] | Int[Array, "B S"]
 """Order of tokens: known while tracing, or an array of one per row where documents decide."""
 
 
+_NO_HEADS = AttentionHeads(num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1, is_causal=True)
+"""Heads of a model in which no layer attends."""
+
+
 def attention_sizes(
     context: LayerContext,
     execution: ExecutionConfig,
@@ -53,7 +57,9 @@ def attention_sizes(
         mesh: {axis or piece of one: size}.
         heads: Heads of the mixer; when None those of the first without a window, which costs most.
     """
-    heads = heads or min(context.heads, key=lambda heads: heads.window is not None)
+    heads = heads or min(
+        context.heads, key=lambda heads: heads.window is not None, default=_NO_HEADS
+    )
     rules = execution.axis_rules
 
     def devices(name: str) -> int:

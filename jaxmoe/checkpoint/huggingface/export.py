@@ -173,9 +173,15 @@ def _config(
     tokens: dict[str, Any] = dict.fromkeys(_TOKENS)
     config = tokens | {"model_type": name, "max_position_embeddings": max_length}
     config |= {"torch_dtype": dtype, "architectures": [family.architecture], "use_cache": True}
-    config |= family.fields(model)
     if family is OWN:
         modeling.check_computed(model)
+    if model.attention.is_recurrent:
+        raise CheckpointError(
+            f"model.attention is {model.attention.name}, and families of transformers have heads of"
+            " attention, used or not: name the recurrent mixer in model.layers"
+        )
+    config |= family.fields(model)
+    if family is OWN:
         return config
     try:
         read = family.model(config)

@@ -228,7 +228,7 @@ def _too_large(model: ModelConfig, tensors: Mapping[str, Any]) -> Iterator[tuple
         yield "layers", num_layers, f"at most {MAX_LAYERS} layers are read"
     if num_layers * num_experts > MAX_EXPERTS:
         yield "experts", num_experts, f"{num_layers} layers of them exceed {MAX_EXPERTS} experts"
-    head_dim = model.attention.heads.head_dim
+    head_dim = max((heads.head_dim for heads in model.context.heads), default=0)
     if head_dim > MAX_HEAD_DIM:
         yield "head", head_dim, f"heads of at most {MAX_HEAD_DIM} are read"
     shape = tuple(tensors[EMBEDDING].shape) if EMBEDDING in tensors else ()

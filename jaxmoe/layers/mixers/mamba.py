@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from jaxtyping import Array, Float
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
+from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import convolve, last_inputs
 from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
 from jaxmoe.layers.norms import rms_norm
@@ -47,6 +48,7 @@ class MambaConfig(RecurrentMixer):
     module_name: ClassVar[str] = "mamba"
     operation: ClassVar[str] = "selective_scan"
     width_fields: ClassVar[tuple[str, ...]] = ("inner_dim", "step_rank")
+    axis_fields: ClassVar[Mapping[str, str]] = {ax.MLP: "inner_dim"}
 
     inner_dim: int = 256
     """Channels (C); usually twice model.embed_dim."""
@@ -97,6 +99,23 @@ class MambaConfig(RecurrentMixer):
         """
         del length
         return 18.0 * self.inner_dim * self.state_dim
+
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer, which keeps one state per chunk.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        channels = self.inner_dim / shards(ax.ACT_MLP)
+        narrow, wide = channels * itemsize, 4 * channels
+        states = wide * self.state_dim / self.chunk
+        return MixerActivations(
+            projected=2 * narrow,
+            output=narrow,
+            kept=2 * narrow + 4 * narrow + 3 * wide + states,
+            working=6 * narrow + 6 * wide + 2 * states,
+        )
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
+from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import convolve, last_inputs
 from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
 from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
@@ -45,6 +46,7 @@ class Mamba2Config(RecurrentMixer):
     module_name: ClassVar[str] = "mamba2"
     operation: ClassVar[str] = "state_space_dual"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
+    axis_fields: ClassVar[Mapping[str, str]] = {ax.HEADS: "num_heads"}
 
     num_heads: int = 8
     """Heads (N), each with a state of its own."""
@@ -94,6 +96,25 @@ class Mamba2Config(RecurrentMixer):
         """
         del length
         return 12.0 * self.inner_dim * self.state_dim
+
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer, which keeps one state per chunk.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        heads = self.num_heads / shards(ax.ACT_HEADS)
+        narrow, wide = heads * self.head_dim * itemsize, heads * self.head_dim * 4
+        shared = 2 * self.num_groups * self.state_dim * itemsize
+        states = wide * self.state_dim / self.chunk
+        projected = 2 * narrow + shared + 4 * heads
+        return MixerActivations(
+            projected=projected,
+            output=narrow,
+            kept=projected + 4 * narrow + 3 * shared + 2 * wide + states,
+            working=6 * narrow + 6 * wide + 2 * states,
+        )
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int

@@ -20,6 +20,7 @@ from jaxmoe.models.decode import generate
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh
+from sharding.axes import MESH_AXES
 from sharding.distributed import global_batch
 from sharding.sequence_parallel import RingConfig
 from tests.support.tolerances import assert_close
@@ -145,6 +146,34 @@ def test_decoded_tokens_are_the_same_on_a_mesh():
     with jax.set_mesh(mesh):
         found = written(spread(MODEL, execution, mesh), prompts, execution)
     np.testing.assert_array_equal(found, written(params_of(), prompts))
+
+
+@pytest.mark.parametrize(
+    ("layers", "field"),
+    [
+        ((LayerConfig(), LayerConfig(mixer=MAMBA)), "model.layers.1.mixer.num_heads"),
+        ((LayerConfig(mixer=MambaConfig(inner_dim=12)),), "model.layers.0.mixer.inner_dim"),
+        ((), "model.attention.num_kv_heads"),
+    ],
+    ids=["mamba2", "mamba", "attention"],
+)
+def test_sizes_that_do_not_divide_name_the_field_of_their_mixer(layers, field):
+    heads = 8 if layers else 12
+    attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=8)
+    model = dataclasses.replace(MODEL, layers=layers, attention=attention, moe=None, dense_dim=16)
+    sizes = {axis: 8 if axis == "tensor" else 1 for axis in MESH_AXES}
+    with pytest.raises(ValueError, match=f"set {field} to a multiple of 8 or mesh.tensor to "):
+        parameter_table(model).check_divides(ExecutionConfig().axis_rules, sizes)
+
+
+def test_plans_count_a_state_where_there_is_one():
+    """FLOPs and bytes of Mamba-2 by hand: no term with the length but the states of chunks."""
+    found = MAMBA.activations(lambda _: 2, itemsize=2)
+    narrow, shared, heads = 2 * 8 * 2, 2 * 2 * 6 * 2, 2
+    assert found.projected == 2 * narrow + shared + 4 * heads and found.output == narrow
+    longer = dataclasses.replace(MAMBA, chunk=8).activations(lambda _: 2, itemsize=2)
+    assert found.kept - longer.kept == 2 * 8 * 4 * 6 * (1 / 4 - 1 / 8)
+    assert MODEL.context.heads == (MODEL.attention.heads,)
 
 
 def test_cut_sequences_are_refused():
