@@ -203,9 +203,9 @@ class LayerContext:
     heads: tuple[AttentionHeads, ...] = ()
     """Distinct head counts of the mixers that attend, in the order of the layers."""
     recurrent: tuple[str, ...] = ()
-    """Names of the mixers that need the whole row of a sequence on a device, in its order."""
+    """Names of the mixers that carry a state through a sequence, in its order."""
     keeps_order: bool = False
-    """Whether a feed-forward needs rows in the order of their tokens."""
+    """Whether a mixer or a feed-forward needs rows in the order of their tokens."""
     residual: Residuals = StandardResidualConfig()
     """How halves of layers read the residual stream and write to it."""
 

@@ -185,7 +185,7 @@ def _context(model: ModelConfig) -> LayerContext:
         recurrent=tuple(
             dict.fromkeys(kind.mixer.name for kind in kinds if kind.mixer.is_recurrent)
         ),
-        keeps_order=any(kind.feed_forward.keeps_order for kind in kinds),
+        keeps_order=any(kind.feed_forward.keeps_order or kind.mixer.is_recurrent for kind in kinds),
         residual=model.residual,
     )
 

@@ -10,7 +10,7 @@
     out       = ((h_t c_t + skip x_t) silu(z)) Wo
 
 With `inner_norms="rms"` r, b and c are normed before they are used (arXiv 2403.19887, section 3).
-Channels are split over the tensor axis; rows stay whole.
+Channels are split over the tensor axis, rows over the seq axis (`cut_rows.py`).
 Source: arXiv 2312.00752 (section 3); initial values as in transformers' `MambaMixer`.
 """
 
@@ -31,7 +31,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import convolve, last_inputs
-from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
+from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
+from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from pallas_kernels import selective_scan
@@ -186,7 +187,11 @@ class Mamba(nn.Module):
         held = held_of_layer(cache)
         held_axes = {"x": _X, "state": _STATE} if held else {}
         island = placement.island(
-            functools.partial(self._scan, axes=placement.mesh_axes(ax.ACT_MLP)),
+            functools.partial(
+                self._scan,
+                axes=placement.mesh_axes(ax.ACT_MLP),
+                parts=parts_of(tokens, placement),
+            ),
             in_axes=(dict.fromkeys("xz", _X), axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
         )
@@ -208,6 +213,7 @@ class Mamba(nn.Module):
         held: dict[str, Array],
         *,
         axes: tuple[str, ...],
+        parts: tuple[str, ...],
         batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated output of the channels of this device, and the new state."""
@@ -218,6 +224,8 @@ class Mamba(nn.Module):
                 name: part + weights[f"{name}_in_bias"].astype(part.dtype)[None, None]
                 for name, part in given.items()
             }
+        if parts:
+            before = inputs_before(given["x"], segments, self.config.conv_length - 1, parts)
         x = convolve(
             *(given["x"], weights["taps"], weights.get("bias")),
             segment_ids=segments,
@@ -238,21 +246,24 @@ class Mamba(nn.Module):
             }
         low = found["r"].astype(x.dtype)
         step = jnp.einsum("bsr,rc->bsc", low, weights["dt"], preferred_element_type=jnp.float32)
-        y, state = selective_scan(
-            *(
-                x,
-                jax.nn.softplus(step + weights["dt_bias"][None, None]),
-                -jnp.exp(weights["a_log"]),
-            ),
-            *(found["b"].astype(x.dtype), found["c"].astype(x.dtype)),
+        step = jax.nn.softplus(step + weights["dt_bias"][None, None])
+        decay = -jnp.exp(weights["a_log"])
+        run = functools.partial(
+            selective_scan,
+            *(x, step, decay, found["b"].astype(x.dtype), found["c"].astype(x.dtype)),
             segment_ids=segments,
-            initial=held.get("state"),
             chunk=self.config.chunk,
             implementation=self.execution.kernels.selective_scan,
         )
-        if before is not None:
+        initial = held.get("state")
+        if parts:
+            time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
+            factor = jnp.exp(time[..., None] * decay[None])
+            initial = state_before(run()[1], factor, segments, parts)
+        y, state = run(initial=initial)
+        if held:
             lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
-            new = {"x": last_inputs(given["x"], before, lengths), "state": state}
+            new = {"x": last_inputs(given["x"], held["x"], lengths), "state": state}
         y = y.astype(jnp.float32) + weights["skip"][None, None] * x.astype(jnp.float32)
         y = y * jax.nn.silu(given["z"].astype(jnp.float32))
         return y.astype(x.dtype), new

@@ -9,7 +9,8 @@
     y_t            = h_t c_t + skip x_t
     out            = RMSNorm over each group of heads(y silu(z)) Wo
 
-The heads of a group share b and c. Heads are split over the tensor axis; rows stay whole.
+The heads of a group share b and c. Heads are split over the tensor axis, rows over the seq axis
+(`cut_rows.py`).
 Sources: arXiv 2405.21060 (sections 6 and 7); layout of the norm: transformers' `Mamba2Mixer`.
 """
 
@@ -30,7 +31,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import convolve, last_inputs
-from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
+from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
+from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
 from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from pallas_kernels import state_space_dual
 from sharding import axes as ax
@@ -202,7 +204,7 @@ class Mamba2(nn.Module):
         held_axes = {"x": _X, "b": _SHARED, "c": _SHARED, "state": _STATE} if held else {}
         heads = placement.mesh_axes(ax.ACT_HEADS)
         island = placement.island(
-            functools.partial(self._scan, axes=heads),
+            functools.partial(self._scan, axes=heads, parts=parts_of(tokens, placement)),
             in_axes=(dict.fromkeys("zx", _X) | dict.fromkeys("bc", _SHARED) | {"dt": _X[:3]},)
             + (axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
@@ -226,6 +228,7 @@ class Mamba2(nn.Module):
         held: dict[str, Array],
         *,
         axes: tuple[str, ...],
+        parts: tuple[str, ...],
         batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated and normed output of the heads of this device, and the new state.
@@ -236,6 +239,7 @@ class Mamba2(nn.Module):
             segments: Document of each token, 0 for padding.
             held: Arrays of the layer's cache; none without one.
             axes: Mesh axes over which heads are split.
+            parts: Mesh axes over which rows are cut.
             batch_axes: Mesh axes over which sequences are split.
         """
         del batch_axes
@@ -249,21 +253,30 @@ class Mamba2(nn.Module):
         for name in "xbc":
             taps, bias = vectors[f"{name}_taps"], vectors.get(f"{name}_bias")
             before = held.get(name)
+            if parts:
+                before = inputs_before(given[name], segments, config.conv_length - 1, parts)
             convolved = convolve(given[name], taps, bias, segment_ids=segments, before=before)
             mixed[name] = jax.nn.silu(convolved)
-            if before is not None:
+            if held:
                 lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
                 new[name] = last_inputs(given[name], before, lengths)
         groups = self._groups_of_heads(given["x"].shape[2], axes)
         b, c = (self._own_groups(mixed[name], groups) for name in "bc")
         step = jax.nn.softplus(given["dt"].astype(jnp.float32) + vectors["dt_bias"][None, None])
-        y, state = state_space_dual(
-            *(mixed["x"], step, -jnp.exp(vectors["a_log"]), b, c),
+        decay = -jnp.exp(vectors["a_log"])
+        run = functools.partial(
+            state_space_dual,
+            *(mixed["x"], step, decay, b, c),
             segment_ids=segments,
-            initial=held.get("state"),
             chunk=config.chunk,
             implementation=self.execution.kernels.state_space_dual,
         )
+        initial = held.get("state")
+        if parts:
+            time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
+            factor = jnp.exp(time * decay[None])[..., None, None]
+            initial = state_before(run()[1], factor, segments, parts)
+        y, state = run(initial=initial)
         if held:
             new["state"] = state
         skip = vectors["skip"][None, None, :, None]

@@ -22,7 +22,7 @@ from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh
 from sharding.axes import MESH_AXES
 from sharding.distributed import global_batch
-from sharding.sequence_parallel import RingConfig
+from sharding.sequence_parallel import AutoSequenceParallelConfig, RingConfig
 from tests.support.tolerances import assert_close
 
 BATCH, LENGTH, VOCAB = 4, 12, 32
@@ -69,6 +69,7 @@ def on_one_device(model=MODEL):
     return value_and_gradient(model, ExecutionConfig())(params_of(model), given)
 
 
+CONTIGUOUS = RingConfig(layout="contiguous")
 MESHES = {
     "tensor2": ExecutionConfig(mesh=MeshConfig(tensor=2)),
     "data2_tensor2_zero2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2), rules="zero2"),
@@ -78,9 +79,24 @@ MESHES = {
     "one group, tensor2": ExecutionConfig(mesh=MeshConfig(tensor=2)),
     "mamba, data2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2)),
     "tensor4": ExecutionConfig(mesh=MeshConfig(tensor=4)),
+    "seq2": ExecutionConfig(mesh=MeshConfig(seq=2), sequence_parallel=CONTIGUOUS),
+    "seq2_data2": ExecutionConfig(
+        mesh=MeshConfig(seq=2, data=2),
+        rules="fully_sharded",
+        sequence_parallel=AutoSequenceParallelConfig(),
+    ),
+    "seq2_tensor2": ExecutionConfig(
+        mesh=MeshConfig(seq=2, tensor=2),
+        remat="full",
+        sequence_parallel=AutoSequenceParallelConfig(),
+    ),
+    "mamba, seq2_tensor2": ExecutionConfig(
+        mesh=MeshConfig(seq=2, tensor=2), sequence_parallel=CONTIGUOUS
+    ),
+    "seq4": ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=CONTIGUOUS),
 }
-SHORT = "data2_tensor2_zero2"
-ROWS = [pytest.param(name, marks=() if name == SHORT else pytest.mark.slow) for name in MESHES]
+SHORT = ("data2_tensor2_zero2", "seq4")
+ROWS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in MESHES]
 
 
 def mesh_of(execution):
@@ -176,8 +192,10 @@ def test_plans_count_a_state_where_there_is_one():
     assert MODEL.context.heads == (MODEL.attention.heads,)
 
 
-def test_cut_sequences_are_refused():
-    text = "execution.mesh.seq cuts sequences into 2 parts, and the state of .* mamba2.*mesh.seq"
+def test_cut_sequences_in_another_order_are_refused():
+    text = (
+        "execution.mesh.seq cuts sequences into 2 parts, and the state of .* mamba2.*zigzag order"
+    )
     execution = ExecutionConfig(mesh=MeshConfig(seq=2), sequence_parallel=RingConfig())
     with pytest.raises(ValueError, match=text):
         check_rows(MODEL.context, execution, LENGTH, {"seq": 2})
