@@ -40,7 +40,8 @@ def inputs_before(
     if length < reach:
         raise ValueError(
             f"execution.mesh.seq leaves parts of {length} tokens, and the convolution of a"
-            f" recurrent mixer reads {reach} before its own: set mesh.seq to less, or give longer sequences"
+            f" recurrent mixer reads {reach} before its own: set mesh.seq to less,"
+            " or give longer sequences"
         )
     held, ids = _passed_on((x[:, length - reach :], segment_ids[:, length - reach :]), 1, axes)
     is_same = ids == segment_ids[:, :1]
