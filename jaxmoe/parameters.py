@@ -33,11 +33,9 @@ FROZEN: Final = "frozen"
 FIELDS: Final[Mapping[str, str]] = {
     ax.EXPERTS: "model.moe.num_experts",
     ax.EXPERT_MLP: "model.moe.expert_dim",
-    ax.HEADS: "model.attention.num_heads",
-    ax.KV_HEADS: "model.attention.num_kv_heads",
     ax.VOCAB: "model.vocab_size",
 }
-"""Config field that sets the size of a logical axis."""
+"""Config field that sets the size of a logical axis in every layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +72,8 @@ class ParameterSpec:
     """Numbers of the parameterisation for the role."""
     spec: PartitionSpec
     """Partition spec, from the sharding rules."""
+    fields: tuple[tuple[str, str], ...] = ()
+    """Logical axes whose size a field of the layer's mixer sets, and its dotted path."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -174,7 +174,8 @@ class ParameterTable:
         """
         for row in self:
             axes = row.declaration.axes
-            rules.check_divides(row.path, row.shape, axes, mesh_shape, FIELDS)
+            fields = {**FIELDS, **dict(row.fields)}
+            rules.check_divides(row.path, row.shape, axes, mesh_shape, fields)
 
     @property
     def total(self) -> int:

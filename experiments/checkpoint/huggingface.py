@@ -46,7 +46,9 @@ from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import state_around
 
-ExportFamily = Literal["auto", "olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "jaxmoe"]
+ExportFamily = Literal[
+    "auto", "olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "jamba", "granitemoehybrid", "jaxmoe"
+]
 _PARAMS, _FOLDER = "params/", "tokenizer"
 _BYTES = 256
 _HOW_TO_NAME = (

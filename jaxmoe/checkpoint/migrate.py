@@ -64,6 +64,16 @@ ADDED: tuple[Added, ...] = (
     Added("execution.halves", 1),
     Added("model.loop", None),
     Added("training.gradients", {"kind": "backprop"}),
+    *(
+        Added(f"{mixer}[{kind}].{field}", value)
+        for mixer in ("model.attention", "model.layers.*.mixer")
+        for kind, fields in {
+            "grouped_query": {"positions": "rotary"},
+            "mamba": {"has_conv_bias": True, "has_projection_bias": False, "inner_norms": "none"},
+            "mamba2": {"has_conv_bias": True, "has_projection_bias": False},
+        }.items()
+        for field, value in fields.items()
+    ),
 )
 """Fields in the order in which they were added."""
 

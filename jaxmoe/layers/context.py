@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
 from jaxmoe.precision import PrecisionPolicy
+from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +69,33 @@ class AttentionHeads:
         return 6.0 * features * self.positions_seen(length)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MixerActivations:
+    """Bytes per token of the arrays of one mixer in a train step, on one device."""
+
+    projected: float
+    """Results of the products with the residual stream, which remat "dots" keeps."""
+    output: float
+    """Input of the product that leads back to the stream."""
+    kept: float
+    """Everything that the backward pass reads, which remat "none" keeps."""
+    working: float
+    """Arrays that exist at one time in the backward pass of the layer."""
+
+
+_HEAD_ARRAYS = 10
+"""Arrays [B S N H] that exist at one time in the backward pass of attention."""
+
+
 class AttentionMixer:
     """Base class of the configs of mixers that attend."""
 
     __slots__ = ()
+
+    axis_fields: ClassVar[Mapping[str, str]] = {
+        ax.HEADS: "num_heads",
+        ax.KV_HEADS: "num_kv_heads",
+    }
 
     module_name: ClassVar[str] = "attention"
     operation: ClassVar[str] = "flash_attention"
@@ -95,6 +119,25 @@ class AttentionMixer:
         """
         return self.heads.flops_per_token(length)
 
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer; a row of sums per head is kept in f32.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        heads = self.heads
+        number = heads.num_heads / shards(ax.ACT_HEADS)
+        keys = 2 * heads.num_kv_heads / shards(ax.ACT_KV_HEADS)
+        output = number * heads.head_dim * itemsize
+        projected = (number + keys) * heads.head_dim * itemsize
+        return MixerActivations(
+            projected=projected,
+            output=output,
+            kept=2 * projected + output + 4 * number,
+            working=_HEAD_ARRAYS * output,
+        )
+
 
 class RecurrentMixer:
     """Base class of the configs of mixers that carry a state from token to token."""
@@ -108,19 +151,6 @@ class RecurrentMixer:
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False
     name: ClassVar[str]
-    num_heads: int
-    head_dim: int
-
-    @property
-    def heads(self) -> AttentionHeads:
-        """Sizes as those of attention with as wide projections, for plans."""
-        return AttentionHeads(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=self.head_dim,
-            value_dim=self.head_dim,
-            is_causal=True,
-        )
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Refuse products in few bits, which these layers do not implement.
@@ -202,11 +232,11 @@ class LayerContext:
     multipliers: ForwardMultipliers = ForwardMultipliers()
     """Forward multipliers of the parameterisation."""
     heads: tuple[AttentionHeads, ...] = ()
-    """Distinct head counts of the mixers, in the order of the layers."""
+    """Distinct head counts of the mixers that attend, in the order of the layers."""
     recurrent: tuple[str, ...] = ()
-    """Names of the mixers that need the whole row of a sequence on a device, in its order."""
+    """Names of the mixers that carry a state through a sequence, in its order."""
     keeps_order: bool = False
-    """Whether a feed-forward needs rows in the order of their tokens."""
+    """Whether a mixer or a feed-forward needs rows in the order of their tokens."""
     residual: Residuals = StandardResidualConfig()
     """How halves of layers read the residual stream and write to it."""
 

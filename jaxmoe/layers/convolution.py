@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 def convolve(
     x: Float[Array, "B S *channels"],
     taps: Float[Array, "K ..."],
-    bias: Float[Array, "*channels"],
+    bias: Float[Array, "*channels"] | None,
     *,
     segment_ids: Int[Array, "B S"] | None = None,
     before: Float[Array, "B _ *channels"] | None = None,
@@ -24,13 +24,15 @@ def convolve(
     Args:
         x: Inputs.
         taps: Weights, the last of them for the position itself.
-        bias: Bias of each channel.
+        bias: Bias of each channel; none when None.
         segment_ids: Document of each position; one document a row when None.
         before: The K - 1 inputs before the first position, of its document; zeros when None.
     """
     reach, length = taps.shape[0] - 1, x.shape[1]
     held = _after(before, x, reach)
-    y = jnp.broadcast_to(bias.astype(x.dtype)[None, None], x.shape)
+    y = jnp.zeros_like(x)
+    if bias is not None:
+        y = jnp.broadcast_to(bias.astype(x.dtype)[None, None], x.shape)
     ids = None
     if segment_ids is not None:  # the inputs before the first one are of its document
         ids = jnp.pad(segment_ids, ((0, 0), (reach, 0)), mode="edge")

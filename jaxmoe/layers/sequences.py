@@ -37,6 +37,10 @@ Order = Int[np.ndarray, " S"] | Int[Array, "B S"]
 """Order of tokens: known while tracing, or an array of one per row where documents decide."""
 
 
+_NO_HEADS = AttentionHeads(num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1, is_causal=True)
+"""Heads of a model in which no layer attends."""
+
+
 def attention_sizes(
     context: LayerContext,
     execution: ExecutionConfig,
@@ -53,7 +57,9 @@ def attention_sizes(
         mesh: {axis or piece of one: size}.
         heads: Heads of the mixer; when None those of the first without a window, which costs most.
     """
-    heads = heads or min(context.heads, key=lambda heads: heads.window is not None)
+    heads = heads or min(
+        context.heads, key=lambda heads: heads.window is not None, default=_NO_HEADS
+    )
     rules = execution.axis_rules
 
     def devices(name: str) -> int:
@@ -85,16 +91,17 @@ def check_rows(
         mesh: {axis or piece of one: size}.
 
     Raises:
-        ValueError: Heads or lengths that the form cannot spread, a recurrent mixer on cut rows, or
-            a capacity with a form that reorders the tokens.
+        ValueError: Heads or lengths that the form cannot spread, a recurrent mixer or a
+            capacity with a form that reorders the tokens.
     """
     form = choose_form(context, execution, length, mesh).config
     ranks = attention_sizes(context, execution, length, mesh).ranks
-    if context.recurrent and ranks > 1:
+    if context.recurrent and ranks > 1 and form.layout != "contiguous":
         raise ValueError(
             f"execution.mesh.seq cuts sequences into {ranks} parts, and the state of model.layers"
-            f" with the mixer {context.recurrent[0]} runs through a whole sequence: set mesh.seq to"
-            " 1, and mesh.tensor or mesh.data to more"
+            f" with the mixer {context.recurrent[0]} runs through them in the order of the tokens,"
+            f" which execution.sequence_parallel {form.name!r} holds in {form.layout} order: set"
+            " execution.sequence_parallel.layout to contiguous, or mesh.seq to 1"
         )
     cut = execution.axis_rules.mesh_axes(ax.ACT_SEQ_INNER)
     if math.prod(mesh.get(axis, 1) for axis in cut) > 1:

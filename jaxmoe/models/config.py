@@ -117,7 +117,7 @@ class ModelConfig:
                     f" model.attention.is_causal={self.attention.is_causal} must be equal"
                 )
             scale = self.multipliers.attention_scale
-            own, usual = (mixer or self.attention).heads.head_dim, self.attention.heads.head_dim
+            own, usual = (mixer or self.attention).head_dim, self.attention.head_dim
             attends = not (mixer or self.attention).is_recurrent
             if attends and scale is not None and own != usual:
                 raise ValueError(
@@ -178,6 +178,17 @@ class ModelConfig:
             found.append(Layer(given.mixer or self.attention, given.feed_forward or usual))
         return tuple(found)
 
+    def mixer_path(self, layer: int) -> str:
+        """Return the dotted path of the mixer of a layer.
+
+        Args:
+            layer: Number of the layer.
+        """
+        index = layer % len(self.layers) if self.layers else 0
+        if self.layers and self.layers[index].mixer is not None:
+            return f"model.layers.{index}.mixer"
+        return "model.attention"
+
     @property
     def scans(self) -> tuple[Scan, ...]:
         """Consecutive layers that are computed in one loop; see `jaxmoe.models.stacks`."""
@@ -212,11 +223,13 @@ def _context(model: ModelConfig) -> LayerContext:
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
         multipliers=model.multipliers,
-        heads=tuple(dict.fromkeys(kind.mixer.heads for kind in kinds)),
+        heads=tuple(
+            dict.fromkeys(kind.mixer.heads for kind in kinds if not kind.mixer.is_recurrent)
+        ),
         recurrent=tuple(
             dict.fromkeys(kind.mixer.name for kind in kinds if kind.mixer.is_recurrent)
         ),
-        keeps_order=any(kind.feed_forward.keeps_order for kind in kinds),
+        keeps_order=any(kind.feed_forward.keeps_order or kind.mixer.is_recurrent for kind in kinds),
         residual=model.residual,
     )
 

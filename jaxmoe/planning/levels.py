@@ -86,6 +86,9 @@ def level_cost(plan: StepPlan, degrees: tuple[int, ...], chip: Chip) -> LevelCos
     pair, windows = 0.0, 0.0
     rings = [0.0] * len(degrees)
     for kind in model.kinds:
+        if kind.mixer.is_recurrent:  # the same work per token at every level
+            windows += kind.mixer.flops_per_token(plan.sequence_length)
+            continue
         heads = kind.mixer.heads
         features = 6.0 * heads.num_heads * (heads.head_dim + heads.value_dim)
         if heads.window is None:

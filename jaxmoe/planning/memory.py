@@ -30,7 +30,8 @@ b bytes per value,
     TPUs on a square torus sum them before scattering, their sum: 2 * 3 E' D F b
 
 Attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
-sequence (the compiler hoists it), and about ten arrays [T N H] at a time. Saved per layer: with
+sequence (the compiler hoists it). What a mixer keeps and needs at a time, its config states
+(`activations`): attention about ten arrays [T N H]. Saved per layer: with
 remat "full" the input; with "dots" the dense products as well; with "none" everything that the
 backward pass reads, gathered expert weights included.
 
@@ -64,7 +65,6 @@ from jaxmoe.training.state import TrainState, layers_on_host
 from sharding import axes as ax
 
 # Arrays of one shape that exist at once in the backward pass of a layer; see the module docstring.
-_HEAD_ARRAYS = 10
 _STREAM_ARRAYS = 4
 _LOGIT_ARRAYS = 3
 _MASK_SHARE = 9 / 16
@@ -181,8 +181,8 @@ def _deferred(sizes: Sizes, held: Sequence[Held], platform: Platform) -> float:
     # The fused experts of the XLA implementation, which CPUs use, are not split.
     is_fused = platform == "cpu" and sizes.plan.execution.kernels.grouped_swiglu in (None, "xla")
     for one in held:
-        heads, fed = one.stack.kind.mixer.heads, one.stack.kind.feed_forward.sizes
-        values = sizes.projected(heads) + sizes.heads(heads) * heads.head_dim + 2 * width
+        mixer, fed = sizes.activations(one.stack), one.stack.kind.feed_forward.sizes
+        values = (mixer.projected + mixer.output) / sizes.itemsize + 2 * width
         if fed.dense_dim:
             values += 2 * width + 3 * fed.dense_dim / sizes.shards(ax.ACT_MLP)
         layer = sizes.inner_tokens * values
@@ -243,17 +243,16 @@ def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
             inputs = model.residual.arrays * stream
             total += num_layers * inputs if remat == "full" else 0.0
             continue
-        heads, fed = one.stack.kind.mixer.heads, one.stack.kind.feed_forward.sizes
-        projected = inner * sizes.projected(heads)
+        mixer, fed = sizes.activations(one.stack), one.stack.kind.feed_forward.sizes
         total += num_layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
         if remat == "dots":
-            total += num_layers * ((1 + model.residual.arrays) * stream + projected)
+            streams = 1 + model.residual.arrays
+            total += num_layers * (streams * stream + sizes.inner_tokens * mixer.projected)
             continue
-        attended = 2 * projected + inner * sizes.heads(heads) * heads.head_dim
-        attended += 4 * sizes.inner_tokens * sizes.heads(heads)
         width = 2 * model.embed_dim + 2 * fed.expert_dim
         rows = sizes.places(fed) * sizes.itemsize * width + token * fed.read_dim
-        total += num_layers * ((3 + model.residual.arrays) * stream + attended + rows)
+        streams = 3 + model.residual.arrays
+        total += num_layers * (streams * stream + sizes.inner_tokens * mixer.kept + rows)
         total += _of_held(plan, [one], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total
 
@@ -296,11 +295,10 @@ def _largest_layer(sizes: Sizes, held: Sequence[Held]) -> tuple[float, float]:
 
 
 def _layer(sizes: Sizes, stack: LayerStack) -> float:
-    heads, inner = stack.kind.mixer.heads, sizes.inner_tokens * sizes.itemsize
-    features = _HEAD_ARRAYS * sizes.heads(heads) * heads.head_dim
     model = sizes.plan.model
     streams = _STREAM_ARRAYS - 1 + model.residual.arrays
-    return inner * (features + streams * model.embed_dim)
+    stream = streams * model.embed_dim * sizes.itemsize
+    return sizes.inner_tokens * (sizes.activations(stack).working + stream)
 
 
 def _experts(sizes: Sizes, stack: LayerStack) -> float:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxmoe.execution import Remat
-from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes
+from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes, MixerActivations
 from jaxmoe.layers.sequences import attention_sizes
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec
@@ -87,10 +87,9 @@ class Sizes:
         """Return N of a mixer on one device."""
         return heads.num_heads / self.shards(ax.ACT_HEADS)
 
-    def projected(self, heads: AttentionHeads) -> float:
-        """Return the features of a mixer's queries, keys and values on one device."""
-        kv_heads = heads.num_kv_heads / self.shards(ax.ACT_KV_HEADS)
-        return (self.heads(heads) + 2 * kv_heads) * heads.head_dim
+    def activations(self, stack: LayerStack) -> MixerActivations:
+        """Return the arrays of the mixer of one layer, in bytes per token."""
+        return stack.kind.mixer.activations(self.shards, itemsize=self.itemsize)
 
     def rows(self, experts: FeedForwardSizes) -> float:
         """Return A, the rows that a device sends, and receives in a balanced batch."""

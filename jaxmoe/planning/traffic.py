@@ -176,6 +176,8 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
     form = choose_form(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh).config
     axes = sizes.pieces(ax.SEQ)
     for stack in sizes.stacks:
+        if stack.kind.mixer.is_recurrent:
+            continue
         attention = sizes.attention(stack.kind.mixer.heads)
         if attention.ranks == 1:
             return

@@ -62,11 +62,25 @@ def parameter_table(
             hyper = parameterization.of(declaration.role)
         except ValueError as error:
             raise ValueError(f"parameter {path}: {error}") from error
-        rows.append(ParameterSpec(path=path, declaration=declaration, hyper=hyper, spec=spec))
+        fields = _fields(model, path)
+        row = ParameterSpec(
+            path=path, declaration=declaration, hyper=hyper, spec=spec, fields=fields
+        )
+        rows.append(row)
     table = ParameterTable(tuple(rows))
     if model.adapter is None:
         return table
     return model.adapter.table(table, rules, model.layer_numbers)
+
+
+def _fields(model: ModelConfig, path: str) -> tuple[tuple[str, str], ...]:
+    """Return the dotted fields that set the axes of a mixer's parameter; none elsewhere."""
+    for stack in model.stacks:
+        mixer = stack.kind.mixer
+        if path.startswith(f"{stack.path}/{mixer.module_name}/"):
+            where = model.mixer_path(stack.layers[0])
+            return tuple((axis, f"{where}.{field}") for axis, field in mixer.axis_fields.items())
+    return ()
 
 
 @functools.lru_cache(maxsize=64)

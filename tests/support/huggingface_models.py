@@ -97,11 +97,57 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_interleave": True,
         "num_nextn_predict_layers": 0,
     },
+    "jamba": {
+        **_SIZES,
+        "model_type": "jamba",
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 10,
+        "mamba_d_conv": 3,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 9,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": True,
+        "router_aux_loss_coef": 0.2,
+    },
+    "granitemoehybrid": {
+        **_SIZES,
+        **_rope(60.0),
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "shared_intermediate_size": 20,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 6,
+        "mamba_d_head": 12,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 7,
+        "mamba_d_conv": 3,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 4,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.2,
+        "router_aux_loss_coef": 0.1,
+    },
 }
 
 
 BALANCED = tuple(name for name, config in CONFIGS.items() if "router_aux_loss_coef" in config)
 """Families with a load-balancing loss."""
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    """Whether the model has more than one expert in some layer."""
+    return all(config.get(name, 2) > 1 for name in ("num_experts", "num_local_experts"))
 
 
 class Golden(NamedTuple):
@@ -126,7 +172,8 @@ def outputs_of(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float]:
     """Return logits and load-balancing loss (NaN if the family has none)."""
     import torch
 
-    asked = {"output_router_logits": True} if model.config.model_type in BALANCED else {}
+    is_balanced = model.config.model_type in BALANCED and has_experts(model.config.to_dict())
+    asked = {"output_router_logits": True} if is_balanced else {}
     with torch.no_grad():
         output = model(torch.tensor(tokens).long(), **asked)
     return output.logits.numpy(), float(output.aux_loss) if asked else float("nan")
@@ -162,12 +209,21 @@ def write_directory(place, config, state, shard_bytes=1 << 30):
     return place
 
 
+_RENAMED = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+}
+"""Names on disk and in memory of tensors that are stacked in both."""
 _EXPERT = re.compile(r"(.*)\.experts\.0\.(?:gate_proj|w1)\.weight")
 
 
 def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The layout in memory of transformers 5: experts stacked, gate before up."""
     state, names = dict(state), ("gate_proj", "up_proj", "down_proj")
+    for old, new in _RENAMED.items():
+        for key in [key for key in state if key.endswith(old)]:
+            state[key.removesuffix(old) + new] = state.pop(key)
     for block in [match[1] for key in list(state) if (match := _EXPERT.fullmatch(key))]:
         if block.endswith("block_sparse_moe"):
             names = ("w1", "w3", "w2")
@@ -178,6 +234,10 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 experts[name].append(state.pop(f"{block}.experts.{expert}.{name}.weight"))
             expert += 1
         gate, up, down = (np.stack(experts[name]) for name in names)
+        if block.endswith(".feed_forward"):
+            state[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+            state[f"{block}.experts.down_proj"] = down
+            continue
         mlp = block.replace("block_sparse_moe", "mlp")
         state[f"{mlp}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         state[f"{mlp}.experts.down_proj"] = down
@@ -200,7 +260,7 @@ def build(config: dict[str, Any]) -> Any:
         for name, parameter in model.named_parameters():
             is_gain = parameter.ndim == 1
             values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
-            if "gate.weight" in name:
+            if name.endswith(("gate.weight", "router.weight")):
                 values *= 0.3  # an uneven router, yet one without certainty
             parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
         for name, buffer in model.named_buffers():

@@ -86,7 +86,7 @@ def _width(setting: Setting, value: float) -> Setting:
         return dataclasses.replace(config, **sizes)
 
     def mixer(path: str, config: Mixers | None) -> Any:
-        if config and value % (head_dim := config.heads.head_dim):
+        if config and value % (head_dim := config.head_dim):
             raise ValueError(
                 f"points: width {value:g} must be a multiple of {path}.head_dim={head_dim}: heads"
                 " are added, not widened"

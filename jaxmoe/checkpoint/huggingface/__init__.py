@@ -18,6 +18,9 @@
     read_huggingface("Moonlight-16B-A3B")                        # and router state: DeepSeek-V3
 
     families.py   families: meaning of their config, rules for their tensors
+    hybrids.py    families with recurrent layers
+    parts.py      parts of a model that families share
+    rules.py      names of tensors that families share
     fields.py     fields of a config under their old and new names
     describe.py   fields of a model, and the check that they describe it
     weights.py    tensors to parameters

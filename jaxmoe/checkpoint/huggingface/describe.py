@@ -1,6 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the config.json fields of a model for each family: the inverse of `families.py`.
+"""Writes the config.json fields of a model for each family: the inverse of `families.py`
+(`hybrids.py` has both directions of its families).
 
 Fields are written under their names in versions 4 and 5 of transformers. The functions here do not
 check that the family computes the model: the exporter reads the fields back and `check_described`
@@ -16,32 +17,33 @@ import math
 from typing import Any
 
 from jaxmoe.checkpoint.huggingface.fields import YARN
+from jaxmoe.checkpoint.huggingface.parts import layers_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
-from jaxmoe.models.config import ModelConfig, MoEConfig
+from jaxmoe.models.config import Mixers, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
 
 def olmoe(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of `OlmoeForCausalLM`; head_dim is hidden_size / num_attention_heads."""
-    moe = _moe(model)
-    return _shared(model) | {
+    moe = moe_of(model)
+    return shared_fields(model) | {
         "intermediate_size": moe.expert_dim,
         "num_experts": moe.num_experts,
         "norm_topk_prob": moe.gate.renormalizes,
-        "router_aux_loss_coef": _balance(model),
+        "router_aux_loss_coef": balance_of(model),
         "clip_qkv": None,
     }
 
 
 def mixtral(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of `MixtralForCausalLM`."""
-    moe = _moe(model)
-    return _shared(model) | {
+    moe = moe_of(model)
+    return shared_fields(model) | {
         "head_dim": model.attention.head_dim,
         "intermediate_size": moe.expert_dim,
         "num_local_experts": moe.num_experts,
-        "router_aux_loss_coef": _balance(model),
+        "router_aux_loss_coef": balance_of(model),
         "router_jitter_noise": 0.0,
         "sliding_window": model.attention.heads.window,
     }
@@ -49,16 +51,16 @@ def mixtral(model: ModelConfig) -> dict[str, Any]:
 
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of `Qwen3MoeForCausalLM`."""
-    moe, window = _moe(model), model.attention.heads.window
+    moe, window = moe_of(model), model.attention.heads.window
     dense = model.dense_layers if model.moe else range(model.num_layers)
-    return _shared(model) | {
+    return shared_fields(model) | {
         "head_dim": model.attention.head_dim,
         "intermediate_size": model.dense_dim,
         "moe_intermediate_size": moe.expert_dim,
         "num_experts": moe.num_experts,
         "num_local_experts": moe.num_experts,
         "norm_topk_prob": moe.gate.renormalizes,
-        "router_aux_loss_coef": _balance(model),
+        "router_aux_loss_coef": balance_of(model),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(dense),
         "use_sliding_window": window is not None,
@@ -69,7 +71,7 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
 
 def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of `DeepseekV3ForCausalLM`."""
-    moe = _moe(model)
+    moe = moe_of(model)
     attention: Any = model.attention
     if attention.name != "latent":
         raise CheckpointError(
@@ -83,7 +85,7 @@ def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
         new = {"rope_type": "yarn", "rope_theta": attention.rope_theta, **stretched}
         rope = {"rope_parameters": new, "rope_scaling": {"type": "yarn", **stretched}}
     return (
-        _shared(model)
+        shared_fields(model)
         | rope
         | {
             "kv_lora_rank": attention.latent_dim,
@@ -111,30 +113,30 @@ def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def short_form(model: ModelConfig) -> ModelConfig:
-    """Return an equal model without `model.layers`: one mixer, experts, and one dense width.
+def normal_form(model: ModelConfig) -> ModelConfig:
+    """Return an equal model as families describe it: at most one attention, one recurrent mixer and
+    one dense width, `model.layers` empty where all layers have one mixer.
 
-    The families describe no other models. Parameters of a repeating period have other paths in the
-    short form.
+    Parameters of a repeating period have other paths in the normal form.
 
     Raises:
-        CheckpointError: A layer has another mixer or another dense width than those before it, or
-            a feed-forward that is neither dense nor of experts.
+        CheckpointError: A layer has another mixer of its kind, or another dense width, than those
+            before it, or a feed-forward that is neither dense nor of experts.
     """
     kinds = [(kind.mixer, kind.feed_forward.sizes) for kind in model.kinds]
     dense = tuple(index for index, (_, sizes) in enumerate(kinds) if sizes.dense_dim)
     width = kinds[dense[0]][1].dense_dim if dense else model.dense_dim
+    firsts: dict[bool, tuple[int, Mixers]] = {}
     for index, (mixer, sizes) in enumerate(kinds):
-        if mixer != kinds[0][0]:
+        where, first = firsts.setdefault(mixer.is_recurrent, (index, mixer))
+        if mixer != first:
             text = (
-                f"layer {index} of model.layers has another mixer ({mixer.name}) than layer 0"
-                f" ({kinds[0][0].name}), and no family of transformers has two"
+                f"layer {index} of model.layers has another mixer ({mixer.name}) than layer {where}"
+                f" ({first.name}), and no family of transformers has two"
             )
-            if mixer.name == kinds[0][0].name:
-                varying = varying_fields([mixer, kinds[0][0]])
-                text += ": " + ", ".join(
-                    f"{k} {ours}, {first}" for k, (ours, first) in varying.items()
-                )
+            if mixer.name == first.name:
+                varying = varying_fields([mixer, first])
+                text += ": " + ", ".join(f"{k} {ours}, {one}" for k, (ours, one) in varying.items())
             raise CheckpointError(text)
         feed_forward = model.kinds[index].feed_forward.name
         if feed_forward not in ("dense", "moe"):
@@ -149,13 +151,16 @@ def short_form(model: ModelConfig) -> ModelConfig:
                 " transformers has two widths"
             )
     is_dense = len(dense) == len(kinds)
+    attention = model.attention
+    if False in firsts or attention.is_recurrent:
+        attention = firsts.get(False, (0, kinds[0][0]))[1]
     return dataclasses.replace(
         model,
-        attention=kinds[0][0],
+        attention=attention,
         moe=None if is_dense else model.moe,
         dense_layers=() if is_dense else dense,
         dense_dim=width,
-        layers=(),
+        layers=layers_of([mixer for mixer, _ in kinds], attention),
     )
 
 
@@ -188,6 +193,18 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
     if scale is not None and math.isclose(scale, usual, rel_tol=1e-12):
         multipliers = dataclasses.replace(model.multipliers, attention_scale=None)
         model = dataclasses.replace(model, multipliers=multipliers)
+    factors = dataclasses.replace(
+        model.multipliers, logits=float(f"{model.multipliers.logits:.12g}")
+    )
+    model = dataclasses.replace(
+        model,
+        attention=_mixer_of_inference(model.attention),
+        layers=tuple(
+            dataclasses.replace(layer, mixer=layer.mixer and _mixer_of_inference(layer.mixer))
+            for layer in model.layers
+        ),
+        multipliers=factors,
+    )
     has_dense = model.moe is None or bool(model.dense_layers)
     if not has_dense:
         model = dataclasses.replace(model, dense_dim=1)
@@ -211,24 +228,33 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, moe=moe)
 
 
-def _moe(model: ModelConfig) -> MoEConfig:
+def _mixer_of_inference(mixer: Any) -> Any:
+    """Return a mixer without what changes only its speed, or nothing."""
+    if mixer.is_recurrent:
+        return dataclasses.replace(mixer, chunk=1)
+    if getattr(mixer, "positions", "rotary") == "none":
+        return dataclasses.replace(mixer, rope_theta=1.0)
+    return mixer
+
+
+def moe_of(model: ModelConfig) -> MoEConfig:
     """Return the config of the MoE layers; a placeholder where all layers are dense."""
     return model.moe or MoEConfig(num_shared_experts=1)
 
 
-def _balance(model: ModelConfig) -> float:
+def balance_of(model: ModelConfig) -> float:
     """Return router_aux_loss_coef.
 
     The loss of transformers is K for a balanced router and covers all layers together; the loss
     here is 1 and is added over layers.
     """
-    for balancer in _moe(model).balancers if model.num_moe_layers else ():
+    for balancer in moe_of(model).balancers if model.num_moe_layers else ():
         if balancer.is_auxiliary_loss:
-            return balancer.coefficient * model.num_moe_layers / _moe(model).top_k
+            return balancer.coefficient * model.num_moe_layers / moe_of(model).top_k
     return 0.0
 
 
-def _shared(model: ModelConfig) -> dict[str, Any]:
+def shared_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that all families have."""
     attention: Any = model.attention
     return {
@@ -237,7 +263,7 @@ def _shared(model: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
-        "num_experts_per_tok": _moe(model).top_k,
+        "num_experts_per_tok": moe_of(model).top_k,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": attention.rope_theta,

@@ -6,7 +6,7 @@ Export uses the rules of the import in the other direction. One layer of one par
 tensor are in host memory at a time, and files are written sequentially. All files are written to a
 temporary directory, which is renamed when it is complete.
 
-A model with `model.layers` is exported in its short form, if it has one (`describe.short_form`). A
+A model with `model.layers` is exported in its normal form (`describe.normal_form`). A
 model is exported as a family only if the family computes the same logits
 (`describe.check_described`). Other models are exported with their own modelling file (modeling.py).
 """
@@ -27,7 +27,7 @@ import numpy as np
 from flax import traverse_util
 
 from jaxmoe.checkpoint.huggingface import modeling
-from jaxmoe.checkpoint.huggingface.describe import check_described, short_form
+from jaxmoe.checkpoint.huggingface.describe import check_described, normal_form
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Piece, pieces_of, state_table
@@ -88,7 +88,7 @@ def to_huggingface(
             `model.layers` have several mixers or dense widths; parameters are missing, unexpected
             or of another shape; the directory is not empty, or the disk has not enough space.
     """
-    described = short_form(model)
+    described = normal_form(model)
     name = family or _family_name(described)
     if name not in FAMILIES and name != modeling.NAME:
         raise CheckpointError(
@@ -135,7 +135,7 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
     Raises:
         CheckpointError: No family computes the model.
     """
-    model = short_form(model)
+    model = normal_form(model)
     name = _family_name(model)
     try:
         _config(model, name, FAMILIES[name], "float32", 1)
@@ -149,14 +149,15 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
 
 
 def _family_name(model: ModelConfig) -> str:
-    """Return the family with the attention of a model.
+    """Return the family with the recurrent mixer of a model, or else with its attention.
 
     Raises:
         CheckpointError: No family has it.
     """
     kind = (model.attention.name, getattr(model.attention, "qk_norm", None))
+    recurrent = next((one.mixer.name for one in model.kinds if one.mixer.is_recurrent), None)
     for name, family in FAMILIES.items():
-        if family.attention == kind:
+        if family.recurrent == recurrent and (recurrent or family.attention == kind):
             return name
     raise CheckpointError(f"no family has the attention {kind[0]}: {', '.join(FAMILIES)}")
 
@@ -172,9 +173,15 @@ def _config(
     tokens: dict[str, Any] = dict.fromkeys(_TOKENS)
     config = tokens | {"model_type": name, "max_position_embeddings": max_length}
     config |= {"torch_dtype": dtype, "architectures": [family.architecture], "use_cache": True}
-    config |= family.fields(model)
     if family is OWN:
         modeling.check_computed(model)
+    if model.attention.is_recurrent:
+        raise CheckpointError(
+            f"model.attention is {model.attention.name}, and families of transformers have heads of"
+            " attention, used or not: name the recurrent mixer in model.layers"
+        )
+    config |= family.fields(model)
+    if family is OWN:
         return config
     try:
         read = family.model(config)
@@ -249,9 +256,10 @@ class _Source:
         self._arrays = arrays
         self._parts: dict[str, list[tuple[ParameterSpec, Piece]]] = {}
         names = _InMemory() if is_stacked else ()
+        pieces = pieces_of(model, rows, family.rules, names)
         for row in rows:
             filled = 0
-            for piece in pieces_of(model, row, family.rules, names):
+            for piece in pieces[row.path]:
                 self._parts.setdefault(piece.key, []).append((row, piece))
                 filled += _size(piece)
             assert filled == row.size, (row.path, filled)  # guaranteed by `check_described`
@@ -266,10 +274,11 @@ class _Source:
                 return int(match[1])
             return -1 if "embed" in key else len(self._parts)
 
+        def dtype_of(row: ParameterSpec) -> str:
+            return "float32" if row.path.startswith(f"{ROUTER_STATE}/") else dtype
+
         return {
-            key: Planned(
-                self._parts[key][0][1].shape, "float32" if key.endswith("_bias") else dtype
-            )
+            key: Planned(self._parts[key][0][1].shape, dtype_of(self._parts[key][0][0]))
             for key in sorted(self._parts, key=layer)
         }
 
@@ -277,7 +286,7 @@ class _Source:
         """Return the values of a tensor, in the dtype of the parameter."""
         parts = self._parts[key]
         row, piece = parts[0]
-        if len(parts) == 1:
+        if not piece.part:
             return self._part(row, piece)
         first = self._part(row, piece)
         tensor = np.empty(piece.shape, first.dtype)
@@ -294,9 +303,9 @@ class _Source:
             self._held = ((None, None), np.empty(0))  # frees the previous layer first
             self._held = ((row.path, offset), _layer(self._arrays[row.path], offset))
         values = self._held[1][target]
-        if row.declaration.matrix is None:
-            return values
         shape = _part_shape(piece)
+        if row.declaration.matrix is None:
+            return values.reshape(shape)
         if not piece.is_transposed:
             return values.reshape(shape)
         return values.reshape(shape[::-1]).T
@@ -307,18 +316,14 @@ class _InMemory:
 
     def __contains__(self, key: object) -> bool:
         name = str(key)
-        if name.endswith(".mlp.gate.weight"):
+        if name.endswith((".mlp.gate.weight", ".block_sparse_moe.router.weight")):
             return True
         return ".experts." in name and ".experts.0." not in name
 
 
 def _part_shape(piece: Piece) -> tuple[int, ...]:
     """Return the shape of the part of the tensor that a piece fills."""
-    shape = piece.shape
-    if not piece.part:
-        return shape
-    span = piece.part[1]
-    return (span.stop - span.start, shape[2])
+    return np.broadcast_to(np.float32(), piece.shape)[piece.part].shape  # a view of one value
 
 
 def _size(piece: Piece) -> int:

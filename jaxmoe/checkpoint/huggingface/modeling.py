@@ -81,6 +81,8 @@ def check_computed(model: ModelConfig) -> None:
         for path, names in _COMPUTED.items()
         if chosen.get(path) is not None and chosen[path].name not in names
     ]
+    if getattr(model.attention, "positions", "rotary") != "rotary":
+        lines.append("model.attention.positions: only rotary")
     if not model.attention.is_causal:
         lines.append("model.attention.is_causal: only True")
     recurrent = {kind.mixer.name for kind in model.kinds if kind.mixer.is_recurrent}

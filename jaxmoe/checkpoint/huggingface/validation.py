@@ -57,26 +57,48 @@ def _is_token(value: Any) -> bool:
 _RULES: Final = (
     _integer(1, MAX_LAYERS, "num_hidden_layers"),
     _integer(0, MAX_LAYERS, "num_nextn_predict_layers num_mtp_layers first_k_dense_replace"),
-    _integer(1, MAX_EXPERTS, "num_experts num_local_experts n_routed_experts num_experts_per_tok"),
+    _integer(1, MAX_EXPERTS, "num_experts n_routed_experts num_experts_per_tok"),
+    _integer(0, MAX_EXPERTS, "num_local_experts"),
+    _integer(1, MAX_LAYERS, "attn_layer_period expert_layer_period"),
+    _integer(0, MAX_LAYERS, "attn_layer_offset expert_layer_offset"),
     _integer(
         *(1, MAX_SIZE),
         "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads"
         " num_key_value_heads head_dim qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
-        " kv_lora_rank q_lora_rank n_shared_experts n_group topk_group max_position_embeddings",
+        " kv_lora_rank q_lora_rank n_shared_experts n_group topk_group max_position_embeddings"
+        " shared_intermediate_size mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
+        " mamba_n_groups mamba_chunk_size",
     ),
     _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step"),
     _Rule(
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,
-        "rms_norm_eps rope_theta",
+        "rms_norm_eps rope_theta embedding_multiplier residual_multiplier logits_scaling"
+        " attention_multiplier",
     ),
     _Rule("a finite number", _is_finite, "router_aux_loss_coef routed_scaling_factor"),
     _Rule(
         "true or false",
         lambda value: isinstance(value, bool),
-        "norm_topk_prob tie_word_embeddings use_sliding_window rope_interleave",
+        "norm_topk_prob tie_word_embeddings use_sliding_window rope_interleave mamba_conv_bias"
+        " mamba_proj_bias",
     ),
-    _Rule("a string", lambda value: isinstance(value, str), "model_type"),
+    _Rule("a string", lambda value: isinstance(value, str), "model_type position_embedding_type"),
+    _Rule(
+        "an integer above 0 or 'auto'",
+        lambda value: value == "auto" or (type(value) is int and 0 < value <= MAX_SIZE),
+        "mamba_dt_rank mamba_d_head",
+    ),
+    _Rule(
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
+        "layer_types layers_block_type",
+    ),
+    _Rule(
+        "a list of two numbers",
+        lambda value: isinstance(value, list | tuple) and len(value) == 2,
+        "time_step_limit",
+    ),
     _Rule(
         "an object", lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling jaxmoe"
     ),
@@ -118,7 +140,10 @@ _OWN_SIZES: Final = {
     "head": ("jaxmoe.attention.head_dim",),
 }
 """Names of the same sizes in a model with its own modelling file."""
-_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+_STACKED = (
+    *(".experts.gate_up_proj", ".experts.down_proj"),
+    *(".block_sparse_moe.input_linear.weight", ".block_sparse_moe.output_linear.weight"),
+)
 
 
 def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
@@ -203,7 +228,7 @@ def _too_large(model: ModelConfig, tensors: Mapping[str, Any]) -> Iterator[tuple
         yield "layers", num_layers, f"at most {MAX_LAYERS} layers are read"
     if num_layers * num_experts > MAX_EXPERTS:
         yield "experts", num_experts, f"{num_layers} layers of them exceed {MAX_EXPERTS} experts"
-    head_dim = model.attention.heads.head_dim
+    head_dim = max((heads.head_dim for heads in model.context.heads), default=0)
     if head_dim > MAX_HEAD_DIM:
         yield "head", head_dim, f"heads of at most {MAX_HEAD_DIM} are read"
     shape = tuple(tensors[EMBEDDING].shape) if EMBEDDING in tensors else ()

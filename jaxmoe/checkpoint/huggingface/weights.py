@@ -5,6 +5,7 @@
     transformers                 jaxmoe
     [out, in]                    [in..., out...]             transposed, then reshaped
     gate [F D], up [F D]         gate_up [D 2 F]             one half each
+    in_proj [2 C, D]             x [D C], z [D C]            one behind the other
     per layer and expert         stacked: [L E ...]
     a bias per expert            router state: [layers with experts, E]
 
@@ -64,8 +65,12 @@ class Rule:
     [E, out, in], in which the two halves of gate_up follow one another."""
     half: int | None = None
     """Half of gate_up: 0 is the gate, 1 is up."""
-    is_transposed: bool = True
-    """Whether the tensor is [out, in]; False for tables of rows."""
+    fused: tuple[str, ...] = ()
+    """Paths from the block of the parameters whose outputs follow one another in the tensor, this
+    one among them; the tensor holds only this one when empty."""
+    layout: Literal["out_in", "in_out", "depthwise", "flat"] = "out_in"
+    """Dimensions of the tensor: outputs and inputs, the same in the order of the parameter,
+    [out, 1, in] of a convolution of each channel, or all of a vector's dimensions in one."""
 
 
 class Piece(NamedTuple):
@@ -108,7 +113,7 @@ class Tensors:
         self.state_table = state_table(model)
         self._tensors, self._nonfinite = tensors, nonfinite
         rows = (*self.table, *self.state_table)
-        self._pieces = {row.path: list(pieces_of(model, row, rules, tensors)) for row in rows}
+        self._pieces = pieces_of(model, rows, rules, tensors)
         wanted = {piece.key: piece.shape for some in self._pieces.values() for piece in some}
         if model.has_tied_embeddings and HEAD in tensors:  # a model in memory names it twice
             wanted[HEAD] = wanted[EMBEDDING]
@@ -188,30 +193,63 @@ def state_table(model: ModelConfig) -> ParameterTable:
 
 
 def pieces_of(
-    model: ModelConfig, row: ParameterSpec, rules: Sequence[Rule], names: Container[str]
-) -> Iterator[Piece]:
-    """Yield the pieces of one stacked parameter or state, layer by layer.
+    model: ModelConfig, rows: Sequence[ParameterSpec], rules: Sequence[Rule], names: Container[str]
+) -> dict[str, list[Piece]]:
+    """Return the pieces of stacked parameters and state by path, layer by layer.
 
     Args:
-        model: Model of the parameter.
-        row: Row of the model's table.
+        model: Model of the parameters.
+        rows: Rows of the model's tables.
         rules: Rules of the model's family.
         names: Names of the tensors, which select one of a rule's keys; empty selects the first.
     """
-    path, layers = row.path, None
+    outs = {row.path: _outputs(row) for row in rows}
+    return {row.path: list(_pieces(model, row, rules, names, outs)) for row in rows}
+
+
+def _pieces(
+    model: ModelConfig,
+    row: ParameterSpec,
+    rules: Sequence[Rule],
+    names: Container[str],
+    outs: Mapping[str, int],
+) -> Iterator[Piece]:
+    """Yield the pieces of one row.
+
+    Args:
+        model: Model of the parameter.
+        row: The row.
+        rules: Rules of the model's family.
+        names: Names of the tensors.
+        outs: Outputs of each row by its path.
+    """
+    path, layers, block = row.path, None, ""
     if path.startswith(f"{ROUTER_STATE}/"):
         layers = [i for i, kind in enumerate(model.kinds) if kind.feed_forward.is_routed]
     for stack in model.stacks:
         if path.startswith(f"{stack.path}/"):
-            path = path.removeprefix(f"{stack.path}/")
+            block = f"{stack.path}/"
+            path = path.removeprefix(block)
             layers = stack.layers
     for rule in (rule for rule in rules if rule.path == path):
+        span = None
+        if rule.fused:
+            sizes = [outs[block + other] for other in rule.fused]
+            span = (sum(sizes[: rule.fused.index(path)]), sum(sizes))
         if layers is None:
-            yield from _of_layer(row, rule, (), rule.keys, names)
+            yield from _of_layer(row, rule, (), rule.keys, names, span)
             continue
         for offset, layer in enumerate(layers):
             keys = [key.replace("{layer}", str(layer)) for key in rule.keys]
-            yield from _of_layer(row, rule, (offset,), keys, names)
+            yield from _of_layer(row, rule, (offset,), keys, names, span)
+
+
+def _outputs(row: ParameterSpec) -> int:
+    """Return the outputs of a matrix, or the size of a vector, of one layer."""
+    declaration = row.declaration
+    if declaration.matrix is not None:
+        return declaration.fan(1)
+    return math.prod(row.shape[declaration.is_stacked :])
 
 
 def _of_layer(
@@ -220,19 +258,37 @@ def _of_layer(
     where: tuple[int, ...],
     keys: Sequence[str],
     names: Container[str],
+    span: tuple[int, int] | None,
 ) -> Iterator[Piece]:
-    """Yield the pieces of one layer: one, or one for each expert."""
+    """Yield the pieces of one layer: one, or one for each expert.
+
+    Args:
+        row: Row of the parameter.
+        rule: Rule of its tensor.
+        where: Index of the layer; () without layers.
+        keys: The rule's keys of the layer.
+        names: Names of the tensors.
+        span: First output in a tensor of several parameters, and the outputs of all of them.
+    """
     declaration = row.declaration
     known = [key for key in keys if key.replace("{expert}", "0") in names]
     key = known[0] if known else keys[0]
     halves = 1 if rule.half is None else 2
-    fan_in, out = declaration.fan(0), declaration.fan(1) // halves
+    fan_in, out = declaration.fan(0), _outputs(row) // halves
     inside = () if rule.half is None else (..., rule.half, slice(None))
+    is_transposed = rule.layout in ("out_in", "depthwise")
+    first, total = span or (0, out)
+    cut = (slice(first, first + out),) if span else ()
     if declaration.matrix is None:
-        yield Piece(key, row.shape[len(where) :], (), where, rule.is_transposed)
+        is_flat = rule.layout == "flat" or span
+        shape = (total,) if is_flat else row.shape[len(where) :]
+        yield Piece(key, shape, cut, where, is_transposed and not is_flat)
+    elif rule.layout == "depthwise":
+        part = (*(cut or (slice(None),)), 0)
+        yield Piece(key, (total, 1, fan_in), part, (*where, *inside), is_transposed)
     elif ax.EXPERTS not in declaration.axes:
-        shape = (out, fan_in) if rule.is_transposed else (fan_in, out)
-        yield Piece(key, shape, (), (*where, *inside), rule.is_transposed)
+        shape = (total, fan_in) if is_transposed else (fan_in, total)
+        yield Piece(key, shape, cut, (*where, *inside), is_transposed)
     else:
         num_experts = row.shape[declaration.axes.index(ax.EXPERTS)]
         first = out * (rule.half or 0)
@@ -241,7 +297,7 @@ def _of_layer(
             if "{expert}" not in key:
                 shape = (num_experts, out * halves, fan_in)
                 part = (expert, slice(first, first + out))
-            yield Piece(name, shape, part, (*where, expert, *inside), rule.is_transposed)
+            yield Piece(name, shape, part, (*where, expert, *inside), is_transposed)
 
 
 def _check(wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
@@ -298,7 +354,7 @@ def _fill(
                 block = source[rows : rows + _ROWS].astype(np.float32)
                 matrix[:, rows : rows + _ROWS] = block.T
         else:
-            view[...] = source
+            view[...] = source.reshape(view.shape)
         filled += view.size
     if filled != size:
         raise CheckpointError(f"{path}: the family's rules fill {filled} of {size} values")

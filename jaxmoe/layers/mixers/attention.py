@@ -65,6 +65,8 @@ class AttentionConfig(AttentionMixer):
     """RMSNorm of queries and keys: none, over each head, or over all heads together (OLMoE)."""
     is_gated: bool = False
     """Multiply each head's output by a sigmoid of the layer's input."""
+    positions: Literal["rotary", "none"] = "rotary"
+    """How queries and keys know where they stand: turned by RoPE, or only by the mask."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
     window: int | None = None
@@ -82,7 +84,7 @@ class AttentionConfig(AttentionMixer):
                 f"attention.num_heads={self.num_heads} must be a multiple of"
                 f" attention.num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.positions == "rotary":
             raise ValueError(f"attention.head_dim={self.head_dim} must be even: RoPE turns pairs")
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
@@ -187,14 +189,15 @@ class Attention(nn.Module):
         heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement, form=form)
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
-        where = tokens.places if positions is None else positions
-        if where is not None:
-            where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-        else:
-            order = current_order(self.context, self.execution, x.shape[1])
-            where = places_of(order, x.shape[1])
-        angles = rotary_angles(where, config.head_dim, config.rope_theta)
-        q, k = rotate(q, angles), rotate(k, angles)
+        if config.positions == "rotary":
+            where = tokens.places if positions is None else positions
+            if where is not None:
+                where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+            else:
+                order = current_order(self.context, self.execution, x.shape[1])
+                where = places_of(order, x.shape[1])
+            angles = rotary_angles(where, config.head_dim, config.rope_theta)
+            q, k = rotate(q, angles), rotate(k, angles)
         k, v, last = self._of_leader(k, v.astype(dtype), last)
         out, logits, entries = self._attend(q, k, v, tokens, cache)
         if config.is_gated:

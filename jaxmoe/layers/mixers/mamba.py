@@ -9,7 +9,8 @@
     h_t       = exp(-exp(a_log) step_t) h_{t-1} + step_t x_t b_t^T        [C H]
     out       = ((h_t c_t + skip x_t) silu(z)) Wo
 
-Channels are split over the tensor axis; rows stay whole.
+With `inner_norms="rms"` r, b and c are normed before they are used (arXiv 2403.19887, section 3).
+Channels are split over the tensor axis, rows over the seq axis (`cut_rows.py`).
 Source: arXiv 2312.00752 (section 3); initial values as in transformers' `MambaMixer`.
 """
 
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +29,11 @@ from jaxtyping import Array, Float
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
+from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import convolve, last_inputs
-from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
+from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
+from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
+from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from pallas_kernels import selective_scan
 from sharding import axes as ax
@@ -45,6 +49,7 @@ class MambaConfig(RecurrentMixer):
     module_name: ClassVar[str] = "mamba"
     operation: ClassVar[str] = "selective_scan"
     width_fields: ClassVar[tuple[str, ...]] = ("inner_dim", "step_rank")
+    axis_fields: ClassVar[Mapping[str, str]] = {ax.MLP: "inner_dim"}
 
     inner_dim: int = 256
     """Channels (C); usually twice model.embed_dim."""
@@ -54,6 +59,13 @@ class MambaConfig(RecurrentMixer):
     """Width through which the step of a channel is computed; usually model.embed_dim / 16."""
     conv_length: int = 4
     """Positions that the convolution before the state reads, the own one included."""
+    has_conv_bias: bool = True
+    """Whether the convolution has a bias per channel."""
+    has_projection_bias: bool = False
+    """Whether the projections from and to the residual stream have biases."""
+    inner_norms: Literal["none", "rms"] = "none"
+    """Norm of what the step, the input and the output of the state are computed from: none, or
+    RMSNorm (Jamba)."""
     chunk: int = 16
     """Tokens that are computed together between two states; changes the speed only."""
 
@@ -88,6 +100,23 @@ class MambaConfig(RecurrentMixer):
         """
         del length
         return 18.0 * self.inner_dim * self.state_dim
+
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer, which keeps one state per chunk.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        channels = self.inner_dim / shards(ax.ACT_MLP)
+        narrow, wide = channels * itemsize, 4 * channels
+        states = wide * self.state_dim / self.chunk
+        return MixerActivations(
+            projected=2 * narrow,
+            output=narrow,
+            kept=2 * narrow + 4 * narrow + 3 * wide + states,
+            working=6 * narrow + 6 * wide + 2 * states,
+        )
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
@@ -158,7 +187,11 @@ class Mamba(nn.Module):
         held = held_of_layer(cache)
         held_axes = {"x": _X, "state": _STATE} if held else {}
         island = placement.island(
-            functools.partial(self._scan, axes=placement.mesh_axes(ax.ACT_MLP)),
+            functools.partial(
+                self._scan,
+                axes=placement.mesh_axes(ax.ACT_MLP),
+                parts=parts_of(tokens, placement),
+            ),
             in_axes=(dict.fromkeys("xz", _X), axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
         )
@@ -168,6 +201,8 @@ class Mamba(nn.Module):
         )
         product = Product("bsc,cd->bsd", weight.astype(dtype), (ax.MLP, None), _X)
         y = into_stream(y, product, placement, form=form)
+        if config.has_projection_bias:
+            y = y + self._vector("o_bias", (width,), (ax.NORM,)).astype(dtype)[None, None]
         return y, MixerOutputs(cache=with_layer(cache, new))
 
     def _scan(
@@ -178,13 +213,23 @@ class Mamba(nn.Module):
         held: dict[str, Array],
         *,
         axes: tuple[str, ...],
+        parts: tuple[str, ...],
         batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated output of the channels of this device, and the new state."""
         del batch_axes
         new, before = {}, held.get("x")
+        if self.config.has_projection_bias:
+            given = {
+                name: part + weights[f"{name}_in_bias"].astype(part.dtype)[None, None]
+                for name, part in given.items()
+            }
+        if parts:
+            before = inputs_before(given["x"], segments, self.config.conv_length - 1, parts)
         x = convolve(
-            given["x"], weights["taps"], weights["bias"], segment_ids=segments, before=before
+            *(given["x"], weights["taps"], weights.get("bias")),
+            segment_ids=segments,
+            before=before,
         )
         x = jax.nn.silu(x)
         found = {
@@ -193,23 +238,32 @@ class Mamba(nn.Module):
         }
         if axes:
             found = jax.lax.psum(found, axes)
+        if self.config.inner_norms == "rms":
+            epsilon = self.context.norm_epsilon
+            found = {
+                name: rms_norm(part, weights[f"{name}_norm"], epsilon)
+                for name, part in found.items()
+            }
         low = found["r"].astype(x.dtype)
         step = jnp.einsum("bsr,rc->bsc", low, weights["dt"], preferred_element_type=jnp.float32)
-        y, state = selective_scan(
-            *(
-                x,
-                jax.nn.softplus(step + weights["dt_bias"][None, None]),
-                -jnp.exp(weights["a_log"]),
-            ),
-            *(found["b"].astype(x.dtype), found["c"].astype(x.dtype)),
+        step = jax.nn.softplus(step + weights["dt_bias"][None, None])
+        decay = -jnp.exp(weights["a_log"])
+        run = functools.partial(
+            selective_scan,
+            *(x, step, decay, found["b"].astype(x.dtype), found["c"].astype(x.dtype)),
             segment_ids=segments,
-            initial=held.get("state"),
             chunk=self.config.chunk,
             implementation=self.execution.kernels.selective_scan,
         )
-        if before is not None:
+        initial = held.get("state")
+        if parts:
+            time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
+            factor = jnp.exp(time[..., None] * decay[None])
+            initial = state_before(run()[1], factor, segments, parts)
+        y, state = run(initial=initial)
+        if held:
             lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
-            new = {"x": last_inputs(given["x"], before, lengths), "state": state}
+            new = {"x": last_inputs(given["x"], held["x"], lengths), "state": state}
         y = y.astype(jnp.float32) + weights["skip"][None, None] * x.astype(jnp.float32)
         y = y * jax.nn.silu(given["z"].astype(jnp.float32))
         return y.astype(x.dtype), new
@@ -217,10 +271,10 @@ class Mamba(nn.Module):
     def _weights(self, dtype: Any) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return what is used beside the projections of the stream, and its axes in use."""
         config, channels = self.config, self.config.inner_dim
+        sizes = {"r": config.step_rank, "b": config.state_dim, "c": config.state_dim}
         found = {
             name: self._declare(name, (channels, size), (ax.MLP, ax.STATE)).astype(dtype)
-            for name, size in (("r", config.step_rank), ("b", config.state_dim))
-            + (("c", config.state_dim),)
+            for name, size in sizes.items()
         }
         dt = self._declare("dt", (config.step_rank, channels), (ax.STATE, ax.MLP))
         found["dt"] = dt.astype(dtype)
@@ -232,19 +286,28 @@ class Mamba(nn.Module):
         )
         found["taps"] = declare(self, "taps", taps)
         vectors: dict[str, tuple[tuple[int, ...], Any]] = {
-            "bias": ((channels,), "zeros"),
             "skip": ((channels,), "ones"),
             "dt_bias": ((channels,), "softplus_range"),
             "a_log": ((channels, config.state_dim), "log_range"),
         }
+        if config.has_conv_bias:
+            vectors["bias"] = ((channels,), "zeros")
+        if config.has_projection_bias:
+            vectors |= {f"{name}_in_bias": ((channels,), "zeros") for name in "xz"}
         for name, (shape, init) in vectors.items():
-            axes = (ax.MLP, ax.STATE)[: len(shape)]
-            row = Declaration(shape=shape, axes=axes, role="state", matrix=None, init=init)
-            found[name] = declare(self, name, row)
-        by_last = {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
-        by_first = {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
-        by_channel = {name: (ax.MLP,) for name in ("bias", "skip", "dt_bias")}
-        return found, by_last | by_first | by_channel
+            found[name] = self._vector(name, shape, (ax.MLP, ax.STATE)[: len(shape)], init)
+        in_use = {name: (ax.MLP,) for name in vectors}
+        in_use |= {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
+        in_use |= {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
+        if config.inner_norms == "rms":
+            for name, size in sizes.items():
+                gain = self._vector(f"{name}_norm", (size,), (ax.NORM,), "ones", "norm")
+                found[f"{name}_norm"], in_use[f"{name}_norm"] = gain, (None,)
+        return found, in_use
 
     def _declare(self, name, shape, axes, role: Any = "attention_in") -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role))
+
+    def _vector(self, name, shape, axes, init: Any = "zeros", role: Any = "state") -> Array:
+        row = Declaration(shape=shape, axes=axes, role=role, matrix=None, init=init)
+        return declare(self, name, row)

@@ -9,7 +9,8 @@
     y_t            = h_t c_t + skip x_t
     out            = RMSNorm over each group of heads(y silu(z)) Wo
 
-The heads of a group share b and c. Heads are split over the tensor axis; rows stay whole.
+The heads of a group share b and c. Heads are split over the tensor axis, rows over the seq axis
+(`cut_rows.py`).
 Sources: arXiv 2405.21060 (sections 6 and 7); layout of the norm: transformers' `Mamba2Mixer`.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -27,9 +29,10 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, RecurrentMixer, require_positive
+from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import convolve, last_inputs
-from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, with_layer
+from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
+from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
 from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from pallas_kernels import state_space_dual
 from sharding import axes as ax
@@ -45,6 +48,7 @@ class Mamba2Config(RecurrentMixer):
     module_name: ClassVar[str] = "mamba2"
     operation: ClassVar[str] = "state_space_dual"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
+    axis_fields: ClassVar[Mapping[str, str]] = {ax.HEADS: "num_heads"}
 
     num_heads: int = 8
     """Heads (N), each with a state of its own."""
@@ -56,6 +60,10 @@ class Mamba2Config(RecurrentMixer):
     """Groups of heads that share what is written into and read from their states (G)."""
     conv_length: int = 4
     """Positions that the convolution before the state reads, the own one included."""
+    has_conv_bias: bool = True
+    """Whether the convolution has a bias per channel."""
+    has_projection_bias: bool = False
+    """Whether the projections from and to the residual stream have biases."""
     chunk: int = 64
     """Tokens that are multiplied together between two states; changes the speed only."""
 
@@ -90,6 +98,25 @@ class Mamba2Config(RecurrentMixer):
         """
         del length
         return 12.0 * self.inner_dim * self.state_dim
+
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer, which keeps one state per chunk.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        heads = self.num_heads / shards(ax.ACT_HEADS)
+        narrow, wide = heads * self.head_dim * itemsize, heads * self.head_dim * 4
+        shared = 2 * self.num_groups * self.state_dim * itemsize
+        states = wide * self.state_dim / self.chunk
+        projected = 2 * narrow + shared + 4 * heads
+        return MixerActivations(
+            projected=projected,
+            output=narrow,
+            kept=projected + 4 * narrow + 3 * shared + 2 * wide + states,
+            working=6 * narrow + 6 * wide + 2 * states,
+        )
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
@@ -177,7 +204,7 @@ class Mamba2(nn.Module):
         held_axes = {"x": _X, "b": _SHARED, "c": _SHARED, "state": _STATE} if held else {}
         heads = placement.mesh_axes(ax.ACT_HEADS)
         island = placement.island(
-            functools.partial(self._scan, axes=heads),
+            functools.partial(self._scan, axes=heads, parts=parts_of(tokens, placement)),
             in_axes=(dict.fromkeys("zx", _X) | dict.fromkeys("bc", _SHARED) | {"dt": _X[:3]},)
             + (axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
@@ -188,6 +215,9 @@ class Mamba2(nn.Module):
         )
         product = Product("bsnp,npd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _X)
         out = into_stream(y, product, placement, form=form)
+        if self.config.has_projection_bias:
+            row = _vector((self.context.embed_dim,), (ax.NORM,), "zeros")
+            out = out + declare(self, "o_bias", row).astype(dtype)[None, None]
         return out, MixerOutputs(cache=with_layer(cache, new))
 
     def _scan(
@@ -198,6 +228,7 @@ class Mamba2(nn.Module):
         held: dict[str, Array],
         *,
         axes: tuple[str, ...],
+        parts: tuple[str, ...],
         batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated and normed output of the heads of this device, and the new state.
@@ -208,29 +239,44 @@ class Mamba2(nn.Module):
             segments: Document of each token, 0 for padding.
             held: Arrays of the layer's cache; none without one.
             axes: Mesh axes over which heads are split.
+            parts: Mesh axes over which rows are cut.
             batch_axes: Mesh axes over which sequences are split.
         """
         del batch_axes
         config, new = self.config, {}
+        if config.has_projection_bias:
+            given = {
+                name: part + vectors[f"{name}_in_bias"].astype(part.dtype)[None, None]
+                for name, part in given.items()
+            }
         mixed = {}
         for name in "xbc":
-            taps, bias = vectors[f"{name}_taps"], vectors[f"{name}_bias"]
+            taps, bias = vectors[f"{name}_taps"], vectors.get(f"{name}_bias")
             before = held.get(name)
+            if parts:
+                before = inputs_before(given[name], segments, config.conv_length - 1, parts)
             convolved = convolve(given[name], taps, bias, segment_ids=segments, before=before)
             mixed[name] = jax.nn.silu(convolved)
-            if before is not None:
+            if held:
                 lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
                 new[name] = last_inputs(given[name], before, lengths)
         groups = self._groups_of_heads(given["x"].shape[2], axes)
         b, c = (self._own_groups(mixed[name], groups) for name in "bc")
         step = jax.nn.softplus(given["dt"].astype(jnp.float32) + vectors["dt_bias"][None, None])
-        y, state = state_space_dual(
-            *(mixed["x"], step, -jnp.exp(vectors["a_log"]), b, c),
+        decay = -jnp.exp(vectors["a_log"])
+        run = functools.partial(
+            state_space_dual,
+            *(mixed["x"], step, decay, b, c),
             segment_ids=segments,
-            initial=held.get("state"),
             chunk=config.chunk,
             implementation=self.execution.kernels.state_space_dual,
         )
+        initial = held.get("state")
+        if parts:
+            time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
+            factor = jnp.exp(time * decay[None])[..., None, None]
+            initial = state_before(run()[1], factor, segments, parts)
+        y, state = run(initial=initial)
         if held:
             new["state"] = state
         skip = vectors["skip"][None, None, :, None]
@@ -325,7 +371,13 @@ class Mamba2(nn.Module):
                 matrix=((-3,), (-2, -1)),
                 init="fan_in",
             )
-            rows[f"{name}_bias"] = _vector(sizes, axes, "zeros")
+            if config.has_conv_bias:
+                rows[f"{name}_bias"] = _vector(sizes, axes, "zeros")
+            if config.has_projection_bias:
+                rows[f"{name}_in_bias"] = _vector(sizes, axes, "zeros")
+        if config.has_projection_bias:
+            rows["z_in_bias"] = _vector(heads, of_heads, "zeros")
+            rows["dt_in_bias"] = _vector(heads[:1], of_heads[:1], "zeros")
         in_use = {
             name: tuple(axis if axis == ax.HEADS else None for axis in row.axes)
             for name, row in rows.items()

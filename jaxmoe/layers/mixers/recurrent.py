@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxmoe.layers.records import LayerCache, TokenInputs
+from sharding import axes as ax
+from sharding.constrain import Placement
 
 
 def document_ids(tokens: TokenInputs, cache: LayerCache | None) -> Int[Array, "B S"]:
@@ -27,6 +30,28 @@ def document_ids(tokens: TokenInputs, cache: LayerCache | None) -> Int[Array, "B
     if cache is not None:
         raise ValueError("a cache cannot hold packed segments")
     return tokens.segment_ids
+
+
+def parts_of(tokens: TokenInputs, placement: Placement) -> tuple[str, ...]:
+    """Return the mesh axes over which rows are cut; empty where a device holds whole rows.
+
+    Args:
+        tokens: Inputs of all layers.
+        placement: Layout of activations.
+
+    Raises:
+        ValueError: The tokens of a row are laid out in another order.
+    """
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
+    axes = placement.mesh_axes(ax.ACT_SEQ_INNER)
+    axes = tuple(axis for axis in axes if shape.get(axis, 1) > 1)
+    if axes and (tokens.level is not None or tokens.places is not None):
+        raise ValueError(
+            "recurrent layers on rows cut over mesh.seq need the tokens in their order, and"
+            " data.packing levels or a layout by document has another: set data.packing to best_fit"
+            " and execution.sequence_parallel.layout to contiguous"
+        )
+    return axes
 
 
 def held_of_layer(cache: LayerCache | None) -> dict[str, Array]:

@@ -20,8 +20,9 @@ from jaxmoe.models.decode import generate
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh
+from sharding.axes import MESH_AXES
 from sharding.distributed import global_batch
-from sharding.sequence_parallel import RingConfig
+from sharding.sequence_parallel import AutoSequenceParallelConfig, RingConfig
 from tests.support.tolerances import assert_close
 
 BATCH, LENGTH, VOCAB = 4, 12, 32
@@ -68,6 +69,7 @@ def on_one_device(model=MODEL):
     return value_and_gradient(model, ExecutionConfig())(params_of(model), given)
 
 
+CONTIGUOUS = RingConfig(layout="contiguous")
 MESHES = {
     "tensor2": ExecutionConfig(mesh=MeshConfig(tensor=2)),
     "data2_tensor2_zero2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2), rules="zero2"),
@@ -77,9 +79,24 @@ MESHES = {
     "one group, tensor2": ExecutionConfig(mesh=MeshConfig(tensor=2)),
     "mamba, data2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2)),
     "tensor4": ExecutionConfig(mesh=MeshConfig(tensor=4)),
+    "seq2": ExecutionConfig(mesh=MeshConfig(seq=2), sequence_parallel=CONTIGUOUS),
+    "seq2_data2": ExecutionConfig(
+        mesh=MeshConfig(seq=2, data=2),
+        rules="fully_sharded",
+        sequence_parallel=AutoSequenceParallelConfig(),
+    ),
+    "seq2_tensor2": ExecutionConfig(
+        mesh=MeshConfig(seq=2, tensor=2),
+        remat="full",
+        sequence_parallel=AutoSequenceParallelConfig(),
+    ),
+    "mamba, seq2_tensor2": ExecutionConfig(
+        mesh=MeshConfig(seq=2, tensor=2), sequence_parallel=CONTIGUOUS
+    ),
+    "seq4": ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=CONTIGUOUS),
 }
-SHORT = "data2_tensor2_zero2"
-ROWS = [pytest.param(name, marks=() if name == SHORT else pytest.mark.slow) for name in MESHES]
+SHORT = ("data2_tensor2_zero2", "seq4")
+ROWS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in MESHES]
 
 
 def mesh_of(execution):
@@ -147,8 +164,38 @@ def test_decoded_tokens_are_the_same_on_a_mesh():
     np.testing.assert_array_equal(found, written(params_of(), prompts))
 
 
-def test_cut_sequences_are_refused():
-    text = "execution.mesh.seq cuts sequences into 2 parts, and the state of .* mamba2.*mesh.seq"
+@pytest.mark.parametrize(
+    ("layers", "field"),
+    [
+        ((LayerConfig(), LayerConfig(mixer=MAMBA)), "model.layers.1.mixer.num_heads"),
+        ((LayerConfig(mixer=MambaConfig(inner_dim=12)),), "model.layers.0.mixer.inner_dim"),
+        ((), "model.attention.num_kv_heads"),
+    ],
+    ids=["mamba2", "mamba", "attention"],
+)
+def test_sizes_that_do_not_divide_name_the_field_of_their_mixer(layers, field):
+    heads = 8 if layers else 12
+    attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=8)
+    model = dataclasses.replace(MODEL, layers=layers, attention=attention, moe=None, dense_dim=16)
+    sizes = {axis: 8 if axis == "tensor" else 1 for axis in MESH_AXES}
+    with pytest.raises(ValueError, match=f"set {field} to a multiple of 8 or mesh.tensor to "):
+        parameter_table(model).check_divides(ExecutionConfig().axis_rules, sizes)
+
+
+def test_plans_count_a_state_where_there_is_one():
+    """FLOPs and bytes of Mamba-2 by hand: no term with the length but the states of chunks."""
+    found = MAMBA.activations(lambda _: 2, itemsize=2)
+    narrow, shared, heads = 2 * 8 * 2, 2 * 2 * 6 * 2, 2
+    assert found.projected == 2 * narrow + shared + 4 * heads and found.output == narrow
+    longer = dataclasses.replace(MAMBA, chunk=8).activations(lambda _: 2, itemsize=2)
+    assert found.kept - longer.kept == 2 * 8 * 4 * 6 * (1 / 4 - 1 / 8)
+    assert MODEL.context.heads == (MODEL.attention.heads,)
+
+
+def test_cut_sequences_in_another_order_are_refused():
+    text = (
+        "execution.mesh.seq cuts sequences into 2 parts, and the state of .* mamba2.*zigzag order"
+    )
     execution = ExecutionConfig(mesh=MeshConfig(seq=2), sequence_parallel=RingConfig())
     with pytest.raises(ValueError, match=text):
         check_rows(MODEL.context, execution, LENGTH, {"seq": 2})

@@ -79,6 +79,8 @@ def variant(name, **changes):
 
 def test_fields_of_versions_4_and_5_are_read():
     for name in CONFIGS:
+        if name in ("jamba", "granitemoehybrid"):
+            continue  # their own test below
         wanted = variant(name)
         theta = CONFIGS[name]["rope_parameters"]["rope_theta"]
         assert variant(name, rope_parameters=..., rope_theta=theta, rope_scaling=None) == wanted
@@ -107,6 +109,49 @@ def test_dense_layers_are_read():
     assert variant("deepseek_v3", first_k_dense_replace=2).dense_layers == (0, 1)
     assert variant("deepseek_v3", first_k_dense_replace=0).dense_layers == ()
     assert variant("deepseek_v3", first_k_dense_replace=3).moe is None
+
+
+@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid"])
+def test_fields_of_hybrids_describe_the_same_model(name):
+    model, family = variant(name), FAMILIES[name]
+    assert family.model(family.fields(model)) == model
+    attends = [not kind.mixer.is_recurrent for kind in model.kinds]
+    assert attends == [False, True, False, False][: model.num_layers]
+
+
+def test_layers_of_jamba_follow_its_periods():
+    """Published: one attention in eight layers, experts in every second; one scan of eight."""
+    eight = {"attn_layer_period": ..., "attn_layer_offset": ..., "expert_layer_offset": ...}
+    model = variant("jamba", **eight, num_hidden_layers=32)
+    assert [i for i, kind in enumerate(model.kinds) if not kind.mixer.is_recurrent] == [
+        4,
+        12,
+        20,
+        28,
+    ]
+    assert model.dense_layers == tuple(range(0, 32, 2)) and len(model.layers) == 8
+    assert [scan.length for scan in model.scans] == [4]
+    assert variant("jamba", mamba_dt_rank="auto").layers[0].mixer.step_rank == 3
+    few = variant("jamba", **eight, num_hidden_layers=4)  # none of them attends
+    assert all(kind.mixer.is_recurrent for kind in few.kinds)
+    assert FAMILIES["jamba"].model(FAMILIES["jamba"].fields(few)) == few
+
+
+def test_layer_types_of_granite_have_two_names():
+    old = variant("granitemoehybrid")
+    names = ["linear_attention", "full_attention", "linear_attention"]
+    assert variant("granitemoehybrid", layer_types=names) == old
+    assert variant("granitemoehybrid", layer_types=..., layers_block_type=names) == old
+    assert all(
+        kind.mixer.is_recurrent for kind in variant("granitemoehybrid", layer_types=None).kinds
+    )
+    limits = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)
+    assert all(variant("granitemoehybrid", time_step_limit=limit) == old for limit in limits)
+    assert variant("granitemoehybrid", mamba_d_head="auto") == old
+    assert old.attention.positions == "rotary"
+    for kind in ("nope", None):
+        model = variant("granitemoehybrid", position_embedding_type=kind)
+        assert model.attention.positions == "none"
 
 
 def test_yarn_fields_of_its_authors():
@@ -181,7 +226,7 @@ def test_attention_windows_are_read():
 YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSED = [
     ("olmoe", {"model_type": "llama"}, "config.model_type='llama' is not among olmoe, mixtral, qw"),
-    ("olmoe", {"model_type": "qwen3"}, "deepseek_v3: did you mean 'qwen3_moe'?"),
+    ("olmoe", {"model_type": "qwen3"}, "granitemoehybrid: did you mean 'qwen3_moe'?"),
     ("olmoe", {"clip_qkv": 8.0}, "config.clip_qkv=8.0 is not supported, only None: queries, keys"),
     ("mixtral", {"hidden_act": "gelu"}, "config.hidden_act='gelu' is not supported, only 'silu'"),
     ("olmoe", {"attention_bias": True}, "config.attention_bias=True is not supported, only False"),
@@ -220,6 +265,39 @@ REFUSED = [
     ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 must be an integer above 0"),
     ("deepseek_v3", {"n_group": 6}, "groups.best_per_group=2 must not exceed the 1 experts of a"),
     ("mixtral", {"quantization_config": {"bits": 4}}, "quantised weights are not read: convert"),
+    (
+        "jamba",
+        {"attn_layer_offset": 3},
+        "attn_layer_offset=3 must be below config.attn_layer_period=3",
+    ),
+    ("jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False is not supported"),
+    ("jamba", {"sliding_window": 4}, "sliding_window=4 is not supported, only None: Jamba attends"),
+    (
+        "granitemoehybrid",
+        {"shared_intermediate_size": 15},
+        "shared_intermediate_size=15 must be a multiple of intermediate_size=10: shared experts",
+    ),
+    (
+        "granitemoehybrid",
+        {"time_step_limit": [0.0, 0.1]},
+        "time_step_limit=[0.0, 0.1] is not supported, only [0, infinity]: steps are not bounded",
+    ),
+    (
+        "granitemoehybrid",
+        {"position_embedding_type": "alibi"},
+        "position_embedding_type='alibi' is not supported, only 'rope' and 'nope' (or null)",
+    ),
+    (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", "moe", "mamba"]},
+        "layer_types=['mamba', 'moe', 'mamba'] must name 3 layers (num_hidden_layers), each of",
+    ),
+    (
+        "granitemoehybrid",
+        {"mamba_d_head": 8},
+        "mamba_n_heads=6 heads of mamba_d_head=8 must be mamba_expand * hidden_size = 72 channels",
+    ),
+    ("granitemoehybrid", {"attention_bias": True}, "attention_bias=True is not supported, only F"),
 ]
 
 

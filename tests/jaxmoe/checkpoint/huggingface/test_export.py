@@ -67,8 +67,9 @@ def test_export_import_export_is_identical(golden, tmp_path, experts):
     assert not [path for path in place.parent.iterdir() if path != place]
     assert_same(tuple(read_huggingface(place)), (model, params, state))
     tensors = open_tensors(place)
+    is_stacked_on_disk = golden.config["model_type"] == "granitemoehybrid"
     if experts == "stacked":
-        assert len(tensors) < len(golden.state)
+        assert len(tensors) < len(golden.state) or is_stacked_on_disk
         return
     assert tensors.keys() == golden.state.keys()
     assert_same({name: np.asarray(tensors[name]) for name in tensors}, golden.state)
@@ -79,7 +80,8 @@ def test_export_import_export_is_identical(golden, tmp_path, experts):
         if name != "router_aux_loss_coef" and written.get(name) != value
     }
     assert not wrong, wrong
-    assert written["rope_theta"] == golden.config["rope_parameters"]["rope_theta"]
+    if "rope_parameters" in golden.config:
+        assert written["rope_theta"] == golden.config["rope_parameters"]["rope_theta"]
     coefficient = golden.config.get("router_aux_loss_coef", 0.0)
     assert written.get("router_aux_loss_coef", 0.0) == pytest.approx(coefficient)
     assert written["architectures"] == [FAMILIES[golden.config["model_type"]].architecture]
@@ -108,13 +110,13 @@ def test_export_in_narrow_dtypes(golden, tmp_path, dtype):
     place = to_huggingface(model, params, tmp_path / "it", **given)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
     rounded = {
-        name: value if name.endswith("_bias") else value.astype(kind)
+        name: value if name.endswith("correction_bias") else value.astype(kind)
         for name, value in golden.state.items()
     }
     assert_same(read_huggingface(place), read_huggingface(golden.config, rounded))
     stored = {name: tensor.dtype for name, tensor in open_tensors(place).items()}
     assert {name for name in stored if stored[name] != dtype} == {
-        name for name in stored if name.endswith("_bias")
+        name for name in stored if name.endswith("correction_bias")
     }
 
 
@@ -361,8 +363,8 @@ def test_export_refuses_existing_directories(olmoe, tmp_path, monkeypatch):
     model, params = olmoe
     text = refused(model, params, tmp_path / "it", family="olmo")
     assert text == (
-        "family='olmo' is not among olmoe, mixtral, qwen3_moe, deepseek_v3, jaxmoe:"
-        " did you mean 'olmoe'?"
+        "family='olmo' is not among olmoe, mixtral, qwen3_moe, deepseek_v3, jamba,"
+        " granitemoehybrid, jaxmoe: did you mean 'olmoe'?"
     )
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     assert "GB and the disk has 0.0 GB free" in refused(model, params, tmp_path / "it")

@@ -4,6 +4,7 @@
 
 import dataclasses
 import operator
+import re
 
 import jax
 import numpy as np
@@ -11,7 +12,16 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointError, read_huggingface, to_huggingface
 from jaxmoe.checkpoint.huggingface.export import suggest_family
-from jaxmoe.models.config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig
+from jaxmoe.layers.mixers import Mamba2Config, MambaConfig
+from jaxmoe.models.config import (
+    AttentionConfig,
+    DenseConfig,
+    ForwardMultipliers,
+    LayerConfig,
+    ModelConfig,
+    MoEConfig,
+)
+from jaxmoe.routing import SoftmaxTopKConfig
 from jaxmoe.scaling.initialize import init_params
 from tests.support.huggingface_models import read
 
@@ -80,3 +90,71 @@ def test_export_names_the_layer_that_no_family_has(layer, text, tmp_path):
             to_huggingface(model, {}, tmp_path / "it", family=family)
     with pytest.raises(CheckpointError, match=text):
         suggest_family(model)
+
+
+@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid"])
+def test_hybrids_that_spell_out_their_layers_give_the_same_files(name, tmp_path):
+    golden = read(name)
+    model, params, _ = read_huggingface(golden.config, golden.state)
+    short = to_huggingface(model, params, tmp_path / "short")
+    model = spelled_out(model)
+    assert suggest_family(model) == (name, "")
+    long = to_huggingface(model, params, tmp_path / "long")
+    assert {path.name: path.read_bytes() for path in long.iterdir()} == {
+        path.name: path.read_bytes() for path in short.iterdir()
+    }
+
+
+def test_export_of_a_repeating_period_of_mixers(tmp_path):
+    """Stacked as a cycle here; read back, equal layers in the same places of it."""
+    model = dataclasses.replace(read_huggingface(*read("jamba")[:2]).model, num_layers=6)
+    model = spelled_out(model, *model.kinds[:3])
+    params = init_params(model, jax.random.key(0))
+    found = read_huggingface(to_huggingface(model, params, tmp_path / "it"))
+    assert found.model.kinds == model.kinds and len(found.model.layers) == 3
+    jax.tree.map(np.testing.assert_array_equal, found.params, params)
+
+
+ATTENTION = AttentionConfig(qk_norm="none", positions="none")
+MAMBA = MambaConfig(inner_norms="rms")
+HYBRIDS = {
+    "norms": (
+        {"mixer": MambaConfig()},
+        {},
+        'model.layers.0.mixer.inner_norms: "none" here, "rms" in jamba',
+    ),
+    "positions": (
+        {"mixer": MAMBA},
+        {"attention": AttentionConfig(qk_norm="none")},
+        'model.attention.positions: "rotary" here, "none" in jamba',
+    ),
+    "channels": ({"mixer": MambaConfig(inner_dim=250)}, {}, "layers of model.layers have 250 chan"),
+    "residual": (
+        {"mixer": MAMBA},
+        {"multipliers": ForwardMultipliers(residual=0.5)},
+        "model.multipliers.residual: 0.5 here, 1.0 in jamba",
+    ),
+    "softmax": (
+        {"mixer": Mamba2Config(head_dim=32)},
+        {"moe": MoEConfig(router=SoftmaxTopKConfig(softmax="before"), num_shared_experts=1)},
+        'model.moe.router.softmax: "before" here, "after" in granitemoehybrid',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_that_a_family_does_not_compute_are_refused(name, tmp_path):
+    layer, changes, text = HYBRIDS[name]
+    given = {"attention": ATTENTION, "layers": (LayerConfig(**layer), LayerConfig())}
+    model = ModelConfig(**{**given, **changes})
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        to_huggingface(model, {}, tmp_path / "it")
+
+
+def test_layers_of_experts_without_a_period_are_refused(tmp_path):
+    given = {"attention": ATTENTION, "layers": (LayerConfig(mixer=MAMBA), LayerConfig())}
+    text = (
+        r"layers \[2, 3\] of model.layers and model.dense_layers have experts, and jamba of trans"
+    )
+    with pytest.raises(CheckpointError, match=text):
+        to_huggingface(ModelConfig(**given, dense_layers=(0, 1)), {}, tmp_path / "it")

@@ -111,6 +111,15 @@ OTHER_FIELDS = [
     ("deepseek_v3", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000 mus"),
     ("deepseek_v3", {"rope_scaling": {"beta_fast": 5e-324}}, "rope_scaling.beta_fast=5e-324 must"),
     ("deepseek_v3", {"routed_scaling_factor": None}, "the config has no routed_scaling_factor"),
+    ("jamba", {"attn_layer_period": 0}, "attn_layer_period=0 must be an integer above 0"),
+    ("jamba", {"expert_layer_offset": -1}, "expert_layer_offset=-1 must be an integer, 0 or more"),
+    ("jamba", {"mamba_dt_rank": "all"}, "mamba_dt_rank='all' must be an integer above 0 or 'auto'"),
+    ("jamba", {"mamba_expand": 1.5}, "mamba_expand=1.5 must be an integer above 0"),
+    ("jamba", {"mamba_conv_bias": 1}, "mamba_conv_bias=1 must be true or false"),
+    ("granitemoehybrid", {"layer_types": "mamba"}, "layer_types='mamba' must be a list of strings"),
+    ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling=0 must be a finite number above 0"),
+    ("granitemoehybrid", {"time_step_limit": 1}, "time_step_limit=1 must be a list of two numbers"),
+    ("granitemoehybrid", {"position_embedding_type": 1}, "position_embedding_type=1 must be a str"),
 ]
 
 

@@ -8,6 +8,7 @@ models leave behind are compared in test_huggingface.py without it. To write the
     pytest -m slow --regenerate-golden tests/jaxmoe/checkpoint/huggingface/test_parity.py
 """
 
+import copy
 import dataclasses
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Transformer
+from jaxmoe import Transformer, generate
 from jaxmoe.checkpoint import from_huggingface, read_huggingface, to_huggingface
 from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
 from tests.support import huggingface_models
@@ -66,6 +67,27 @@ VARIANTS = {
             },
         },
     ),
+    "jamba, dense, no biases, one period": (
+        "jamba",
+        {
+            **{"num_experts": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
+            **{"attn_layer_period": 2, "attn_layer_offset": 0, "tie_word_embeddings": True},
+            **{"mamba_conv_bias": False, "mamba_proj_bias": False, "mamba_d_conv": 4},
+        },
+    ),
+    "granite, no positions, biases, all types": (
+        "granitemoehybrid",
+        {
+            **{"position_embedding_type": None, "mamba_proj_bias": True, "mamba_n_groups": 1},
+            **{"mamba_conv_bias": False, "num_hidden_layers": 4, "mamba_chunk_size": 256},
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "mamba"],
+            **{"shared_intermediate_size": 10, "tie_word_embeddings": True},
+        },
+    ),
+    "granite, dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "mamba_n_heads": 3, "mamba_d_head": 24, "mamba_n_groups": 3},
+    ),
 }
 
 
@@ -79,7 +101,7 @@ def torch():
 def case(request, torch):
     """The model of transformers, and tokens."""
     name, changes = VARIANTS[request.param]
-    config = {**CONFIGS[name], **changes}
+    config = copy.deepcopy({**CONFIGS[name], **changes})
     return build(config), tokens_of(config)
 
 
@@ -102,7 +124,7 @@ def test_logits_and_balance_loss(case, torch):
     model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
     ours = apply(model, params, jnp.asarray(tokens), state or None)
     assert_close(ours.logits, logits, "matmul")
-    if theirs.config.model_type in BALANCED:
+    if theirs.config.model_type in BALANCED and model.moe is not None:
         assert_close(balance_of(model, ours.statistics), balance, "matmul")
 
 
@@ -169,7 +191,8 @@ def test_gradients_equal_transformers(name, torch):
 
     value, ours = jax.jit(jax.value_and_grad(loss_of))(params, jnp.asarray(tokens))
     assert_close(value, loss.detach().numpy(), "matmul")
-    assert_close(ours, wanted, "end_to_end")
+    # Jamba norms 9 and 10 features: transformers is as far from itself in float64.
+    assert_close(ours, wanted, "other_length" if name == "jamba" else "end_to_end")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -253,3 +276,21 @@ def test_balance_loss_of_transformers_over_layers(torch):
         ours = jax.tree.map(lambda leaf, rows=chosen: leaf[np.asarray(rows)], statistics)
         assert_close(2.0 * load_balance(pool_layers(ours)), theirs, "matmul")
     assert abs(2.0 * load_balance(statistics).mean() - theirs) > 0.1
+
+
+@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid"])
+def test_greedy_tokens_equal_those_of_transformers(name, torch):
+    """Two prompts, each continued from a cache of states, keys and values; both by argmax."""
+    theirs, prompts = build(CONFIGS[name]), tokens_of(CONFIGS[name])[:, :5]
+    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    found = generate(
+        *(model, params, jnp.asarray(prompts)), num_tokens=8, key=jax.random.key(0), temperature=0.0
+    )
+    given = torch.tensor(prompts).long()
+    wanted = theirs.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        **{"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0},
+    )
+    np.testing.assert_array_equal(found, wanted.numpy()[:, 5:])
+    assert len(np.unique(found)) > 3
