@@ -109,6 +109,8 @@ def plan_summary(
         "arguments": memory.arguments,
         "temporaries": memory.temporaries,
         "total": memory.total,
+        "host": memory.host,
+        "disk": memory.disk,
         "available": chip.available,
         "step_seconds": seconds.step,
         "step_seconds_overlapped": seconds.overlapped,

@@ -61,6 +61,7 @@ ADDED: tuple[Added, ...] = (
     Added("execution.kernels.selective_scan", None),
     Added("execution.parameter_memory", "device"),
     Added("execution.halves", 1),
+    Added("execution.optimizer_directory", ""),
 )
 """Fields in the order in which they were added."""
 
