@@ -118,6 +118,8 @@ def plan_summary(
         "memory_seconds": seconds.memory,
         "communication_seconds": seconds.communication,
         "hidden_seconds": seconds.hidden,
+        "host_seconds": seconds.host,
+        "disk_seconds": seconds.disk,
         "tokens_per_second": candidate.plan.tokens / seconds.step,
         "compiled": compiled,
         "schedules": _schedules(candidate, chip),

@@ -187,6 +187,9 @@ def _time(candidate: Candidate) -> str:
     rows = [("time of a step", "seconds")]
     rows += [("  compute", f"{seconds.compute:.4g}"), ("  memory", f"{seconds.memory:.4g}")]
     rows += [(f"  {name}", f"{value:.4g}") for name, value in seconds.communication.items()]
+    rows += [(f"  {name}, host memory", f"{value:.4g}") for name, value in seconds.host.items()]
+    if seconds.disk:
+        rows.append(("  moments, disk", f"{seconds.disk:.4g}"))
     if seconds.hidden:
         rows.append(("  hidden beside products", f"-{seconds.hidden:.4g}"))
     return text_table(rows)
