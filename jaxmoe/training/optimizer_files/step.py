@@ -248,7 +248,9 @@ class FilesStep:
                 module, one = parts[number].module, parts[number].number
                 size = len(values) // (module.parts or 1)
                 files.store(number, place, values[one * size :][:size])
-            leaves[leaf] = FileArray(files, tuple(places), leaves[leaf])
+            before, leaves[leaf] = leaves[leaf], FileArray(files, tuple(places), leaves[leaf])
+            del values
+            before.delete()  # donated, as all of a state
         return structure.unflatten(leaves)
 
     def _updated(

@@ -180,6 +180,17 @@ def test_a_refused_step_leaves_the_files_untouched(files, is_late, monkeypatch):
     assert (metrics.disk["bytes_read"], metrics.disk["bytes_written"]) == wanted
 
 
+def test_a_state_in_memory_goes_to_the_files_and_is_freed(files):
+    training = files[0]
+    state = training.state()
+    arrays = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    after, _ = training.step(state, batch(0))
+    assert arrays and all(leaf.is_deleted() for leaf in arrays)
+    kept = [leaf for leaf in jax.tree.leaves(after.opt_state) if leaf.ndim]
+    assert [leaf.shape for leaf in kept] == [leaf.shape for leaf in arrays]
+    assert not any(isinstance(leaf, jax.Array) or leaf.is_deleted() for leaf in kept)
+
+
 def test_an_error_of_the_disk_leaves_the_state_of_the_step_before(files, monkeypatch):
     training = files[0]
     state, _ = training.step(training.state(), batch(0))
