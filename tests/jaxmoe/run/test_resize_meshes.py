@@ -13,7 +13,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, MuonConfig, MuonHConfig
 from jaxmoe.run import Run
-from jaxmoe.scaling import HyperPConfig, StandardConfig
+from jaxmoe.scaling import HyperPConfig, MuPMuonConfig, StandardConfig
 from sharding import MeshConfig
 from sharding.fold import MoEMesh
 from tests.jaxmoe.run.test_resize import asked, config, train
@@ -23,7 +23,7 @@ STEPS = 9
 DATA = ExecutionConfig(mesh=MeshConfig(data=8))
 STAGES = ExecutionConfig(mesh=MeshConfig(stage=2, data=4))
 FOLDED = ExecutionConfig(mesh=MeshConfig(data=8), fold=MoEMesh(expert=2))
-MUON = MuonConfig(learning_rate=0.01), StandardConfig()
+MUON = MuonConfig(learning_rate=0.01), MuPMuonConfig()
 MUONH = MuonHConfig(learning_rate=0.01), HyperPConfig()
 ADAMW = AdamWConfig(learning_rate=0.003), StandardConfig()
 
