@@ -29,6 +29,7 @@ from experiments.cli.tables import text_table
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint.huggingface import open_huggingface
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.parameter_layouts import layouts_text
@@ -119,11 +120,8 @@ def describe(subject: Subject, plan: Plan) -> str:
     width = _BYTES[config.execution.precision.parameters]
     layout = config.execution.state_layout
     shards, moment_shards = _shards(plan, layout.parameters), _shards(plan, layout.optimizer)
-    state = sum(
-        row.size * width / shards[row.path]
-        + row.size * _moment_bytes(plan, row) / moment_shards[row.path]
-        for row in table
-    )
+    held = sum(row.size * width / shards[row.path] for row in table)
+    moments = sum(row.size * _moment_bytes(plan, row) / moment_shards[row.path] for row in table)
     gradients = sum(row.size * width / shards[row.path] for row in table)
     mesh = " ".join(
         f"{axis}={'all remaining devices' if size == -1 else size}"
@@ -140,7 +138,7 @@ def describe(subject: Subject, plan: Plan) -> str:
         f"learning rate        {describe_rates(plan) or f'{config.optimizer.learning_rate:g}'}",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
         *_stages(plan),
-        f"memory per device    {_size(state)} parameters and optimizer, {_size(gradients)}"
+        f"memory per device    {_state_text(config.execution, held, moments)}, {_size(gradients)}"
         " gradients; activations not counted"
         + ("; on one device" if -1 in config.execution.mesh.sizes else ""),
         "",
@@ -150,6 +148,20 @@ def describe(subject: Subject, plan: Plan) -> str:
     if -1 not in config.execution.mesh.sizes and max(_mesh_shape(plan).values()) > 1:
         lines = (*lines, "", layouts_text(table, config.execution, _mesh_shape(plan), width))
     return "\n".join(lines)
+
+
+def _state_text(execution: ExecutionConfig, parameters: float, moments: float) -> str:
+    """Return where parameters and moments lie, by their bytes for one device."""
+    match execution.optimizer_memory:
+        case "device":
+            return f"{_size(parameters + moments)} parameters and optimizer"
+        case "host":
+            return f"{_size(parameters)} parameters; optimizer {_size(moments)} in host memory"
+        case _:
+            return (
+                f"{_size(parameters)} parameters; optimizer 0 in memory, {_size(moments)} in files"
+                f" of {_size(2 * moments)}"
+            )
 
 
 def _tiles(plan: Plan) -> list[str]:

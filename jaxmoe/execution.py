@@ -85,11 +85,15 @@ class ExecutionConfig:
     parameter_memory: Literal["device", "host"] = "device"
     """Memory of the parameters of layers and of their gradients. host: the device holds two layers
     at a time, and needs remat full or offload and optimizer_memory host."""
-    optimizer_memory: Literal["device", "host"] = "device"
-    """Memory of the optimiser state between two updates."""
+    optimizer_memory: Literal["device", "host", "files"] = "device"
+    """Memory of the optimiser state between two updates. files: memory-mapped files of one process,
+    of which three parts are in host memory at once."""
+    optimizer_directory: str = ""
+    """Directory of the files of optimizer_memory files, of one run alone; they take the size of the
+    state twice. Empty: optimizer in the run directory."""
     optimizer_parts: int = 1
-    """Parts in which state in host memory is updated, for each stack of layers: two or three are on
-    the device at once. 1 fetches the whole state."""
+    """Parts in which state in host memory or in files is updated, for each stack of layers: two or
+    three are on the device at once. 1 fetches the whole state, or that of a stack from files."""
     halves: Literal[1, 2] = 1
     """Parts of a device's sequences that pass through a layer alternately, from 1024 tokens a
     device on: with 2 the collectives of one can run beside the products of the other."""
@@ -166,12 +170,21 @@ class ExecutionConfig:
         parts = self.optimizer_parts
         if parts < 1:
             raise ValueError(f"execution.optimizer_parts={parts} must be at least 1")
+        if self.optimizer_memory == "files":
+            self._check_files()
+        elif self.optimizer_directory:
+            raise ValueError(
+                f"execution.optimizer_directory={self.optimizer_directory} is not used where"
+                f" execution.optimizer_memory is {self.optimizer_memory}: leave it out, or set"
+                " optimizer_memory to files"
+            )
         if parts == 1:
             return
         if self.optimizer_memory == "device":
             raise ValueError(
                 f"execution.optimizer_parts={parts} fetches state from host memory, and"
-                " execution.optimizer_memory is device: set it to host, or optimizer_parts to 1"
+                " execution.optimizer_memory is device: set it to host or files, or optimizer_parts"
+                " to 1"
             )
         if self.mesh.stage != 1:
             raise ValueError(
@@ -182,7 +195,27 @@ class ExecutionConfig:
     @property
     def updates_in_parts(self) -> bool:
         """Whether the optimiser updates the layers of a stack apart."""
-        return self.optimizer_parts > 1 or self.parameter_memory == "host"
+        is_away = self.parameter_memory == "host" or self.optimizer_memory == "files"
+        return self.optimizer_parts > 1 or is_away
+
+    def _check_files(self) -> None:
+        """Refuse what needs more of the state than a part, or reads the updates of all parts."""
+        files = "execution.optimizer_memory=files updates one part after another, and"
+        if self.mesh.stage != 1:
+            raise ValueError(
+                f"{files} execution.mesh.stage={self.mesh.stage} splits layers over devices: set"
+                " mesh.stage to 1, or optimizer_memory to host"
+            )
+        if self.parameter_memory == "host":
+            raise ValueError(
+                f"{files} execution.parameter_memory=host brings parameters with state in host"
+                " memory: set parameter_memory to device, or optimizer_memory to host"
+            )
+        if self.telemetry != "brief":
+            raise ValueError(
+                f"{files} execution.telemetry={self.telemetry} compares the parameters with all of"
+                " their updates: set telemetry to brief, or optimizer_memory to host"
+            )
 
     def _check_parameters(self) -> None:
         """Refuse what needs the parameters of all layers on the device."""

@@ -175,6 +175,8 @@ def _memory(
         line = size_in_words(by_line[name]) if name in by_line else ""
         other = size_in_words(compiled[name]) if compiled else ""
         rows.append((name, size_in_words(getattr(memory, name)), line, other))
+    apart = {"host memory": memory.host, "files on disk": memory.disk}
+    rows += [(f"  {name}", size_in_words(size), "", "") for name, size in apart.items() if size]
     if not calibrated:
         rows = [(name, closed, other) for name, closed, _, other in rows]
     return text_table(rows) + f"\nlargest in the phase of the {memory.peak_phase}"
@@ -185,6 +187,9 @@ def _time(candidate: Candidate) -> str:
     rows = [("time of a step", "seconds")]
     rows += [("  compute", f"{seconds.compute:.4g}"), ("  memory", f"{seconds.memory:.4g}")]
     rows += [(f"  {name}", f"{value:.4g}") for name, value in seconds.communication.items()]
+    rows += [(f"  {name}, host memory", f"{value:.4g}") for name, value in seconds.host.items()]
+    if seconds.disk:
+        rows.append(("  moments, disk", f"{seconds.disk:.4g}"))
     if seconds.hidden:
         rows.append(("  hidden beside products", f"-{seconds.hidden:.4g}"))
     return text_table(rows)

@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxmoe.training.optimizer_files.array import FileArray
+
 
 def reason_against(state: Any) -> str:
     """Return why this process cannot hold a second copy of a state; empty if it can.
@@ -33,6 +35,8 @@ def reason_against(state: Any) -> str:
     Args:
         state: Tree of arrays.
     """
+    if any(isinstance(leaf, FileArray) for leaf in jax.tree.leaves(state)):
+        return "arrays are in files"
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     needed: dict[jax.Device, int] = {}
     for array in arrays:

@@ -56,6 +56,7 @@ from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, open_manager
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import muted
 from jaxmoe.state_tree import pack
+from jaxmoe.training.optimizer_files.array import in_memory
 from sharding.distributed import agree, gather
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class CheckpointManager:
             manifest = make_manifest(
                 state, step=step, config=config, data=data or {}, prints={}, base=base
             )
-            self._writer.write(manifest, packed, is_lazy=is_lazy and not is_short)
+            self._writer.write(manifest, in_memory(packed), is_lazy=is_lazy and not is_short)
             self._commits.pending = step
         except SAVE_ERRORS as error:
             self._commits.failed(step, error)

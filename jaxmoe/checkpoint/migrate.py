@@ -74,6 +74,7 @@ ADDED: tuple[Added, ...] = (
         }.items()
         for field, value in fields.items()
     ),
+    Added("execution.optimizer_directory", ""),
 )
 """Fields in the order in which they were added."""
 

@@ -122,7 +122,7 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
     params = {
         name: waiting(module) if name in away else module for name, module in state.params.items()
     }
-    is_away = execution.optimizer_memory == "host"
+    is_away = execution.optimizer_memory != "device"
     opt_state = waiting(state.opt_state) if is_away else state.opt_state
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 

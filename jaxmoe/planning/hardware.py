@@ -54,6 +54,9 @@ class Chip:
     """Bytes per second between hosts of GPUs; for TPUs that of the link, which spans hosts."""
     host_bandwidth: float = 16e9
     """Bytes per second between the device and host memory; an assumption, not measured."""
+    disk_bandwidth: float = 3e9
+    """Bytes per second that all devices of a host together read from a disk or write to it, both at
+    once; an assumption (one NVMe drive), not measured."""
     link_latency: float = 1e-6
     """Seconds for one message to the next device; approximate."""
     domain: int = 0

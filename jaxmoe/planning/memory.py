@@ -110,6 +110,11 @@ def estimate_memory(
     optimizer, elsewhere = of(on_device), of(state.opt_state) - of(on_device)
     names = layers_on_host(plan.model, plan.execution)
     away = of([state.params[name] for name in names])
+    share, disk = _share_at_once(plan), 0.0
+    # The old state and the new one exist during a step; gradients lie beside parameters.
+    host = 2.0 * (elsewhere + away) + away
+    if plan.execution.optimizer_memory == "files":
+        host, disk = elsewhere * share, 2.0 * elsewhere
     return MemoryEstimate(
         parameters=parameters - away,
         optimizer=optimizer,
@@ -119,7 +124,9 @@ def estimate_memory(
         logits=_logits(sizes),
         embedding=_embedding(sizes),
         # Parameters and gradients in host memory arrive with the state.
-        update=_update(sizes) + (elsewhere + 2 * away) * _share_at_once(plan),
+        update=_update(sizes) + (elsewhere + 2 * away) * share,
+        host=host,
+        disk=disk,
         **(_without_stages if plan.execution.mesh.stage == 1 else _with_stages)(sizes, platform),
     )
 

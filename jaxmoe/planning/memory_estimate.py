@@ -47,6 +47,10 @@ class MemoryEstimate:
     """Activations and working set of the layers before the stages of a pipeline."""
     after: float = 0.0
     """The same of the layers after the stages."""
+    host: float = 0.0
+    """Bytes in host memory, for one device; no part of `total`."""
+    disk: float = 0.0
+    """Bytes of the optimiser state in files, for one device; no part of `total`."""
 
     @property
     def arguments(self) -> int:

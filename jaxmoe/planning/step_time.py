@@ -6,8 +6,10 @@
     memory         bytes read and written / bandwidth
     communication  sum over axes of  messages * latency + bytes / bandwidth of the axis
     hidden         min(communication that may be hidden, overlap * max(compute, memory))
-    step           max(compute, memory) + communication - hidden; max(compute, memory,
-                   communication) if everything overlapped
+    host           bytes to and from host memory / bandwidth of the host's link
+    disk           bytes read from files / bandwidth of the disk, which writes as many meanwhile
+    step           max(compute, memory) + communication - hidden + max(host, disk);
+                   max(compute, memory, communication, host, disk) if everything overlapped
 
 With stages, which recompute the forward pass of every group from its kept input, the layers of the
 stages take a third longer (FLOPs: 4 for 3; 5 under remat "full") and 1 + bubble times that; other
@@ -39,6 +41,7 @@ from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.host_link import disk_bytes, host_traffic
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.traffic import HIDEABLE, Traffic, step_traffic
 from sharding import axes as ax
@@ -56,6 +59,15 @@ class StepTime:
     """Seconds by reason and axes."""
     hidden: float = 0.0
     """Seconds of communication beside products."""
+    host: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds between the device and host memory, by reason."""
+    disk: float = 0.0
+    """Seconds of optimiser state in files; its way through host memory is part of `host`."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds of host memory and disk, which work at the same time."""
+        return max(sum(self.host.values()), self.disk)
 
     @property
     def communicated(self) -> float:
@@ -65,12 +77,12 @@ class StepTime:
     @property
     def step(self) -> float:
         """Seconds of a step."""
-        return max(self.compute, self.memory) + self.communicated - self.hidden
+        return max(self.compute, self.memory) + self.communicated - self.hidden + self.waited
 
     @property
     def overlapped(self) -> float:
         """Seconds with everything overlapped."""
-        return max(self.compute, self.memory, self.communicated)
+        return max(self.compute, self.memory, self.communicated, self.waited)
 
 
 def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
@@ -101,6 +113,8 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
         memory=memory,
         communication=communication,
         hidden=min(hideable, chip.overlap * max(compute, memory)),
+        host={one.reason: one.seconds(chip) for one in host_traffic(plan)},
+        disk=disk_bytes(plan) / chip.disk_bandwidth,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmoe.fingerprints import fingerprints
 from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.training.optimizer_files.array import on_devices
 from jaxmoe.training.state import TrainState
 
 
@@ -63,4 +64,4 @@ class ReplicaHook:
 
     def run(self, step: int, state: TrainState) -> None:
         """Raise ReplicasDifferError, naming devices and arrays, if replicas differ."""
-        fingerprints(state)
+        fingerprints(on_devices(state))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, make_plan
 from jaxmoe.run.replicas.checks import check_island
 from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.optimizer_files.part_files import PartFiles
+from jaxmoe.training.optimizer_files.step import open_files
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import CheckedStep, TrainStep
 from jaxmoe.training.workers import (
@@ -55,6 +58,9 @@ class Assembly:
     loader: Loader
     island: IslandConfig | None = None
     """This job as one of several islands; None for a job that has all workers."""
+    files: PartFiles | None = None
+    """Files of the optimiser state, with `execution.optimizer_memory` files; None without, and
+    until the run holds its directory."""
 
     def step(self, accumulation: int | None = None) -> TrainStep:
         """Return the step of the run, or of one worker.
@@ -78,7 +84,23 @@ class Assembly:
             workers=self.num_compared if self._compares_losses else 1,
             table=plan.table,
             estimator=training.gradients,
+            files=self.files,
         )
+
+    def with_files(self, directory: pathlib.Path) -> Assembly:
+        """Return the assembly with the files of the optimiser state, if it lies in files.
+
+        Args:
+            directory: Directory of the run, in which the files are by default.
+
+        Raises:
+            ValueError: The files cannot be made.
+        """
+        if self.execution.optimizer_memory != "files":
+            return self
+        where = self.execution.optimizer_directory or str(directory / "optimizer")
+        files = open_files(where, self.step(), self.state_shapes())
+        return dataclasses.replace(self, files=files)
 
     def micro_batches(self, rows: int) -> int:
         """Return the micro-batches of a batch, those included that a step may leave out.

@@ -377,6 +377,7 @@ class PretrainConfig:
             )
         if not self.training.gradients.is_backward:
             self._check_without_backward()
+        self._check_files()
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} must end within the run of"
@@ -395,4 +396,22 @@ class PretrainConfig:
             raise ValueError(
                 f"watch.gradients_every={every} compares gradients of backward passes, and {chosen}"
                 " has none: set it to 0"
+            )
+
+    def _check_files(self) -> None:
+        """Refuse what holds the optimiser state twice where it lies in files."""
+        if self.execution.optimizer_memory != "files":
+            return
+        for field in ("recompute", "snapshot_every"):
+            if value := getattr(self.checkpoint, field):
+                raise ValueError(
+                    f"checkpoint.{field}={value} copies the optimizer state, and"
+                    " execution.optimizer_memory=files keeps it out of memory: set"
+                    f" checkpoint.{field} to 0, or optimizer_memory to host"
+                )
+        if self.checkpoint.on_lost_stage == "average":
+            raise ValueError(
+                "checkpoint.on_lost_stage=average keeps the gradient norms of layers, and"
+                " execution.optimizer_memory=files writes new parameters over the gradients: set"
+                " checkpoint.on_lost_stage to fail, or optimizer_memory to host"
             )

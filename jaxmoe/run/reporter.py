@@ -271,6 +271,7 @@ class Reporter:
             **loss_scalars(metrics.worker_loss),
             **{f"replicas/{name}": float(value) for name, value in metrics.exchange.items()},
             **{f"levels/{name}": float(value) for name, value in metrics.levels.items()},
+            **{f"disk/{name}": float(value) for name, value in metrics.disk.items()},
             TRAINED_SECONDS: self._trained_seconds,
         }
 

@@ -170,6 +170,9 @@ def prepare(
         )
         resources.callback(directory.release)
         check_config(directory, config, assembly.plan, extends=extends)
+    assembly = assembly.with_files(directory.path)
+    if assembly.files is not None:
+        resources.callback(assembly.files.close)
     checkpoints = CheckpointManager(
         directory.checkpoints_directory,
         keep=config.checkpoint.keep,
@@ -319,6 +322,7 @@ def _finish(
         "goodput": watches.goodput(),
         "warnings": watches.warnings,
         "averaged": averaged_events(directory),
+        "optimizer_files": None if begun.assembly.files is None else begun.assembly.files.facts(),
         "resizes": [dataclasses.asdict(event) for event in ended.resizes],
     }
     supervision.watchdog.beat("writing the report")

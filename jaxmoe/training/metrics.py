@@ -54,6 +54,9 @@ class StepMetrics:
     exchange: dict[str, Float[Array, " R"]] = struct.field(default_factory=dict)
     """Measures of the last exchange between workers; empty without. See
     `jaxmoe/training/workers/step.py`."""
+    disk: dict[str, Any] = struct.field(default_factory=dict)
+    """Bytes of optimiser state that were read and written, and seconds of its update, where it lies
+    in files; see `jaxmoe/training/optimizer_files/step.py`."""
 
 
 def fetch_metrics(metrics: Sequence[StepMetrics]) -> tuple[StepMetrics, ...]:

@@ -112,14 +112,16 @@ def check_parts(execution: ExecutionConfig, optimizer: optax.GradientTransformat
     """
     if not execution.updates_in_parts or isinstance(optimizer, LayerwiseTransformation):
         return
-    field, value = "optimizer_parts", str(execution.optimizer_parts)
-    if execution.optimizer_parts == 1:
-        field, value = "parameter_memory", "host"
+    field, value, other = "optimizer_parts", str(execution.optimizer_parts), "1"
+    if execution.optimizer_memory == "files":
+        field, value, other = "optimizer_memory", "files", "host"
+    elif execution.optimizer_parts == 1:
+        field, value, other = "parameter_memory", "host", "device"
     raise ValueError(
         f"execution.{field}={value} updates the layers of a stack apart, and this"
         " optimizer does not promise to treat each layer by itself: build it with an"
         " OptimizerConfig, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
-        f" it does, or set execution.{field} to {'device' if value == 'host' else 1}"
+        f" it does, or set execution.{field} to {other}"
     )
 
 
@@ -147,8 +149,8 @@ def update_in_parts(
     Returns:
         Updates of the parameters, parameters in their memory, and the state.
     """
-    state = _State.of(opt_state, params)
-    owned = {m.name: _Owned(m, grads[m.name], params[m.name], state, scale) for m in modules}
+    state = OwnedState.of(opt_state, params)
+    owned = {m.name: OwnedModule(m, grads[m.name], params[m.name], state, scale) for m in modules}
     others = jax.tree.map(_stand_in, (grads, params))
     updates, written, new = {**params}, {**params}, [*state.leaves]
     first, finite = owned[modules[0].name].fetch(0, after[0]), after[1]
@@ -166,16 +168,16 @@ def update_in_parts(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _State:
-    """Leaves of a state in host memory."""
+class OwnedState:
+    """Leaves of a state that lies outside device memory."""
 
-    leaves: list[Array]
+    leaves: list[Any]
     owners: list[str | None]
     """First name of the parameter to which each leaf belongs; None for counters."""
     structure: Any
 
     @classmethod
-    def of(cls, opt_state: Any, params: Any) -> _State:
+    def of(cls, opt_state: Any, params: Any) -> OwnedState:
         """Return the leaves of a state.
 
         Raises:
@@ -190,6 +192,15 @@ class _State:
         """Return the places of the leaves of a module, or of the counters for None."""
         return [place for place, one in enumerate(self.owners) if one == owner]
 
+    def counting(self, counters: list[Array]) -> OwnedState:
+        """Return the state with other counters."""
+        given = iter(counters)
+        leaves = [
+            next(given) if owner is None else leaf
+            for leaf, owner in zip(self.leaves, self.owners, strict=True)
+        ]
+        return dataclasses.replace(self, leaves=leaves)
+
     def filled(self, owner: str, values: list[Array]) -> Any:
         """Return a state with values for a module, zeros for others, and all counters."""
         mine = iter(values)
@@ -201,6 +212,32 @@ class _State:
 
         filled = [fill(*one) for one in zip(self.leaves, self.owners, strict=True)]
         return self.structure.unflatten(filled)
+
+    def update_part(
+        self,
+        owner: str,
+        update: Update,
+        others: tuple[Any, Any],
+        leaves: list[Array],
+        given: Any,
+        held: Any,
+    ) -> tuple[Any, Any, list[Array], list[Array]]:
+        """Return updates, parameters, leaves of the state and counters after one part.
+
+        Args:
+            owner: Name of the module.
+            update: `update` of the optimiser.
+            others: Gradients and parameters for other modules, which are not read.
+            leaves: Leaves of the part, in the order of `places`.
+            given: Gradients of the part.
+            held: Parameters of the part.
+        """
+        state = self.filled(owner, leaves)
+        updates, new = update(others[0] | {owner: given}, state, others[1] | {owner: held})
+        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates[owner])
+        found = self.structure.flatten_up_to(new)
+        mine, counters = ([found[place] for place in self.places(one)] for one in (owner, None))
+        return updates[owner], sums, mine, counters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,13 +251,13 @@ class _Done:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Owned:
+class OwnedModule:
     """What belongs to one module."""
 
     module: Module
     grads: Any
     params: Any
-    state: _State
+    state: OwnedState
     scale: Array | float
 
     @property
@@ -259,7 +296,9 @@ class _Owned:
             else:
                 coming = fetched
             given, held = self._values(fetched, written, number)
-            steps, sums, new, counters = self._update(update, others, fetched[0], given, held)
+            steps, sums, new, counters = self.state.update_part(
+                self.module.name, update, others, fetched[0], given, held
+            )
             finite &= all_finite((sums, new))
             if is_away:
                 away, steps = jax.device_put((new, sums), _HOST), None
@@ -295,27 +334,13 @@ class _Owned:
         )
         return given, jax.tree.map(lambda p: self.module.part(p, number), self.params)
 
-    def _update(
-        self, update: Update, others: tuple[Any, Any], leaves: list[Array], given: Any, held: Any
-    ) -> tuple[Any, Any, list[Array], list[Array]]:
-        """Return updates, parameters, leaves of the state and counters after one part."""
-        name = self.module.name
-        state = self.state.filled(name, leaves)
-        updates, new = update(others[0] | {name: given}, state, others[1] | {name: held})
-        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates[name])
-        found = self.state.structure.flatten_up_to(new)
-        mine, counters = (
-            [found[place] for place in self.state.places(owner)] for owner in (name, None)
-        )
-        return updates[name], sums, mine, counters
-
 
 def _stand_in(leaf: Array) -> Array:
     """Return zeros on the device for an array that is not read."""
     return jnp.zeros_like(jax.device_put(leaf, _DEVICE))
 
 
-def _owner(path: Any, leaf: Array, names: set[tuple[str, ...]]) -> str | None:
+def _owner(path: Any, leaf: Any, names: set[tuple[str, ...]]) -> str | None:
     """Return the first name of the parameter whose path ends the path of a state's array."""
     keys = tuple(getattr(entry, "key", None) for entry in path)
     for start in range(len(keys)):

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -224,3 +224,24 @@ class WholeState(UpdatedState):
     def kept(self, is_good: Bool[Array, ""]) -> Any:
         """Return the new or the old state."""
         return put_away(select(is_good, self.new, self.old), self.execution)
+
+
+class Clipped(NamedTuple):
+    """Gradients of a step after clipping."""
+
+    grads: Any
+    norm: Float[Array, ""]
+    """Norm before clipping."""
+    scale: Float[Array, ""]
+    """Factor of the gradients, which those in host memory have not been multiplied by."""
+
+
+class UpdatedParams(NamedTuple):
+    """Results of an optimiser."""
+
+    updates: Any
+    """What is added to the parameters; None where those of layers lie in host memory."""
+    params: Any
+    """Sums, laid out as the parameters."""
+    opt_state: UpdatedState
+    """New state of the optimiser, and the old one; it judges parameters in host memory too."""

@@ -19,12 +19,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch, check_batch
 from jaxmoe.execution import ExecutionConfig
@@ -43,12 +43,15 @@ from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
+from jaxmoe.training.optimizer_files.part_files import PartFiles
+from jaxmoe.training.optimizer_files.step import FilesStep
 from jaxmoe.training.optimizer_parts import check_parts, modules_of, update_in_parts
 from jaxmoe.training.pipeline import remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import (
+    Clipped,
     TrainState,
-    UpdatedState,
+    UpdatedParams,
     WholeState,
     fetch,
     trained_part,
@@ -73,6 +76,7 @@ class TrainStep:
     table: ParameterTable | None = None
     skipping: SkippingConfig | None = None
     estimator: GradientsConfig = BackpropConfig()
+    files: PartFiles | None = None
 
     def __post_init__(self):
         if self.accumulation < 1:
@@ -121,6 +125,8 @@ class TrainStep:
 
     def jitted(self) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state."""
+        if self.execution.optimizer_memory == "files":
+            return CheckedStep(FilesStep(self), self.model.vocab_size)
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
             state, metrics, _ = self(state, batch)
@@ -153,28 +159,68 @@ class TrainStep:
             worker_loss: Losses of the workers that are reported apart.
             estimator: State of the estimator after the step.
         """
-        grads, statistics = summed.grads, summed.statistics
-        grad_norm, scale = global_norm(grads), jnp.ones(())
-        if self.clip is not None and self.estimator.clips == "norm":
-            scale = jnp.minimum(1.0, self.clip / jnp.maximum(grad_norm, 1e-12))
-            grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
+        clipped = self.clipped(summed.grads)
         update = update_params(
             self.model,
             self.optimizer,
             self.execution,
-            grads,
+            clipped.grads,
             state,
             self.table,
-            after=(summed.loss, grad_norm),
-            scale=scale,
+            after=(summed.loss, clipped.norm),
+            scale=clipped.scale,
             probes=summed.probes,
         )
+        return self.judged(state, weight, summed, clipped, update, worker_loss, estimator)
+
+    def clipped(self, grads: Any) -> Clipped:
+        """Return gradients with a norm of at most `clip`; those in host memory stay as they are."""
+        norm, scale = global_norm(grads), jnp.ones(())
+        if self.clip is not None and self.estimator.clips == "norm":
+            scale = jnp.minimum(1.0, self.clip / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
+        return Clipped(grads, norm, scale)
+
+    def may_update(
+        self, state: TrainState, loss: Float[Array, ""], norm: Float[Array, ""]
+    ) -> Bool[Array, ""]:
+        """Return whether the guard accepts loss and gradient norm of a step.
+
+        Args:
+            state: State before the step.
+            loss: Cross-entropy.
+            norm: Norm of the gradients.
+        """
+        limit = norm_limit(state.recent_norms, self.max_norm_ratio)
+        return jnp.isfinite(loss) & jnp.isfinite(norm) & (norm.astype(limit.dtype) <= limit)
+
+    def judged(
+        self,
+        state: TrainState,
+        weight: Float[Array, ""],
+        summed: Gradients,
+        clipped: Clipped,
+        update: UpdatedParams,
+        worker_loss: Float[Array, " W"] | None,
+        estimator: Any = None,
+    ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
+        """Return the state after an update, or after a refusal by the guard.
+
+        Args:
+            state: State before the step.
+            weight: Sum of the loss weights.
+            summed: Sums over the batch; its gradients are not read.
+            clipped: Clipped gradients; read for the norms of layers, if the state keeps them.
+            update: Results of the optimiser.
+            worker_loss: Losses of the workers that are reported apart.
+            estimator: State of the estimator after the step.
+        """
+        statistics, grad_norm = summed.statistics, clipped.norm
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
-        is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm)
+        is_good = self.may_update(state, summed.loss, grad_norm)
         is_good &= all_finite(on_device(new)) & update.opt_state.is_finite
-        is_good &= grad_norm.astype(limit.dtype) <= limit
         kept = select(is_good, new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
         state = dataclasses.replace(
@@ -188,7 +234,7 @@ class TrainStep:
             recent_norms=remember(state.recent_norms, grad_norm, is_good),
             estimator=None if estimator is None else select(is_good, estimator, state.estimator),
         )
-        state = remember_layers(self.model, state, grads, is_good)
+        state = remember_layers(self.model, state, clipped.grads, is_good)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,
@@ -228,6 +274,7 @@ def make_train_step(
     table: ParameterTable | None = None,
     skipping: SkippingConfig | None = None,
     gradients: GradientsConfig | None = None,
+    files: PartFiles | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
@@ -247,6 +294,8 @@ def make_train_step(
             of the model trains.
         skipping: Layers that micro-batches leave out; None for none.
         gradients: How the gradient is estimated; by backpropagation when None.
+        files: Files of the optimiser state, for `execution.optimizer_memory` files; see
+            `jaxmoe.training.optimizer_files.step.open_files`.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
@@ -268,6 +317,7 @@ def make_train_step(
         table=table,
         skipping=skipping,
         estimator=gradients or BackpropConfig(),
+        files=files,
     )
     return one_step.jitted()
 
@@ -286,17 +336,6 @@ class CheckedStep:
         check_batch(batch, self._vocab_size, has_ids=not self._has_run)
         self._has_run = True
         return self._jitted(state, batch)
-
-
-class UpdatedParams(NamedTuple):
-    """Results of an optimiser."""
-
-    updates: Any
-    """What is added to the parameters; None where those of layers lie in host memory."""
-    params: Any
-    """Sums, laid out as the parameters."""
-    opt_state: UpdatedState
-    """New state of the optimiser, and the old one; it judges parameters in host memory too."""
 
 
 def update_params(

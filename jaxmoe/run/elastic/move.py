@@ -26,6 +26,11 @@ def check_movable(running: Assembly) -> None:
     Raises:
         ValueError: The run has such a state.
     """
+    if running.files is not None:
+        raise ValueError(
+            "execution.optimizer_memory=files keeps the optimizer state in files of one mesh: stop"
+            " the run, and resume it on the other mesh"
+        )
     replicas = running.plan.config.replicas
     if running.island is not None or replicas.exchanges != "nothing":
         raise ValueError(

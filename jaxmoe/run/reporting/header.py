@@ -60,6 +60,11 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     if training.skipping is not None:
         given = training.skipping, assembly.execution, training.accumulation
         say(f"skipping {skipping_in_words(*given)}")
+    if (files := assembly.files) is not None:
+        say(
+            f"moments  {files.size / 1e6:.1f} MB in {len(files.layouts)} files, read and written"
+            f" once a step: {files.directory}"
+        )
     if (workers := describe_workers(assembly)) is not None:
         say(f"replicas {workers}")
     if model.adapter is not None:

@@ -57,6 +57,7 @@ def summarise(
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
+    files = {"optimizer_files": facts["optimizer_files"]} if facts.get("optimizer_files") else {}
     averaged = {"averaged": facts["averaged"]} if facts.get("averaged") else {}
     memory, measured_on = peak_memory(jax.local_devices())
     return {
@@ -96,6 +97,7 @@ def summarise(
         "warnings": facts.get("warnings", []),
         "resizes": facts.get("resizes", []),
         **averaged,
+        **files,
     }
 
 

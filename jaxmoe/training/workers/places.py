@@ -50,10 +50,11 @@ def workers_of(
             f"execution.rules={execution.rules} shares the state of all replicas out, and with"
             f" replicas {config.name!r} each has its own: choose fully_sharded or zero2"
         )
-    if execution.optimizer_memory == "host":
+    if execution.optimizer_memory != "device":
         raise ValueError(
-            f"execution.optimizer_memory=host with replicas {config.name!r}: the optimisers of"
-            " workers stay on their devices: set execution.optimizer_memory to device"
+            f"execution.optimizer_memory={execution.optimizer_memory} with replicas"
+            f" {config.name!r}: the optimisers of workers stay on their devices: set"
+            " execution.optimizer_memory to device"
         )
     return Workers(number, places > 1)
 

@@ -1,0 +1,79 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`FileArray`: an array of an optimiser state whose parts lie in files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.training.optimizer_files.part_files import PartFiles
+
+
+class FileArray:
+    """Array in files; a leaf of a state between two steps. It is read when it is converted.
+
+    A step that is accepted replaces the values: the array is then deleted, as one that was donated.
+
+    Args:
+        files: Files of the state.
+        where: Number of each part, and the place of the array in it.
+        like: Shape, dtype and sharding in memory.
+    """
+
+    def __init__(self, files: PartFiles, where: tuple[tuple[int, int], ...], like: Any):
+        self._files, self._where, self._version = files, where, files.version
+        self.shape: tuple[int, ...] = tuple(like.shape)
+        self.dtype = np.dtype(like.dtype)
+        self._placed = like.sharding
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Layout of the array in memory."""
+        return self._placed
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.size * self.dtype.itemsize
+
+    def is_deleted(self) -> bool:
+        """Return whether a later step has replaced the values."""
+        return self._files.version != self._version
+
+    def renewed(self) -> FileArray:
+        """Return the array with the values that the files have now."""
+        return FileArray(self._files, self._where, self)
+
+    def is_in(self, files: PartFiles | None) -> bool:
+        """Return whether the array lies in some files."""
+        return self._files is files
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self.is_deleted():
+            raise RuntimeError("the array has been deleted: a later step has replaced its values")
+        parts = [self._files.piece(number, place) for number, place in self._where]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+
+def on_devices(tree: Any) -> Any:
+    """Return a state without the arrays that lie in files, in whose place there is None."""
+    return jax.tree.map(lambda leaf: None if isinstance(leaf, FileArray) else leaf, tree)
+
+
+def in_memory(tree: Any) -> Any:
+    """Return a tree with the arrays read that lie in files."""
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, FileArray) else x, tree)
