@@ -174,7 +174,7 @@ class MergeStreams(nn.Module):
         first = Declaration(
             shape=(streams, width, width),
             axes=(inner, ax.EMBED, inner),
-            role="mlp_in",
+            role="router",  # logits follow, so it is never quantised
             matrix=((-3, -2), (-1,)),
         )
         second = Declaration(shape=(width, streams), axes=(inner, inner), role="router")
