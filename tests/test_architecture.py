@@ -57,6 +57,7 @@ OPTIONAL_PACKAGES = (
         "scipy",
         "wandb",
         "trackio",
+        "jinja2",
     ),
     *("safetensors", "transformers", "torch", "pytest", "hypothesis", "beartype"),
 )

@@ -28,6 +28,8 @@ from jaxmoe.json_bounds import MAX_JSON_BYTES, parse_json
 from jaxmoe.optional import require
 
 SETTINGS, JINJA = "tokenizer_config.json", "chat_template.jinja"
+_LONGEST_TEXT = 2**25
+"""Characters of a rendered conversation above which a template is stopped."""
 _WAY_OUT = "Choose data.template chatml or plain, or a tokenizer of a model that was made for chats"
 
 
@@ -53,19 +55,24 @@ class TokenizerTemplate:
     ) -> Iterator[Piece]:
         """Yield the whole conversation as one piece."""
         template, errors = _compiled(self)
+        parts, size = [], 0
         try:
-            text = template.render(
+            for part in template.generate(
                 messages=[{"role": one.role, "content": one.content} for one in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
                 **dict(self.special),
-            )
+            ):
+                parts.append(part)
+                size += len(part)
+                if size > _LONGEST_TEXT:
+                    raise ValueError(f"it writes more than {_LONGEST_TEXT:,} characters")
         except errors as error:
             raise ConversationError(
                 f"the chat template of {self.where} refuses messages 1 to {len(messages)}: {error}"
             ) from error
-        yield Piece("control", text)
+        yield Piece("control", "".join(parts))
 
     def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return all special tokens, because text and control are one piece."""

@@ -219,6 +219,10 @@ def test_unusable_template_of_a_tokenizer_is_refused(settings, message):
             "refuses messages 1 to 2: no system message",
         ),
         ("{{ messages[9].content.x }}", "refuses messages 1 to 2"),
+        (
+            "{% for i in range(90000) %}{{ 'a' * 999 }}{% endfor %}",
+            "refuses messages 1 to 2: it writes more than 33,554,432 characters",
+        ),
         ("{{ 1 // 0 }}", "refuses messages 1 to 2: integer division"),
         ("{{ messages.__class__.__mro__ }}", "refuses messages 1 to 2: .*unsafe"),
         (
