@@ -367,35 +367,19 @@ class PretrainConfig:
         return self.evaluation.batch_size or self.training.batch_size
 
     def __post_init__(self):
-        objective = self.training.objective
-        objective.check(self.model)
+        (objective := self.training.objective).check(self.model)
         if self.data.has_loss_weights and not objective.reads_loss_weights:
             raise ValueError(
                 f"training.objective:{objective.name} predicts every token, and data:"
                 f"{self.data.name} trains on some: choose training.objective:next_token, or"
                 " data.train_on=all"
             )
-        if not self.training.gradients.is_backward:
-            self._check_without_backward()
+        self.training.gradients.check_run(self.replicas, self.watch.gradients_every)
         self._check_files()
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} must end within the run of"
                 f" training.steps={self.training.steps}"
-            )
-
-    def _check_without_backward(self) -> None:
-        """Refuse what needs a backward pass, of the run or of each worker."""
-        chosen = f"training.gradients:{self.training.gradients.name}"
-        if self.replicas.exchanges != "nothing":
-            raise ValueError(
-                f"{chosen} has no gradients for replicas:{self.replicas.name} to exchange: choose"
-                " replicas:none"
-            )
-        if every := self.watch.gradients_every:
-            raise ValueError(
-                f"watch.gradients_every={every} compares gradients of backward passes, and {chosen}"
-                " has none: set it to 0"
             )
 
     def _check_files(self) -> None:
@@ -405,13 +389,12 @@ class PretrainConfig:
         for field in ("recompute", "snapshot_every"):
             if value := getattr(self.checkpoint, field):
                 raise ValueError(
-                    f"checkpoint.{field}={value} copies the optimizer state, and"
-                    " execution.optimizer_memory=files keeps it out of memory: set"
-                    f" checkpoint.{field} to 0, or optimizer_memory to host"
+                    f"checkpoint.{field}={value} copies the optimizer state, and optimizer_memory"
+                    f"=files keeps it out of memory: set {field} to 0, or optimizer_memory to host"
                 )
         if self.checkpoint.on_lost_stage == "average":
             raise ValueError(
-                "checkpoint.on_lost_stage=average keeps the gradient norms of layers, and"
-                " execution.optimizer_memory=files writes new parameters over the gradients: set"
-                " checkpoint.on_lost_stage to fail, or optimizer_memory to host"
+                "checkpoint.on_lost_stage=average keeps gradient norms, and optimizer_memory=files"
+                " writes parameters over the gradients: set on_lost_stage to fail, or"
+                " optimizer_memory to host"
             )

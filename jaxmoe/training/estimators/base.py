@@ -19,6 +19,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterTable
+from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
@@ -67,6 +68,28 @@ class Estimator(abc.ABC):
     direction; or nothing, and then it must be None."""
     is_backward: ClassVar[bool] = False
     """Whether there is a backward pass, of whole layers and of each worker's rows."""
+
+    def check_run(self, replicas: ReplicasConfig, gradients_every: int) -> None:
+        """Refuse what needs a backward pass, of the run or of each worker.
+
+        Args:
+            replicas: What the workers of the run exchange.
+            gradients_every: Steps between comparisons of gradients; 0 for none.
+
+        Raises:
+            ValueError: There is no backward pass, and gradients are exchanged or compared.
+        """
+        chosen = f"training.gradients:{self.name}"
+        if not self.is_backward and replicas.exchanges != "nothing":
+            raise ValueError(
+                f"{chosen} has no gradients for replicas:{replicas.name} to exchange: choose"
+                " replicas:none"
+            )
+        if not self.is_backward and gradients_every:
+            raise ValueError(
+                f"watch.gradients_every={gradients_every} compares gradients of backward passes,"
+                f" and {chosen} has none: set it to 0"
+            )
 
     def init(self, table: ParameterTable) -> Any:
         """Return the state before the first step; None for an estimator without one.
