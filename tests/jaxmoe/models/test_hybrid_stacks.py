@@ -188,7 +188,7 @@ def test_plans_count_a_state_where_there_is_one():
     narrow, shared, heads = 2 * 8 * 2, 2 * 2 * 6 * 2, 2
     assert found.projected == 2 * narrow + shared + 4 * heads and found.output == narrow
     longer = dataclasses.replace(MAMBA, chunk=8).activations(lambda _: 2, itemsize=2)
-    assert found.kept - longer.kept == 2 * 8 * 4 * 6 * (1 / 4 - 1 / 8)
+    assert found.working - longer.working == 2 * 8 * 4 * 6 * (1 / 4 - 1 / 8)
     assert MODEL.context.heads == (MODEL.attention.heads,)
 
 
