@@ -115,7 +115,10 @@ def test_recurrent_layers_are_the_same_on_every_mesh(name):
         mixer = dataclasses.replace(MAMBA, num_groups=1)
         model = dataclasses.replace(MODEL, layers=(LayerConfig(mixer=mixer), LayerConfig()))
     if name.startswith("mamba,"):
-        mixer = MambaConfig(inner_dim=16, state_dim=4, step_rank=2, chunk=4)
+        mixer = MambaConfig(
+            **{"inner_dim": 16, "state_dim": 4, "step_rank": 2, "chunk": 4},
+            **{"inner_norms": "rms", "has_projection_bias": True},
+        )
         model = dataclasses.replace(MODEL, layers=(LayerConfig(mixer=mixer), LayerConfig()))
     if name == "tensor4":  # two devices for each group of heads
         full = dataclasses.replace(MODEL.attention, num_kv_heads=4)
