@@ -114,7 +114,7 @@ class MambaConfig(RecurrentMixer):
         return MixerActivations(
             projected=2 * narrow,
             output=narrow,
-            kept=2 * narrow + 4 * narrow + 3 * wide + states,
+            kept=4 * narrow + wide + states,  # also of the scan: inputs, steps, outputs, states
             working=6 * narrow + 6 * wide + 2 * states,
         )
 

@@ -100,7 +100,7 @@ class Mamba2Config(RecurrentMixer):
         return 12.0 * self.inner_dim * self.state_dim
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer, which keeps one state per chunk.
+        """Return the arrays of one layer, whose backward pass stores one state per chunk.
 
         Args:
             shards: Function from a logical axis to the devices that split it.
@@ -114,8 +114,8 @@ class Mamba2Config(RecurrentMixer):
         return MixerActivations(
             projected=projected,
             output=narrow,
-            kept=projected + 4 * narrow + 3 * shared + 2 * wide + states,
-            working=6 * narrow + 6 * wide + 2 * states,
+            kept=projected + narrow,
+            working=6 * narrow + 6 * wide + states,
         )
 
     def initial_cache(

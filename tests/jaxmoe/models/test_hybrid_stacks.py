@@ -115,7 +115,10 @@ def test_recurrent_layers_are_the_same_on_every_mesh(name):
         mixer = dataclasses.replace(MAMBA, num_groups=1)
         model = dataclasses.replace(MODEL, layers=(LayerConfig(mixer=mixer), LayerConfig()))
     if name.startswith("mamba,"):
-        mixer = MambaConfig(inner_dim=16, state_dim=4, step_rank=2, chunk=4)
+        mixer = MambaConfig(
+            **{"inner_dim": 16, "state_dim": 4, "step_rank": 2, "chunk": 4},
+            **{"inner_norms": "rms", "has_projection_bias": True},
+        )
         model = dataclasses.replace(MODEL, layers=(LayerConfig(mixer=mixer), LayerConfig()))
     if name == "tensor4":  # two devices for each group of heads
         full = dataclasses.replace(MODEL.attention, num_kv_heads=4)
@@ -188,7 +191,7 @@ def test_plans_count_a_state_where_there_is_one():
     narrow, shared, heads = 2 * 8 * 2, 2 * 2 * 6 * 2, 2
     assert found.projected == 2 * narrow + shared + 4 * heads and found.output == narrow
     longer = dataclasses.replace(MAMBA, chunk=8).activations(lambda _: 2, itemsize=2)
-    assert found.kept - longer.kept == 2 * 8 * 4 * 6 * (1 / 4 - 1 / 8)
+    assert found.working - longer.working == 2 * 8 * 4 * 6 * (1 / 4 - 1 / 8)
     assert MODEL.context.heads == (MODEL.attention.heads,)
 
 
