@@ -268,16 +268,16 @@ CUT = {
 @pytest.mark.parametrize("fields", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("model", [model_of(2), LOOP], ids=["hyper", "hyperloop"])
 def test_streams_that_are_cut_by_positions_change_nothing(model, fields):
+    # The moved values of the other tests enlarge the rounding of a ring tenfold.
+    values = init_params(model, jax.random.key(0))
     tokens, targets = tokens_for(model, length=8)
-    wanted = loss_and_gradients(model, ONE)(
-        values_of(model), {"tokens": tokens, "targets": targets}
-    )
+    wanted = loss_and_gradients(model, ONE)(values, {"tokens": tokens, "targets": targets})
     execution = ExecutionConfig(**fields)
     mesh, table = mesh_of(execution), parameter_table(model, rules=execution.axis_rules)
     places = table.tree(lambda row: NamedSharding(mesh, row.spec))
     batch = {"tokens": np.asarray(tokens), "targets": np.asarray(targets)}
     with jax.set_mesh(mesh):
-        params = jax.device_put(values_of(model), places)
+        params = jax.device_put(values, places)
         found = loss_and_gradients(model, execution)(params, global_batch(batch, mesh))
     assert_close(found, wanted, "end_to_end")
 
