@@ -71,7 +71,9 @@ def test_fewer_devices_and_all_again_equal_all(tmp_path, execution, rule, fewer)
     assert stays.train().status == "done"
     train(moves, {2: asked("fewer", fewer), 5: asked("all", execution.mesh.data)})
     assert moves.result is not None and moves.result.status == "done"
-    events = moves.summary()["resizes"]
+    summary = moves.summary()
+    assert summary is not None
+    events = summary["resizes"]
     assert [len(event["devices"]) for event in events] == [8 * fewer // execution.mesh.data, 8]
     wanted, found = (logged_losses(run.directory.path) for run in (stays, moves))
     assert [*found] == [*wanted] == [*range(1, STEPS + 1)]
