@@ -106,13 +106,14 @@ def write_peft(
 
 def lora_of(model: ModelConfig) -> LoraConfig:
     """Return the adapter of a model, or raise if it is not LoRA."""
-    if not isinstance(model.adapter, LoraConfig):
-        given = "none" if model.adapter is None else model.adapter.name
+    adapter: Any = model.adapter
+    if adapter is None or not adapter.has_factors:
+        given = "none" if adapter is None else adapter.name
         raise CheckpointError(
             f"model.adapter={given}: PEFT files hold the factors of adapter:lora. Convert this run"
             " with --to_huggingface auto"
         )
-    return model.adapter
+    return adapter
 
 
 def family_of_model(model: ModelConfig) -> Family:

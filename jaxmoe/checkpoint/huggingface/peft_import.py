@@ -205,7 +205,7 @@ def _adapter_of(
         numbers = next((own for stack, own in stacks.items() if path.startswith(f"{stack}/")), ())
         layers |= {numbers[part.layer] for part in parts if part.layer is not None}
         outside |= not numbers
-    roles = tuple(dict.fromkeys(rows[path].declaration.role for path in merged))
+    roles: Any = tuple(dict.fromkeys(rows[path].declaration.role for path in merged))
     is_part = not outside and len(layers) < model.num_layers
     return LoraConfig(
         rank=ranks.get(False, fields.rank),
