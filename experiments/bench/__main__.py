@@ -1,8 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the speed of training steps, kernels, routers and expert exchanges.
+"""Measures the speed of training steps, LoRA, kernels, routers and expert exchanges.
 
     python -m experiments.bench step [--peer none]
+    python -m experiments.bench finetune
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
@@ -21,11 +22,13 @@ import jax
 
 from experiments.bench import chunks as bench_chunks
 from experiments.bench import compiled as bench_compiled
+from experiments.bench import finetune as bench_finetune
 from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
 from experiments.bench import step as bench_step
 from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.compiled import CompiledBenchConfig
+from experiments.bench.finetune import FinetuneBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
@@ -40,6 +43,11 @@ from jaxmoe.run.directory import RunDirectory
 def step() -> StepBenchConfig:
     """Training step of OLMoE's shape, compared with transformers; two minutes."""
     return StepBenchConfig()
+
+
+def finetune() -> FinetuneBenchConfig:
+    """LoRA fine-tuning of OLMoE's shape, compared with peft; two minutes."""
+    return FinetuneBenchConfig()
 
 
 def kernels() -> KernelBenchConfig:
@@ -75,6 +83,7 @@ class Bench(NamedTuple):
 
 BENCHES: dict[str, Bench] = {
     "step": Bench(step, bench_step.bench_step, bench_step.in_words),
+    "finetune": Bench(finetune, bench_finetune.bench_finetune, bench_finetune.in_words),
     "kernels": Bench(kernels, bench_kernels.bench_kernels, bench_kernels.in_words),
     "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
     "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),

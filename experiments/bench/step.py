@@ -43,7 +43,7 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step
 
-_MODEL = ModelConfig(
+BENCH_MODEL = ModelConfig(
     vocab_size=256,
     num_layers=4,
     embed_dim=256,
@@ -67,7 +67,7 @@ class StepBenchConfig:
 
     run: BenchRunConfig = BenchRunConfig()
     """Output directory."""
-    model: ModelConfig = _MODEL
+    model: ModelConfig = BENCH_MODEL
     """Model to train."""
     execution: ExecutionConfig = ExecutionConfig(unroll=4)
     """Execution of the model; its compute dtype is that of `precisions`."""

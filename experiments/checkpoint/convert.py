@@ -9,6 +9,8 @@
     python -m experiments.checkpoint convert --run.directory RUN --to_huggingface auto --to DIR
     python -m experiments.checkpoint convert --from_huggingface DIR --to RUN
     python -m experiments.checkpoint convert --run.directory runs/finetune/tiny-lora --fold True
+    python -m experiments.checkpoint convert --run.directory FINETUNED --to_huggingface peft
+    python -m experiments.checkpoint convert --from_huggingface ADAPTER --imported.base DIR --to RUN
 
 The result is a run directory for evaluate and generate (config.json, one checkpoint without the
 optimiser's state, summary.json with sizes and errors), or a directory that from_pretrained of
@@ -39,11 +41,14 @@ from experiments.checkpoint.huggingface import (
     export_run,
     import_run,
 )
+from experiments.checkpoint.peft import export_adapter, import_adapter
 from experiments.cli import flags as cli
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
+from jaxmoe.checkpoint.huggingface.hub import model_directory
+from jaxmoe.checkpoint.huggingface.peft import is_peft
 from jaxmoe.models.quantize import (
     dequantize_parameter,
     largest_error,
@@ -81,11 +86,12 @@ class ConvertConfig:
     """Blocks and calibration of --quantise w4ax."""
     to_huggingface: ExportFamily | None = None
     """Family of transformers to write; auto: the family that computes the model, or jaxmoe, which
-    has its own modelling file."""
+    has its own modelling file. peft: the adapter of a fine-tuned run, as PEFT writes it."""
     exported: ExportConfig = ExportConfig()
     """Options of --to_huggingface."""
     from_huggingface: str | None = None
-    """Directory with config.json, safetensors and tokenizer.json to convert to a run."""
+    """Directory to convert to a run: config.json, safetensors and tokenizer.json of a model, or
+    an adapter of PEFT."""
     imported: ImportConfig = ImportConfig()
     """Options of --from_huggingface."""
 
@@ -151,11 +157,16 @@ def convert(config: ConvertConfig) -> str:
     if config.from_huggingface is not None:
         if config.to is None:
             raise ValueError("--from_huggingface needs --to RUN: the run directory to make")
+        place = model_directory(config.from_huggingface, "from_huggingface")
+        if is_peft(place):
+            return import_adapter(place, _free(config.to), config.imported)
         return import_run(config.from_huggingface, _free(config.to), config.imported)
     suffix = form or ("folded" if config.fold else "huggingface")
     target = _free(config.to or f"{source.rstrip('/')}-{suffix}")
+    run = config.run
+    if config.to_huggingface == "peft":
+        return export_adapter(source, run.step, target, config.exported)
     if config.to_huggingface is not None:
-        run = config.run
         return export_run(source, run.step, target, config.to_huggingface, config.exported)
     if config.fold:
         return fold_run(config.run, target)

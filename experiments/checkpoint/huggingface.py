@@ -47,7 +47,15 @@ from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import state_around
 
 ExportFamily = Literal[
-    "auto", "olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "jamba", "granitemoehybrid", "jaxmoe"
+    "auto",
+    "olmoe",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "jamba",
+    "granitemoehybrid",
+    "jaxmoe",
+    "peft",
 ]
 _PARAMS, _FOLDER = "params/", "tokenizer"
 _BYTES = 256
@@ -80,7 +88,7 @@ class ExportConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImportConfig:
-    """Evaluation data of an imported run."""
+    """Evaluation data of an imported run, or the model of an imported adapter."""
 
     data: DataConfig | None = None
     """Data in the tokens of the model; files of text use its tokenizer.json. None: no data, only
@@ -93,6 +101,9 @@ class ImportConfig:
     """Tokens of a sequence."""
     nonfinite: Nonfinite = "refuse"
     """Whether weights that are NaN or infinite are refused or kept."""
+    base: str | None = None
+    """Model that an adapter of PEFT adapts: run directory, or directory or name on the hub of a
+    Hugging Face model; the one that the adapter names when None."""
 
 
 def export_run(
@@ -174,6 +185,11 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
             another shape or not finite; the model is not supported; or the data has other tokens
             than the model.
     """
+    if given.base is not None:
+        raise ValueError(
+            f"imported.base={given.base} is for an adapter of PEFT, and from_huggingface={source}"
+            " holds a whole model: leave it out"
+        )
     place = pathlib.Path(model_directory(source, "from_huggingface"))
     if not place.is_dir():
         raise ValueError(

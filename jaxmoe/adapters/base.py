@@ -71,6 +71,9 @@ class Adapter(abc.ABC):
 
     name: ClassVar[str]
     """Key in the registry."""
+    has_factors: ClassVar[bool] = False
+    """Whether it adds products of two factors to matrices, all with ranks and scales as
+    `LoraConfig` has them."""
 
     @property
     @abc.abstractmethod

@@ -30,6 +30,7 @@ class LoraConfig(Adapter):
     """A low-rank addition to each target; all else is frozen."""
 
     name: ClassVar[str] = "lora"
+    has_factors: ClassVar[bool] = True
 
     rank: int = 16
     """Inner width of the factors."""

@@ -6,13 +6,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxmoe.checkpoint.base_model import BaseModel
 from jaxmoe.checkpoint.manager import CheckpointManager, Verify
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import to_json
 
 
 def save_checkpoint(
-    directory: Any, state: Any, *, step: int, config: Any, data: dict[str, Any] | None = None
+    directory: Any,
+    state: Any,
+    *,
+    step: int,
+    config: Any,
+    data: dict[str, Any] | None = None,
+    base: BaseModel | None = None,
 ) -> None:
     """Save one state and wait until it is committed.
 
@@ -22,11 +29,12 @@ def save_checkpoint(
         step: Number of the checkpoint.
         config: Config dataclass of this library, or a JSON object.
         data: Data position.
+        base: Model that an adapter is trained on, whose parameters are left out.
 
     Raises:
         CheckpointError: The step exists, or could not be written.
     """
-    manager = CheckpointManager(directory, keep=1_000_000)
+    manager = CheckpointManager(directory, keep=1_000_000, base=base)
     try:
         if step in manager.steps():
             raise CheckpointError(f"{directory} already has a checkpoint of step {step}")

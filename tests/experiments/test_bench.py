@@ -175,6 +175,18 @@ def test_peer_that_does_not_start_is_reported(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.large
+def test_finetune_begins_with_the_loss_of_peft(tmp_path, capsys):
+    pytest.importorskip("peft", reason="peft is not installed: extra hf")
+    sizes = ["--model.num_layers", "1", "--model.embed_dim", "256", "--model.moe.expert_dim", "16"]
+    sizes += ["--batch_size", "1", "--sequence_length", "16", "--rounds", "1", "--warm_up", "0"]
+    summary = _summary(tmp_path, "finetune", *sizes, "--unroll", "1")
+    assert summary["first_loss_difference"] < 1e-4
+    assert summary["trained"]["jaxmoe"] == summary["trained"]["peft"]
+    assert min(summary["peak_bytes"].values()) > 1e8
+    assert "times as fast as peft" in capsys.readouterr().out
+
+
+@pytest.mark.large
 def test_kernels(tmp_path, capsys, monkeypatch):
     unmeasured = {"product_limits": {"memory": 1e9}, "products": bench_products.unmeasured()}
     monkeypatch.setattr(bench_products, "products", lambda *_: unmeasured)

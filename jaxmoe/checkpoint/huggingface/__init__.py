@@ -26,6 +26,7 @@
     weights.py    tensors to parameters
     export.py     parameters to tensors
     modeling.py   modelling file for models of no family
+    peft.py       adapters as files of PEFT, and peft_import.py their way back
     tokenizer.py  tokenizer.json and its companions
     files.py      safetensors files
     paths.py      plain files inside a directory

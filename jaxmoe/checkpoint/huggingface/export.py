@@ -106,7 +106,7 @@ def to_huggingface(
         raise CheckpointError(f"{modeling.FILE} has a module for each expert: experts='each'")
     source = _Source(model, chosen, arrays, is_stacked=experts == "stacked")
     planned = source.planned(dtype)
-    with _new_directory(place, sum(tensor.num_bytes for tensor in planned.values())) as partial:
+    with new_directory(place, sum(tensor.num_bytes for tensor in planned.values())) as partial:
         write_tensors(partial, planned, source.read, max_shard_bytes=max_shard_bytes)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (partial / CONFIG).write_text(text, encoding="utf-8")
@@ -255,7 +255,7 @@ class _Source:
         rows = (*parameter_table(model), *state_table(model))
         self._arrays = arrays
         self._parts: dict[str, list[tuple[ParameterSpec, Piece]]] = {}
-        names = _InMemory() if is_stacked else ()
+        names = InMemory() if is_stacked else ()
         pieces = pieces_of(model, rows, family.rules, names)
         for row in rows:
             filled = 0
@@ -311,7 +311,7 @@ class _Source:
         return values.reshape(shape[::-1]).T
 
 
-class _InMemory:
+class InMemory:
     """A set of tensor names that selects the keys of the layout in memory."""
 
     def __contains__(self, key: object) -> bool:
@@ -349,7 +349,7 @@ def _layer(array: Any, offset: int | None) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _new_directory(place: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
+def new_directory(place: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
     """Yield a temporary directory that is renamed to `place` on success.
 
     Raises:

@@ -178,7 +178,7 @@ def write_tensors(
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
-        _write(directory / file, {name: planned[name] for name in names}, values)
+        write_file(directory / file, {name: planned[name] for name in names}, values)
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in planned.values())
@@ -199,9 +199,10 @@ def _shards(planned: Mapping[str, Planned], max_shard_bytes: int) -> Sequence[Se
     return shards
 
 
-def _write(
+def write_file(
     file: pathlib.Path, planned: Mapping[str, Planned], values: Callable[[str], np.ndarray]
 ) -> None:
+    """Write tensors to one file; see `write_tensors`."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.huggingface.describe import short_form
+from jaxmoe.checkpoint.huggingface.describe import normal_form
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -186,7 +186,7 @@ def test_a_cut_table_beside_experts_equals_a_whole_one(name):
 
 def test_no_family_of_transformers_has_a_memory():
     with pytest.raises(CheckpointError, match="layer 0 has the feed-forward ultra_mem"):
-        short_form(MODEL)
+        normal_form(MODEL)
 
 
 def test_a_token_counts_the_rows_that_it_reads():

@@ -1,0 +1,193 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures LoRA fine-tuning beside transformers with peft (`bench finetune`).
+
+Both sides read the same model and the same adapter from files of Hugging Face, and the same
+batches, each in a process of its own. They take turns. Both train in float32, clip gradients and
+use AdamW without decay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.bench.measure import in_turns
+from experiments.bench.step import BENCH_MODEL, BenchRunConfig
+from jaxmoe.adapters import LoraConfig, TargetsConfig
+from jaxmoe.checkpoint.huggingface import to_huggingface
+from jaxmoe.checkpoint.huggingface.peft import write_peft
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.scaling.initialize import init_params, parameter_table
+
+_ROLES = ("attention_in", "attention_out", "expert_in", "expert_out")
+_SIDES = ("jaxmoe", "peft")
+_B_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneBenchConfig:
+    """LoRA on OLMoE's shape, small enough for two cores."""
+
+    run: BenchRunConfig = BenchRunConfig()
+    """Output directory."""
+    model: ModelConfig = BENCH_MODEL
+    """Model to adapt."""
+    adapter: LoraConfig = LoraConfig(targets=TargetsConfig(roles=_ROLES))
+    """Adapter to train."""
+    batch_size: int = 4
+    """Sequences per step."""
+    sequence_length: int = 256
+    """Tokens of a sequence."""
+    unroll: int = 4
+    """Layers that our compiled step has side by side."""
+    learning_rate: float = 1e-3
+    """Learning rate of AdamW."""
+    warm_up: int = 3
+    """Steps before the counted ones."""
+    rounds: int = 10
+    """Counted steps of each side."""
+    peer_python: str | None = None
+    """Interpreter of the peer, of an environment with the extra hf; this one when None."""
+
+    def __post_init__(self):
+        for field in ("batch_size", "sequence_length", "unroll", "rounds"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.warm_up < 0:
+            raise ValueError(f"warm_up={self.warm_up} must be at least 0")
+        if self.model.vocab_size < 256:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} must be at least 256: tokens are bytes"
+            )
+
+
+def bench_finetune(config: FinetuneBenchConfig) -> dict[str, Any]:
+    """Measure, and return the numbers of summary.json."""
+    sides: dict[str, _Side] = {}
+    with tempfile.TemporaryDirectory() as place:
+        _write_files(config, place)
+        try:
+            for name in _SIDES:
+                sides[name] = _Side(config, name, place)
+            timings = in_turns(
+                {name: side.step for name, side in sides.items()},
+                rounds=config.rounds,
+                warm_up=config.warm_up,
+            )
+        finally:
+            for side in sides.values():
+                side.close()
+    medians = {name: timing.median for name, timing in timings.items()}
+    first = {name: side.losses[0] for name, side in sides.items()}
+    return {
+        "trained": {name: side.facts["trained"] for name, side in sides.items()},
+        "seconds": medians,
+        "best_seconds": {name: timing.best for name, timing in timings.items()},
+        "rounds": config.rounds,
+        "times_the_peer": medians["peft"] / medians["jaxmoe"],
+        "peak_bytes": {name: side.peak_bytes for name, side in sides.items()},
+        "loaded_bytes": {name: side.facts["loaded_bytes"] for name, side in sides.items()},
+        "first_loss": first,
+        "first_loss_difference": abs(first["jaxmoe"] - first["peft"]),
+        "last_loss": {name: side.losses[-1] for name, side in sides.items()},
+    }
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """Return the numbers as a table."""
+    lines = [
+        f"{name:8} {seconds:8.3f} s   median of {summary['rounds']}, best"
+        f" {summary['best_seconds'][name]:.3f}; peak {summary['peak_bytes'][name] / 1e6:.0f} MB"
+        f" resident ({summary['loaded_bytes'][name] / 1e6:.0f} MB before the first step);"
+        f" {summary['trained'][name]:,} parameters trained; loss"
+        f" {summary['first_loss'][name]:.5f} -> {summary['last_loss'][name]:.5f}"
+        for name, seconds in summary["seconds"].items()
+    ]
+    lines.append(f"jaxmoe is {summary['times_the_peer']:.2f} times as fast as peft")
+    lines.append(f"losses of the first step differ by {summary['first_loss_difference']:.1e}")
+    return "\n".join(lines)
+
+
+def _write_files(config: FinetuneBenchConfig, place: str) -> None:
+    """Write the model and an adapter with random factors, B included."""
+    params, rng = init_params(config.model, jax.random.key(0)), np.random.default_rng(0)
+    to_huggingface(
+        config.model,
+        params,
+        f"{place}/model",
+        family="olmoe",
+        max_length=config.sequence_length,
+    )
+    model, factors = dataclasses.replace(config.model, adapter=config.adapter), {}
+    for row in parameter_table(model):
+        if row.path.endswith((":down", ":up")):
+            std = _B_STD if row.path.endswith(":up") else row.declaration.fan(0) ** -0.5
+            factors[row.path] = std * rng.normal(size=row.shape)
+    write_peft(f"{place}/adapter", model, factors, base=f"{place}/model")
+
+
+class _Side:
+    """One side in its own process.
+
+    Raises:
+        ValueError: It does not start.
+    """
+
+    def __init__(self, config: FinetuneBenchConfig, name: str, place: str):
+        self._name = name
+        self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
+        python = config.peer_python if name == "peft" else None
+        self._process = subprocess.Popen(
+            [python or sys.executable, "-m", f"experiments.bench.finetune_{name}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+        )
+        given = {
+            **{"model": f"{place}/model", "adapter": f"{place}/adapter"},
+            **{"batch": config.batch_size, "length": config.sequence_length},
+            **{"learning_rate": config.learning_rate, "unroll": config.unroll},
+        }
+        self.facts: dict[str, Any] = self._ask(json.dumps(given))
+        self.losses: list[float] = []
+        self.peak_bytes = 0
+
+    def step(self) -> float:
+        """Return the seconds of one step."""
+        seconds, loss, self.peak_bytes = self._ask("step")
+        self.losses.append(loss)
+        return seconds
+
+    def close(self) -> None:
+        """Stop the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._complaints.close()
+
+    def _ask(self, line: str) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as the empty answer tells
+            stdin.write(line + "\n")
+            stdin.flush()
+        answer = stdout.readline()
+        if not answer:
+            self._process.wait()
+            self._complaints.seek(0)
+            last = self._complaints.read().strip().splitlines()[-1:]
+            self.close()
+            raise ValueError(
+                f"the side {self._name} did not run: {' '.join(last) or 'it ended'}. peft needs the"
+                " extra hf (Python 3.11): name its interpreter with --peer_python"
+            )
+        return json.loads(answer)

@@ -1,0 +1,238 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads LoRA adapters of PEFT: adapter_config.json and adapter_model.safetensors.
+
+Needs neither peft nor PyTorch. Our factors of a parameter have one rank and one scale, and gate and
+up have one A. All of this is exact up to the rounding of a scale:
+
+    gate_proj and up_proj with different A    one A of both, whose rank is the sum, and B with zeros
+                                              where a half has no part in it
+    ranks below the largest                   padded with zeros
+    scales other than alpha / rank            multiplied into B
+    matrices absent among those of a role     factors of zeros
+
+Import after export gives the same bits, but for the factors of layers that are not adapted, which
+are zeros then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.adapters import LoraConfig, TargetsConfig
+from jaxmoe.checkpoint.huggingface.families import OWN, Family
+from jaxmoe.checkpoint.huggingface.files import open_tensors
+from jaxmoe.checkpoint.huggingface.paths import plain_file
+from jaxmoe.checkpoint.huggingface.peft import TENSORS, adapted_rows, family_of_model, lora_of
+from jaxmoe.checkpoint.huggingface.peft_config import PeftFields, read_peft_fields
+from jaxmoe.checkpoint.huggingface.peft_matrices import Factors, Matrix, matrices_of
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.configs import closest
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.parameters import ParameterSpec
+from jaxmoe.scaling.initialize import parameter_table
+from sharding import axes as ax
+
+_PICKLED = "adapter_model.bin"
+_SHOWN = 10
+
+
+def read_peft(
+    directory: str | os.PathLike[str], model: ModelConfig
+) -> tuple[LoraConfig, dict[str, np.ndarray]]:
+    """Read an adapter of PEFT.
+
+    Args:
+        directory: Directory with adapter_config.json and adapter_model.safetensors.
+        model: Model that was adapted.
+
+    Returns:
+        The adapter, and its factors and scales by path, f32.
+
+    Raises:
+        CheckpointError: It is not plain LoRA; a tensor is not of this model, of another shape or
+            not finite; or one factor of a matrix is missing.
+    """
+    place, family = pathlib.Path(directory), family_of_model(model)
+    fields = read_peft_fields(place)
+    if (place / _PICKLED).exists() and not (place / TENSORS).exists():
+        raise CheckpointError(
+            f"{place} holds {_PICKLED}, which executes code when it is read: save the adapter again"
+            " with safe_serialization=True"
+        )
+    tensors = dict(open_tensors(plain_file(place, TENSORS)))
+    table = parameter_table(model)
+    known, found = set[str](), dict[str, list[tuple[Matrix, Factors, float]]]()
+    for row in table:
+        if row.declaration.matrix is None or row.declaration.role == "embedding":
+            continue
+        for matrix in _present(model, family, row, fields, tensors):
+            keys = matrix.keys(_fused_names(matrix, fields))
+            known |= set(keys)
+            down, up = (np.asarray(tensors[key]).astype(np.float32) for key in keys)
+            rank = _rank_of(matrix, keys, down, up)
+            scale = fields.scale_of(matrix, rank)
+            factors = matrix.from_tensors(down, up)
+            found.setdefault(row.path, []).append((matrix, factors, scale))
+    _check_known(place, tensors, known)
+    rows = {row.path: row for row in table}
+    merged = {path: _merged(rows[path], parts) for path, parts in found.items()}
+    adapter = _adapter_of(model, fields, rows, merged)
+    return adapter, _arrays_of(dataclasses.replace(model, adapter=adapter), merged)
+
+
+def _fused_names(matrix: Matrix, fields: PeftFields) -> set[str]:
+    """Return the parameters of the experts of a matrix's layer that are adapted."""
+    block = matrix.name.rpartition(".")[0]
+    names = {f"{block}.gate_up_proj", f"{block}.down_proj"}
+    return {name for name in names if fields.names_parameter(name)}
+
+
+def _present(
+    model: ModelConfig,
+    family: Family,
+    row: ParameterSpec,
+    fields: PeftFields,
+    tensors: Mapping[str, Any],
+) -> list[Matrix]:
+    """Return the matrices of a parameter that have tensors, as modules or as all experts."""
+    found: dict[tuple[str, str], Matrix] = {}
+    for has_fused in (False, True) if family is not OWN else (False,):
+        for matrix in matrices_of(model, family, row, has_fused_experts=has_fused):
+            names = _fused_names(matrix, fields)
+            if matrix.num_experts is not None and matrix.name not in names:
+                continue
+            keys = matrix.keys(names)
+            there = [key in tensors for key in keys]
+            if any(there) and not all(there):
+                raise CheckpointError(f"{keys[there.index(False)]} is missing: the other is there")
+            if all(there):
+                found[keys] = matrix
+    return list(found.values())
+
+
+def _rank_of(matrix: Matrix, keys: tuple[str, str], down: np.ndarray, up: np.ndarray) -> int:
+    """Return the rank of tensors, or raise if their shapes or values are wrong."""
+    rank = max(1, down.shape[0] // (matrix.num_experts or 1)) if down.ndim == 2 else 1
+    wanted = matrix.shapes(rank)
+    for key, array, shape in zip(keys, (down, up), wanted, strict=True):
+        if array.shape != shape:
+            raise CheckpointError(f"{key}: found {list(array.shape)}, expected {list(shape)}")
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{key} holds values that are NaN or infinite: save it again")
+    return rank
+
+
+def _check_known(place: pathlib.Path, tensors: Mapping[str, Any], known: set[str]) -> None:
+    """Raise if there are tensors that are not of the model, or none."""
+    if not tensors:
+        raise CheckpointError(f"{place / TENSORS} holds no tensors: save the adapter again")
+    left = sorted(tensors.keys() - known)
+    if left:
+        lines = [f"{key}: found {list(tensors[key].shape)}" for key in left[:_SHOWN]]
+        text = "\n  ".join([*lines, *(["..."] if len(left) > _SHOWN else [])])
+        raise CheckpointError(
+            f"{place}: {len(left)} tensors are not factors of this model's matrices"
+            f"{closest(left[0], known)}\n  {text}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Factors of one layer of a parameter, of one expert or of all."""
+
+    layer: int | None
+    expert: int | None
+    down: np.ndarray
+    """[(E) in r]."""
+    up: np.ndarray
+    """[(E) r out]."""
+    scale: float
+
+
+def _merged(row: ParameterSpec, given: Iterable[tuple[Matrix, Factors, float]]) -> list[_Part]:
+    """Return the factors of one parameter, with the halves of gate_up as one."""
+    by_place: dict[tuple[int | None, int | None], list[tuple[Matrix, Factors, float]]] = {}
+    for matrix, factors, scale in given:
+        by_place.setdefault((matrix.layer, matrix.expert), []).append((matrix, factors, scale))
+    parts = []
+    for (layer, expert), some in sorted(by_place.items(), key=lambda item: str(item[0])):
+        down, up, scale = some[0][1].down, some[0][1].up, some[0][2]
+        if some[0][0].half is not None:
+            down, up = _halves({m.half or 0: (f, s / scale) for m, f, s in some})
+        parts.append(_Part(layer=layer, expert=expert, down=down, up=up, scale=scale))
+    return parts
+
+
+def _halves(given: Mapping[int, tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return A [in R] and B [R 2*F] of the halves of gate_up.
+
+    Args:
+        given: Factors of each half that has some, and its scale relative to that of the result.
+    """
+    downs = [factors.down for factors, _ in given.values()]
+    is_shared = all(np.array_equal(down, downs[0]) for down in downs)
+    rank = downs[0].shape[-1] if is_shared else sum(down.shape[-1] for down in downs)
+    width = next(iter(given.values()))[0].up.shape[-1]
+    up, first = np.zeros((rank, 2, width), np.float32), 0
+    for half, (factors, scale) in given.items():
+        own = factors.up.shape[0]
+        up[first : first + own, half] = factors.up if scale == 1 else scale * factors.up
+        first += 0 if is_shared else own
+    return downs[0] if is_shared else np.concatenate(downs, axis=-1), up.reshape(rank, -1)
+
+
+def _adapter_of(
+    model: ModelConfig,
+    fields: PeftFields,
+    rows: Mapping[str, ParameterSpec],
+    merged: Mapping[str, list[_Part]],
+) -> LoraConfig:
+    """Return the config with the targets and the largest ranks of the factors."""
+    ranks: dict[bool, int] = {}
+    layers, outside = set[int](), False
+    stacks = dict(model.layer_numbers)
+    for path, parts in merged.items():
+        has_experts = ax.EXPERTS in rows[path].declaration.axes
+        largest = max(part.down.shape[-1] for part in parts)
+        ranks[has_experts] = max(ranks.get(has_experts, 0), largest)
+        numbers = next((own for stack, own in stacks.items() if path.startswith(f"{stack}/")), ())
+        layers |= {numbers[part.layer] for part in parts if part.layer is not None}
+        outside |= not numbers
+    roles: Any = tuple(dict.fromkeys(rows[path].declaration.role for path in merged))
+    is_part = not outside and len(layers) < model.num_layers
+    return LoraConfig(
+        rank=ranks.get(False, fields.rank),
+        expert_rank=ranks.get(True),
+        alpha=fields.alpha,
+        is_rank_stabilized=fields.is_rank_stabilized,
+        targets=TargetsConfig(roles=roles, layers=tuple(sorted(layers)) if is_part else ()),
+    )
+
+
+def _arrays_of(model: ModelConfig, merged: Mapping[str, list[_Part]]) -> dict[str, np.ndarray]:
+    """Return the factors and scales of an adapted model by path."""
+    adapter, table = lora_of(model), {row.path: row for row in parameter_table(model)}
+    arrays = {}
+    for row, scales in adapted_rows(model):
+        own = adapter.scale_of(row)
+        shapes = [table[f"{row.path}:{name}"].shape for name in ("down", "up")]
+        down, up = (np.zeros(shape, np.float32) for shape in shapes)
+        for part in merged.get(row.path, ()):
+            where = tuple(index for index in (part.layer, part.expert) if index is not None)
+            rank, ratio = part.down.shape[-1], part.scale / own
+            inner = down[where].reshape(*part.down.shape[:-1], -1)
+            outer = up[where].reshape(*part.up.shape[:-2], -1, part.up.shape[-1])
+            inner[..., :rank] = part.down  # both are views
+            outer[..., :rank, :] = part.up if ratio == 1 else ratio * part.up
+        arrays |= {f"{row.path}:down": down, f"{row.path}:up": up}
+        arrays[f"{row.path}:scale"] = np.asarray(scales, np.float32).reshape(
+            table[f"{row.path}:scale"].shape
+        )
+    return arrays
