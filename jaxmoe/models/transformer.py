@@ -119,8 +119,7 @@ class Transformer(nn.Module):
             places: Place of each token in its row, where the [B S] arrays are laid out already by
                 `jaxmoe.layers.sequences`; the results then are too. None: both are in the order of
                 the tokens.
-            kept: Equal groups of the layers of the longest scan; those that are False are left out.
-                None computes all layers.
+            kept: Equal groups of the layers of the longest scan; False leaves one out; None: all.
             level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
             rewrite: Function of the parameters of each layer, see `jaxmoe.layers.view`; or None.
         """

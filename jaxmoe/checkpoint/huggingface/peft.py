@@ -132,7 +132,7 @@ def adapted_rows(model: ModelConfig) -> list[tuple[ParameterSpec, tuple[float, .
         if row.declaration.role == "embedding":
             raise CheckpointError(
                 f"adapter.targets.roles has embedding ({path}), which is not written for PEFT:"
-                " convert with --fold instead"
+                " convert with --fold True instead"
             )
         found.append((row, rows[f"{path}:scale"].declaration.init))
     return found

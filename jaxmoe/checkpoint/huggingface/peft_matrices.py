@@ -132,8 +132,8 @@ def matrices_of(
         fused = piece.part != ()
         if fused and ax.EXPERTS not in row.declaration.axes:
             raise CheckpointError(
-                f"{row.path} is a part of {piece.key}, and an adapter of PEFT is of the whole: write"
-                " plain weights with --fold True, or leave these roles out of the targets"
+                f"{row.path} is a part of {piece.key}, and an adapter of PEFT is of the whole:"
+                " write plain weights with --fold True, or leave these roles out of the targets"
             )
         if not (fused and piece.key in seen):
             seen.add(piece.key)
