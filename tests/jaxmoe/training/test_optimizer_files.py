@@ -152,7 +152,7 @@ def test_a_step_reads_and_writes_both_moments_once(files):
 
 
 def test_host_memory_holds_three_parts(files):
-    """There are eleven parts: fewer than two means that nothing is read ahead; the whole fails too."""
+    """Fewer than two of eleven parts means that nothing is read ahead; the whole fails too."""
     held, sizes = files[0].files.buffers, [layout.length for layout in files[0].files.layouts]
     assert len(sizes) == 11
     assert 2 * min(sizes[:8]) <= held.most < 4 * max(sizes) < sum(sizes) / 1.5
