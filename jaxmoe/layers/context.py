@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
@@ -239,6 +239,11 @@ class LayerContext:
     """Whether a mixer or a feed-forward needs rows in the order of their tokens."""
     residual: Residuals = StandardResidualConfig()
     """How halves of layers read the residual stream and write to it."""
+
+
+def heads_of(mixer: Any) -> AttentionHeads | None:
+    """Return the head counts and mask of a mixer that attends; None for a recurrent one."""
+    return None if mixer.is_recurrent else mixer.heads
 
 
 def require_positive(section: str, config: object, *fields: str) -> None:

@@ -85,7 +85,7 @@ def probe_view(probes: Statistics, cycles: Sequence[str]) -> View:
 def _attach(params: dict[str, Any], own: Any, part: str) -> dict[str, Any]:
     """Return the parameters of a layer with probes at some of its matrices."""
     del part
-    flat = traverse_util.flatten_dict(params, sep="/")
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     for path, pair in own[PROBES].items():
         flat[path] = ProbedArray(values=flat[path], **pair)
     return traverse_util.unflatten_dict(flat, sep="/")

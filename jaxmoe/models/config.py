@@ -17,7 +17,7 @@ from typing import ClassVar
 from jaxmoe.adapters import Adapters
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import ForwardMultipliers as ForwardMultipliers
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import LayerContext, heads_of, require_positive
 from jaxmoe.layers.feed_forwards import DenseConfig as DenseConfig
 from jaxmoe.layers.feed_forwards import FeedForwards
 from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
@@ -223,9 +223,7 @@ def _context(model: ModelConfig) -> LayerContext:
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
         multipliers=model.multipliers,
-        heads=tuple(
-            dict.fromkeys(kind.mixer.heads for kind in kinds if not kind.mixer.is_recurrent)
-        ),
+        heads=tuple(dict.fromkeys(heads for kind in kinds if (heads := heads_of(kind.mixer)))),
         recurrent=tuple(
             dict.fromkeys(kind.mixer.name for kind in kinds if kind.mixer.is_recurrent)
         ),

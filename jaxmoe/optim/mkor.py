@@ -22,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ def scale_by_mkor(
         largest: Largest number in a factor.
     """
 
-    def units(side: int) -> Any:
+    def units(side: Literal[0, 1]) -> Any:
         sizes = {row.path: (row.shape[0], row.declaration.fan(side)) for row in rows}
         return _nested(
             {
@@ -142,7 +142,8 @@ def scale_by_mkor(
         )
         return _nested(flat), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # Its protocol has any further arguments, of which this one reads `stats`.
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
 def _flat(tree: Any) -> dict[str, Any]:

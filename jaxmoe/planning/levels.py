@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxmoe.data.levels import Assigner, LevelCost, LevelPacking, Room
+from jaxmoe.layers.context import heads_of
 from jaxmoe.models.flops import matmul_parameters
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
@@ -86,10 +87,10 @@ def level_cost(plan: StepPlan, degrees: tuple[int, ...], chip: Chip) -> LevelCos
     pair, windows = 0.0, 0.0
     rings = [0.0] * len(degrees)
     for kind in model.kinds:
-        if kind.mixer.is_recurrent:  # the same work per token at every level
+        heads = heads_of(kind.mixer)
+        if heads is None:  # the same work per token at every level
             windows += kind.mixer.flops_per_token(plan.sequence_length)
             continue
-        heads = kind.mixer.heads
         features = 6.0 * heads.num_heads * (heads.head_dim + heads.value_dim)
         if heads.window is None:
             pair += features

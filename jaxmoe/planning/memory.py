@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.layers.context import heads_of
 from jaxmoe.models.stacks import LayerStack, Scan
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan, abstract_batch, abstract_state
@@ -289,7 +290,7 @@ def _masks(sizes: Sizes, scans: Sequence[Scan], platform: Platform) -> float:
     parts = sizes.shards(ax.ACT_SEQ_INNER)  # by queries or by heads
     # One for each kind of mixer in a loop, as long as the loop runs.
     heads = max(
-        sum(map(sizes.heads, {mixer.heads for mixer in mixers if not mixer.is_recurrent}))
+        sum(map(sizes.heads, {heads for mixer in mixers if (heads := heads_of(mixer))}))
         for mixers in ([stack.kind.mixer for stack in scan.stacks] for scan in scans)
     )
     return sizes.sequences * heads * plan.sequence_length**2 * _MASK_SHARE / parts

@@ -44,6 +44,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from jaxmoe.layers.context import heads_of
 from jaxmoe.layers.sequences import choose_form
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec
@@ -176,9 +177,10 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
     form = choose_form(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh).config
     axes = sizes.pieces(ax.SEQ)
     for stack in sizes.stacks:
-        if stack.kind.mixer.is_recurrent:
+        heads = heads_of(stack.kind.mixer)
+        if heads is None:
             continue
-        attention = sizes.attention(stack.kind.mixer.heads)
+        attention = sizes.attention(heads)
         if attention.ranks == 1:
             return
         backward = sizes.stack_passes(stack).trained

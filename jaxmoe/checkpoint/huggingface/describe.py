@@ -20,6 +20,7 @@ from jaxmoe.checkpoint.huggingface.fields import YARN
 from jaxmoe.checkpoint.huggingface.parts import layers_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
+from jaxmoe.layers.context import heads_of
 from jaxmoe.models.config import Mixers, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
@@ -45,13 +46,18 @@ def mixtral(model: ModelConfig) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "router_aux_loss_coef": balance_of(model),
         "router_jitter_noise": 0.0,
-        "sliding_window": model.attention.heads.window,
+        "sliding_window": _window(model),
     }
+
+
+def _window(model: ModelConfig) -> int | None:
+    heads = heads_of(model.attention)
+    return None if heads is None else heads.window
 
 
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of `Qwen3MoeForCausalLM`."""
-    moe, window = moe_of(model), model.attention.heads.window
+    moe, window = moe_of(model), _window(model)
     dense = model.dense_layers if model.moe else range(model.num_layers)
     return shared_fields(model) | {
         "head_dim": model.attention.head_dim,

@@ -296,7 +296,7 @@ class Mamba(nn.Module):
             vectors |= {f"{name}_in_bias": ((channels,), "zeros") for name in "xz"}
         for name, (shape, init) in vectors.items():
             found[name] = self._vector(name, shape, (ax.MLP, ax.STATE)[: len(shape)], init)
-        in_use = {name: (ax.MLP,) for name in vectors}
+        in_use: dict[str, tuple[str | None, ...]] = {name: (ax.MLP,) for name in vectors}
         in_use |= {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
         in_use |= {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
         if config.inner_norms == "rms":

@@ -252,7 +252,7 @@ class Mamba2(nn.Module):
         mixed = {}
         for name in "xbc":
             taps, bias = vectors[f"{name}_taps"], vectors.get(f"{name}_bias")
-            before = held.get(name)
+            before: Any = held.get(name)
             if parts:
                 before = inputs_before(given[name], segments, config.conv_length - 1, parts)
             convolved = convolve(given[name], taps, bias, segment_ids=segments, before=before)

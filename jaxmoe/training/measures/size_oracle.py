@@ -88,7 +88,7 @@ def find_oracle(
     execution = execution or ExecutionConfig()
 
     @jax.jit
-    def losses_of(params: Any, batch: Batch, pattern: Array) -> Array:
+    def losses_of(params: Any, batch: Any, pattern: Array) -> Array:
         context = {"size_pattern": jnp.zeros_like(batch.tokens) + pattern}
         given: Any = {"segment_ids": batch.segment_ids, "context": context}
         logits = forward(model, execution, params, batch.tokens, **given).logits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +120,11 @@ def apply_experts(
     is_floating = isinstance(gate_up, QuantizedArray) and activations is None
     is_fused = is_floating or not isinstance(gate_up, Packed)
     if is_fused and not any(isinstance(weight, LowRank) for weight in (gate_up, down)):
-        pair: Any = (gate_up, down)
+        fused: Any = gate_up
         return grouped_swiglu(
             rows,
-            *pair,
+            fused,
+            cast(Any, down),
             group_sizes,
             down_is_turned=gathers_width,
             implementation=implementation,
