@@ -98,7 +98,7 @@ def test_every_format_gives_the_same_conversations():
             {"messages": [{"role": "gpt", "content": "x"}]},
             r"the role 'gpt' \(write 'assistant'\): choose one of system, user, assistant, tool",
         ),
-        ({"messages": [{"role": "asistant", "content": "x"}]}, "did you mean 'assistant'"),
+        ({"messages": [{"role": "assistants", "content": "x"}]}, "did you mean 'assistant'"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, r"has the role \['user'\]: choose"),
         (
             {"messages": [{"role": "user", "content": None}]},
