@@ -20,6 +20,7 @@ from jaxmoe.field_docs import field_docs
 
 COMMANDS = {
     "pretrain": "jaxmoe.run.config:PretrainConfig",
+    "finetune": "jaxmoe.run.config:PretrainConfig",
     "evaluate": "experiments.evaluate:EvaluateConfig",
     "ensemble": "experiments.ensemble:EnsembleConfig",
     "generate": "experiments.generate:GenerateConfig",
@@ -52,8 +53,7 @@ COMMANDS = {
     "bench chunks": "experiments.bench.chunks:ChunkBenchConfig",
     "bench compiled": "experiments.bench.compiled:CompiledBenchConfig",
 }
-"""The config class of each command; `describe`, `data` and `finetune` take the flags of
-`pretrain`."""
+"""The config class of each command; `describe` and `data` take the flags of `pretrain`."""
 
 
 def write(target: pathlib.Path) -> None:
