@@ -5,10 +5,15 @@
     python -m experiments.generate --run.directory runs/pretrain/tiny --prompt "def main("
     python -m experiments.generate --run.directory RUN --prompt "def f(" "class A" --top_p 0.9
     python -m experiments.generate --run.directory allenai/OLMoE-1B-7B-0924 --prompt "Once"
+    python -m experiments.generate --run.directory runs/finetune/chats-lora --chat True
 
 A single text appears while it is generated. `--top_k`, `--top_p` and `--min_p` leave out unlikely
 tokens, `--stop` names strings that end a text. Lengths are rounded up, so that other prompts of
 about the same length compile nothing.
+
+`--chat True` talks: a line is a message, Ctrl-C ends an answer, Ctrl-D the conversation, and
+`/reset` begins another. Turns are written by the template of the training (data:chat), by that of
+the tokenizer, or by `--template`.
 
 Works for quantised runs too (experiments.checkpoint convert); `--cache int4` keeps keys and values
 in 4 bits. `--run.mesh.data 1` loads the run on another number of devices than the training used.
@@ -17,6 +22,7 @@ in 4 bits. `--run.mesh.data 1` loads the run on another number of devices than t
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +32,14 @@ from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce, dropped_output, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
+from jaxmoe.data.chat import ConversationError, TemplateName
 from jaxmoe.errors import ConfigurationError
+from jaxmoe.generation.chat import Chat
 from jaxmoe.generation.text import GenerationConfig, Sample
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
-from jaxmoe.run.run import Ends
+from jaxmoe.run.conversion import Ends
+from jaxmoe.run.provenance.chat import open_chat
 from sharding.sequence_parallel import CacheFormat
 
 
@@ -61,6 +70,12 @@ class GenerateConfig:
     Face models, and for those imported without data of their own."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
+    chat: bool = False
+    """Whether to talk in the terminal, line by line, instead of continuing a prompt."""
+    system: str | None = None
+    """Message of the system with which --chat begins; none when None."""
+    template: TemplateName | None = None
+    """How --chat writes turns; that of the training data, or of the tokenizer, when None."""
 
     def __post_init__(self):
         if not self.prompt or not all(self.prompt):
@@ -91,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
             "eos": config.eos,
             "step": config.run.step,
         }
+        if config.chat:
+            _talk(open_chat(run, system=config.system, template=config.template), given)
+            return int(ExitCode.DONE)
         if len(config.prompt) == 1:
             _print_streamed(run, config.prompt[0], given)
             return int(ExitCode.DONE)
@@ -100,6 +118,34 @@ def main(argv: Sequence[str]) -> int:
     for sample in samples:
         write(str(sample))
     return int(ExitCode.DONE)
+
+
+def _talk(chat: Chat, given: dict[str, Any]) -> None:
+    """Answer the lines of standard input until it ends."""
+    first = chat.messages
+    begin = "you> " if sys.stdin.isatty() else ""
+    if begin:
+        write("Ctrl-C ends an answer, Ctrl-D the conversation, /reset begins another")
+    while True:
+        try:
+            line = input(begin).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line == "/reset":
+            chat.messages = first
+        elif line:
+            with dropped_output():
+                print("model> " if begin else "", end="", flush=True)
+            try:
+                chat.answer(line, _print_now, **given)
+            except ConversationError as error:
+                print(f"error: {error}", file=sys.stderr)
+            write("")
+
+
+def _print_now(text: str) -> None:
+    with dropped_output():
+        print(text, end="", flush=True)
 
 
 def _print_streamed(run: Run, prompt: str, given: dict[str, Any]) -> None:

@@ -9,11 +9,18 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
+from typing import Literal
 
 from jaxmoe.checkpoint.huggingface import read_fields
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
+from jaxmoe.checkpoint.huggingface.tokenizer import eos_ids
+from jaxmoe.data import Source
+from jaxmoe.generation.text import separator_of
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+
+Ends = Literal["auto", "stop", "ignore"]
+"""Whether the end-of-text token ends a text; auto: only for models that were imported."""
 
 
 def length_of(directory: RunDirectory, config: PretrainConfig) -> int:
@@ -37,6 +44,33 @@ def first_token_of(directory: RunDirectory) -> int | None:
         directory: Run directory.
     """
     return _imported(directory, "bos_token_id")
+
+
+def end_ids(
+    directory: RunDirectory, config: PretrainConfig, source: Source, eos: Ends
+) -> tuple[int, ...]:
+    """Return the ids that end a text.
+
+    Args:
+        directory: Run directory, or directory of a Hugging Face model.
+        config: Configuration of the run.
+        source: Its data.
+        eos: Whether the end-of-text token ends a text.
+
+    Raises:
+        ValueError: eos="stop", and the data has no end-of-text token.
+    """
+    is_imported = is_huggingface(directory.path)
+    if eos == "ignore" or (eos == "auto" and not (is_imported or not config.data.has_rows)):
+        return ()
+    if is_imported:
+        return eos_ids(read_fields(directory.path))
+    separator = separator_of(source)
+    if separator is None and eos == "stop":
+        raise ValueError(
+            "eos=stop: the data of this run has no token that ends a text: leave it out"
+        )
+    return () if separator is None else (separator,)
 
 
 def _imported(directory: RunDirectory, field: str) -> int | None:

@@ -19,13 +19,13 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Generator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
+import numpy as np
 
-from jaxmoe.checkpoint.huggingface import read_fields
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
-from jaxmoe.checkpoint.huggingface.tokenizer import eos_ids
+from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, to_json
 from jaxmoe.data import DataConfig, Source
 from jaxmoe.errors import ConfigurationError, configuration_errors
@@ -35,13 +35,14 @@ from jaxmoe.generation.text import (
     OnSample,
     continue_texts,
     encode_prompts,
-    separator_of,
 )
 from jaxmoe.messages import shown
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from jaxmoe.run.conversion import Ends as Ends
+from jaxmoe.run.conversion import end_ids
 from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import at_execution, describe_precision, on_data, restore_run, saved_config
@@ -57,9 +58,6 @@ from jaxmoe.training.loop import drain
 from jaxmoe.training.state import TrainState
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat
-
-Ends = Literal["auto", "stop", "ignore"]
-"""Whether the end-of-text token ends a text; auto: only for models that were imported."""
 
 
 class Run:
@@ -206,7 +204,7 @@ class Run:
 
     def generate(
         self,
-        prompt: str | list[str] | tuple[str, ...],
+        prompt: str | list[str] | tuple[str, ...] | np.ndarray,
         *,
         length: int = 300,
         temperature: float = 0.8,
@@ -216,13 +214,14 @@ class Run:
         seed: int = 0,
         stop: Sequence[str] = (),
         eos: Ends = "auto",
+        eos_ids: Sequence[int] = (),
         step: int | None = None,
         on_sample: OnSample | None = None,
     ) -> Any:
         """Continue a text, or several together, on one device.
 
         Args:
-            prompt: Text to continue, or several of any lengths.
+            prompt: Text to continue, several of any lengths, or token ids [S].
             length: Largest number of tokens to generate.
             temperature: Divisor of the logits; 0 takes the most likely token.
             top_k: Number of most likely tokens to choose from; all when None.
@@ -232,6 +231,7 @@ class Run:
             stop: Strings that end a text, which is cut before them.
             eos: Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for
                 Hugging Face models, and for those imported without data of their own.
+            eos_ids: Further token ids that end a text.
             step: Step of the checkpoint; the newest when None.
             on_sample: Called with the sample of a single prompt as its text grows.
 
@@ -249,8 +249,12 @@ class Run:
             given = GenerationConfig(length=length, sampling=sampling, seed=seed, stop=tuple(stop))
             loaded = self._load(step, needs_data=False)
             assembly, source = loaded.assembly, loaded.assembly.source
-            prompts = encode_prompts(source, [prompt] if isinstance(prompt, str) else prompt)
-            given = dataclasses.replace(given, eos_ids=self._eos_ids(source, eos))
+            if isinstance(prompt, np.ndarray):
+                prompts = [prompt]
+            else:
+                prompts = encode_prompts(source, [prompt] if isinstance(prompt, str) else prompt)
+            ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
+            given = dataclasses.replace(given, eos_ids=ends)
             precision = assembly.execution.precision
             samples = continue_texts(
                 assembly.plan.model,
@@ -265,27 +269,12 @@ class Run:
                 on_sample=on_sample,
                 precision=describe_precision(assembly),
             )
-        return samples[0] if isinstance(prompt, str) else samples
+        return samples[0] if isinstance(prompt, str | np.ndarray) else samples
 
-    def _eos_ids(self, source: Source, eos: Ends) -> tuple[int, ...]:
-        """Return the ids that end a text.
-
-        Raises:
-            ValueError: eos="stop", and the data has no end-of-text token.
-        """
-        is_imported = is_huggingface(self.directory.path)
-        if eos == "ignore" or (
-            eos == "auto" and not (is_imported or not self.config.data.has_rows)
-        ):
-            return ()
-        if is_imported:
-            return eos_ids(read_fields(self.directory.path))
-        separator = separator_of(source)
-        if separator is None and eos == "stop":
-            raise ValueError(
-                "eos=stop: the data of this run has no token that ends a text: leave it out"
-            )
-        return () if separator is None else (separator,)
+    @property
+    def text_source(self) -> Source:
+        """Source whose tokens the model has; reads a checkpoint and no data."""
+        return self._load(None, needs_data=False).assembly.source
 
     def router_details(self, *, step: int | None = None) -> list[dict[str, Any]]:
         """Measure what the routers do with the held-out tokens: one row per MoE layer.
@@ -346,7 +335,7 @@ class Run:
 
     def _restore(self, step: int | None, needs_data: bool) -> _Loaded:
         if self._has_own_data and not is_huggingface(self.directory.path):
-            saved = self.directory.config_json()
+            saved = migrate(self.directory.config_json())
             if lines := differences(saved, to_json(self.config), FREE_FIELDS, FIXED_FIELDS):
                 raise ValueError(
                     f"run.directory={self.directory.path} belongs to a run with another config:\n  "

@@ -27,8 +27,30 @@ from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.packed import PackedSource, build_sources
 from jaxmoe.data.packing import CONCATENATED_WEIGHTS, Long
 from jaxmoe.data.reading.config import ReadingConfig
+from jaxmoe.data.tokenizer import TokenizerConfig
 
 TemplateName = Literal["chatml", "plain", "tokenizer"]
+
+
+def template_of(name: TemplateName, tokenizer: TokenizerConfig) -> ChatTemplate:
+    """Return a template.
+
+    Args:
+        name: Name of the template.
+        tokenizer: Tokenizer, beside which the template `tokenizer` is read.
+
+    Raises:
+        DataError: The tokenizer has no template, or it cannot be read.
+    """
+    if name != "tokenizer":
+        return ChatML() if name == "chatml" else Plain()
+    if (place := tokenizer.directory) is None:
+        raise DataError(
+            "template=tokenizer reads the chat_template beside a tokenizer.json, and these tokens"
+            " have none: choose chatml or plain"
+        )
+    return read_template(place)
+
 
 __all__ = [
     "ROLES",
@@ -37,10 +59,12 @@ __all__ = [
     "ConversationError",
     "Masked",
     "Message",
+    "TemplateName",
     "masked",
     "read_messages",
     "render",
     "stop_sequences",
+    "template_of",
 ]
 
 
@@ -103,9 +127,7 @@ class ChatConfig(ReadingConfig):
         Raises:
             DataError: The tokenizer has none, or it cannot be read.
         """
-        if (place := self.tokenizer.directory) is not None and self.template == "tokenizer":
-            return read_template(place)
-        return ChatML() if self.template == "chatml" else Plain()
+        return template_of(self.template, self.tokenizer)
 
     def build(self, seed: int = 0) -> PackedSource:
         """Read, render and plan the conversations, or read them from the cache.

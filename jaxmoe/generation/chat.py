@@ -1,0 +1,80 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Talks with a model: renders the conversation by its template, and generates the next answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.data.chat import ChatTemplate, Message, render, stop_sequences
+from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.generation.text import Sample
+
+Generate = Callable[..., Sample]
+"""`Run.generate` of token ids, with `eos_ids`, `stop` and `on_sample`."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Chat:
+    """A conversation, and the model that answers."""
+
+    template: ChatTemplate
+    """How turns are written."""
+    tokenizer: Tokenizer
+    """Tokenizer of the model."""
+    generate: Generate
+    """Function that continues token ids."""
+    messages: tuple[Message, ...] = ()
+    """Turns so far; those of the system come first."""
+
+    def answer(
+        self,
+        text: str,
+        on_text: Callable[[str], None] = lambda new: None,
+        *,
+        stop: Sequence[str] = (),
+        **sampling: Any,
+    ) -> str:
+        """Return the answer to a message, and add both to the conversation.
+
+        Args:
+            text: Message of the user.
+            on_text: Called with each new part of the answer; if it raises KeyboardInterrupt, or a
+                signal does, the answer ends with what has been generated.
+            stop: Strings that end an answer, beside the end of the template.
+            **sampling: Further arguments of `Run.generate`.
+
+        Raises:
+            ConversationError: The template cannot write the message; it is left out.
+        """
+        asked = (*self.messages, Message(role="user", content=text))
+        ids = render(asked, self.template, self.tokenizer, add_generation_prompt=True)
+        ends = stop_sequences(self.template, self.tokenizer)
+        end = self.template.end
+        spelled = (end.text,) if end is not None and end.kind == "control" and end.text else ()
+        shown = ""
+
+        def show(sample: Sample) -> None:
+            nonlocal shown
+            new = sample.text[len(shown) :]
+            shown = sample.text
+            if new:
+                on_text(new)
+
+        try:
+            sample = self.generate(
+                np.asarray(ids, np.int32),
+                eos_ids=tuple(one[0] for one in ends if len(one) == 1),
+                stop=(*stop, *spelled),
+                on_sample=show,
+                **sampling,
+            )
+            show(sample)
+        except KeyboardInterrupt:
+            pass  # the answer ends here, and the conversation goes on
+        self.messages = (*asked, Message(role="assistant", content=shown))
+        return shown

@@ -1,0 +1,85 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations in the terminal: history, ends, interrupts, and runs without a template."""
+
+import io
+
+import numpy as np
+import pytest
+
+from experiments import generate
+from experiments.cli.flags import ExitCode
+from jaxmoe.data.chat import Message, render
+from jaxmoe.data.chat.built_in import ChatML
+from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.generation.chat import Chat
+from jaxmoe.generation.text import Sample
+
+
+PROMPT = {"add_generation_prompt": True}
+
+
+class Model:
+    """Answers with the number of the call, in two parts; records what it was given."""
+
+    def __init__(self, interrupts=False):
+        self.seen, self.interrupts = [], interrupts
+
+    def __call__(self, ids, *, eos_ids, stop, on_sample, **sampling):
+        self.seen.append((ids.tolist(), eos_ids, stop, sampling))
+        text = f"answer {len(self.seen)}"
+        on_sample(Sample(prompt="", text=text[:3]))
+        if self.interrupts:
+            raise KeyboardInterrupt
+        return Sample(prompt="", text=text)
+
+
+def chat_with(model, **given):
+    return Chat(template=ChatML(), tokenizer=ByteTokenizer(), generate=model, **given)
+
+
+def test_an_answer_sees_the_conversation_before_it():
+    model, parts = Model(), []
+    chat = chat_with(model, messages=(Message(role="system", content="be brief"),))
+    assert chat.answer("one", parts.append, temperature=0.0) == "answer 1"
+    assert parts == ["ans", "wer 1"]
+    chat.answer("two", stop=("\n",))
+    turns = (
+        Message(role="system", content="be brief"),
+        Message(role="user", content="one"),
+        Message(role="assistant", content="answer 1"),
+        Message(role="user", content="two"),
+    )
+    wanted = render(turns, ChatML(), ByteTokenizer(), add_generation_prompt=True)
+    ids, _, stop, sampling = model.seen[1]
+    np.testing.assert_array_equal(ids, wanted)
+    assert stop == ("\n", "<|im_end|>") and sampling == {}
+    assert model.seen[0][3] == {"temperature": 0.0}
+
+
+def test_an_interrupted_answer_is_kept_and_the_conversation_goes_on():
+    model = Model(interrupts=True)
+    chat = chat_with(model)
+    assert chat.answer("one") == "ans"
+    model.interrupts = False
+    chat.answer("two")
+    assert [one.content for one in chat.messages] == ["one", "ans", "two", "answer 2"]
+
+
+def test_lines_are_answered_until_the_input_ends(finished, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n/reset\n<|im_end|>\nagain\n"))
+    model = Model()
+    monkeypatch.setattr(generate, "open_chat", lambda run, **_: chat_with(model))
+    assert generate.main(["--run.directory", str(finished), "--chat", "True"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    assert printed.err.count("spells '<|im_end|>'") == 1
+    assert printed.out == "answer 1\n\nanswer 2\n"
+    alone = render([Message(role="user", content="again")], ChatML(), ByteTokenizer(), **PROMPT)
+    np.testing.assert_array_equal(model.seen[1][0], alone)  # after the reset
+
+
+def test_a_run_without_a_template_is_refused(finished, capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--run.directory", str(finished), "--chat", "True"])
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION
+    assert "has tokens without text" in capsys.readouterr().err
