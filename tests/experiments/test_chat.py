@@ -15,7 +15,6 @@ from jaxmoe.data.tokenizer import ByteTokenizer
 from jaxmoe.generation.chat import Chat
 from jaxmoe.generation.text import Sample
 
-
 PROMPT = {"add_generation_prompt": True}
 
 
