@@ -138,8 +138,7 @@ class ModelConfig:
                 )
 
         self._check_sharing()
-        merging = [kind.mixer.merges_streams for kind in self.kinds]
-        if any(merging) and len({kind.mixer for kind in self.kinds}) > 1:
+        if any(mixer.merges_streams for mixer in self.mixers) and len(self.mixers) > 1:
             raise ValueError(
                 "model.layers: parallel streams pass through every layer, and the layers have other"
                 " mixers: set model.attention to the mixer with streams and leave those of"
@@ -148,7 +147,7 @@ class ModelConfig:
 
     def _check_sharing(self) -> None:
         """Refuse layers between which keys and values cannot be shared."""
-        sharing = list(dict.fromkeys(k.mixer for k in self.kinds if k.mixer.shares_keys))
+        sharing = [mixer for mixer in self.mixers if mixer.shares_keys]
         if len(sharing) > 1:
             raise ValueError(
                 f"model.layers has {len(sharing)} mixers {sharing[0].name} that differ, and keys of"
@@ -166,6 +165,12 @@ class ModelConfig:
     def context(self) -> LayerContext:
         """Numbers that layers read."""
         return _context(self)
+
+    @property
+    def mixers(self) -> tuple[Mixers, ...]:
+        """Distinct mixers, in the order of the layers."""
+        given = [layer.mixer or self.attention for layer in self.layers]
+        return tuple(dict.fromkeys(given or [self.attention]))
 
     @property
     def kinds(self) -> tuple[Layer, ...]:
@@ -207,7 +212,7 @@ class ModelConfig:
     @property
     def num_streams(self) -> int:
         """Number of streams that are computed for each sequence."""
-        return max(kind.mixer.num_streams for kind in self.kinds)
+        return max(mixer.num_streams for mixer in self.mixers)
 
     @property
     def num_moe_layers(self) -> int:

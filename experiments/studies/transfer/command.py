@@ -9,9 +9,8 @@
 
 An arm is a parameterisation with its optimizer. At every point of the axis each arm is trained at
 every rate with every seed, on the same data; a parabola in log rate gives the best one, a bootstrap
-its interval. A trial is a line of trials.jsonl: the same command continues after the last one, and
-further points, rates, seeds or arms are added to those that exist. Exit codes: 0 done, 1 the check
-failed for an arm that claims to pass, 2 bad configuration, 75 and 130 stopped by a signal.
+its interval. The same command continues after the last trial of trials.jsonl, with further rates,
+seeds or arms. Exit codes: 0 done, 1 the check failed, 2 bad flags, 75 and 130 stopped by a signal.
 """
 
 from __future__ import annotations

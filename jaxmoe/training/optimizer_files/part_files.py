@@ -133,7 +133,10 @@ class PartFiles:
         self.bytes_read = 0
         self.bytes_written = 0
         self.buffers = Buffers()
-        self._threads = [ThreadPoolExecutor(1, f"optimizer files {what}") for what in ("in", "out")]
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"optimizer files {what}")
+            for what in ("in", "out")
+        ]
         self._lock_file: Any = None
         try:
             self._reserve()

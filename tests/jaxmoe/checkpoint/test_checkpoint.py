@@ -137,6 +137,7 @@ def test_restore_without_target(tmp_path):
     assert wanted.pop("recent_norms") is None
     assert wanted.pop("layer_norms") is None
     assert wanted.pop("local") is None
+    assert wanted.pop("estimator") is None
     _assert_same(restored, wanted)
 
 
