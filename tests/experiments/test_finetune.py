@@ -54,6 +54,7 @@ def test_the_base_is_bitwise_that_of_its_run(finished, tuned):
         np.testing.assert_array_equal(held, value)
 
 
+@pytest.mark.slow
 def test_resumed_in_the_middle_it_ends_bitwise_alike(finished, tuned, tmp_path):
     stopped = tmp_path / "stopped"
     assert finetune.main(flags(finished, stopped, 4)) == ExitCode.DONE

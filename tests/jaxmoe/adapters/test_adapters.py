@@ -54,6 +54,12 @@ MODELS = {
 }
 
 
+def rows_of(table, in_short):
+    """Return names for `pytest.mark.parametrize`; those other than one are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name == in_short else slow) for name in table]
+
+
 def adapted(model, adapter):
     return dataclasses.replace(model, adapter=adapter)
 
@@ -88,7 +94,7 @@ def test_every_adapter_has_a_row():
     assert set(registry_of(Adapters)) == set(ADAPTERS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rows_of(MODELS, "attention, dense, shared, experts"))
 def test_factors_equal_their_sum_with_the_weights(name):
     roles = ("head", "router", "embedding") if name == "head, router" else MATRICES
     adapter = dataclasses.replace(EVERYWHERE, targets=TargetsConfig(roles=roles))
@@ -160,7 +166,7 @@ def test_targets_that_are_not_there_are_refused(adapter, message):
         parameter_table(adapted(FULL, adapter))
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", rows_of(ADAPTERS, "lora"))
 def test_frozen_parameters_stay_bitwise(name):
     model = adapted(FULL, ADAPTERS[name])
     table = parameter_table(model)
@@ -217,6 +223,7 @@ def test_frozen_products_count_two_thirds_of_the_flops():
     assert less - mixing == pytest.approx((whole - mixing) * 4 / 6 + factors)
 
 
+@pytest.mark.slow
 def test_factors_on_weights_in_four_bits():
     model = adapted(FULL, EVERYWHERE)
     params, table = drawn(model), parameter_table(model)

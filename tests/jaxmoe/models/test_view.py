@@ -59,7 +59,8 @@ def _paired(model, scales, shifts):
     return {name: of(name) for name in scales}
 
 
-@pytest.mark.parametrize("name", ["full", pytest.param("cycle", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "cycle"])
 def test_view_inside_the_scan_equals_rewriting_outside(name):
     model = {"full": FULL, "cycle": CYCLE}[name]
     params, tokens = params_of(model), tokens_for(model)[0]

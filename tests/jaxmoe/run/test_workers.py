@@ -67,6 +67,7 @@ def _check_equal_bitwise(run, whole, step=STEPS):
     assert logged_losses(run.directory.path) == logged_losses(whole.directory.path)
 
 
+@pytest.mark.slow
 def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
     """Two workers on the same devices, with exchanges after steps 3 and 6."""
     given = _config(DiLoCoConfig(every=3, workers=2))
