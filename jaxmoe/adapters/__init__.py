@@ -17,6 +17,7 @@ jaxmoe/adapters/__init__.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_ada
 from jaxmoe.adapters.base import Adapter as Adapter
 from jaxmoe.adapters.base import TargetsConfig as TargetsConfig
 from jaxmoe.adapters.fold import folded as folded
+from jaxmoe.adapters.fold import is_factor as is_factor
 from jaxmoe.adapters.fold import plain as plain
 from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig

@@ -15,6 +15,7 @@ from typing import Any
 
 from flax import traverse_util
 
+from jaxmoe.adapters import is_factor
 from jaxmoe.checkpoint.base_model import BaseModel, fingerprint_of
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.checkpoint.restore import restore_part
@@ -43,7 +44,7 @@ def base_of(assembly: Assembly) -> BaseModel | None:
             " it with --checkpoint.initial, a run directory or one of a Hugging Face model"
         )
     left_out = frozenset(
-        row.path for row in plan.table if row.is_frozen and not row.path.endswith(":scale")
+        row.path for row in plan.table if row.is_frozen and not is_factor(row.path)
     )
     if is_huggingface(config.initial):
         read = functools.partial(_read_huggingface, assembly, config.initial)
