@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,7 +66,8 @@ class Chat:
             if new:
                 on_text(new)
 
-        try:
+        # An interrupt ends the answer, and the conversation goes on.
+        with contextlib.suppress(KeyboardInterrupt):
             sample = self.generate(
                 np.asarray(ids, np.int32),
                 eos_ids=tuple(one[0] for one in ends if len(one) == 1),
@@ -74,7 +76,5 @@ class Chat:
                 **sampling,
             )
             show(sample)
-        except KeyboardInterrupt:
-            pass  # the answer ends here, and the conversation goes on
         self.messages = (*asked, Message(role="assistant", content=shown))
         return shown
