@@ -315,3 +315,18 @@ class WholeRowsConfig(ExecutionConfig):
     def axis_rules(self) -> LogicalAxisRules:
         """Rules from logical axes of parameters and activations to mesh axes."""
         return self.state_layout.parameters.replace(act_seq=(), act_seq_inner=())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServedConfig(WholeRowsConfig):
+    """The execution of serving: all tokens of a step on every device.
+
+    The batch of a step is one row, so that no mesh axis can cut it: heads and hidden units are cut
+    over `tensor`, experts over `expert`.
+    """
+
+    @property
+    def axis_rules(self) -> LogicalAxisRules:
+        """Rules from logical axes of parameters and activations to mesh axes."""
+        whole: dict[str, Any] = dict.fromkeys(("act_batch", "act_seq", "act_seq_inner"), ())
+        return self.state_layout.parameters.replace(**whole)

@@ -102,6 +102,7 @@ class AttentionMixer:
     is_recurrent: ClassVar[bool] = False
     shares_keys: ClassVar[bool] = False
     merges_streams: ClassVar[bool] = False
+    has_pages: ClassVar[bool] = False
     num_streams: int = 1
     window: int | None = None
 
@@ -147,6 +148,7 @@ class RecurrentMixer:
     is_recurrent: ClassVar[bool] = True
     shares_keys: ClassVar[bool] = False
     merges_streams: ClassVar[bool] = False
+    has_pages: ClassVar[bool] = False
     num_streams: ClassVar[int] = 1
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False

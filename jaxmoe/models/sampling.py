@@ -70,12 +70,15 @@ class SamplingConfig:
 
 
 class Limits(NamedTuple):
-    """Numbers of a `SamplingConfig`, as arrays: another value needs no other program."""
+    """Numbers of a `SamplingConfig`, as arrays: another value needs no other program.
 
-    temperature: Float[Array, ""] | np.float32
-    top_k: Int[Array, ""] | np.int32
-    top_p: Float[Array, ""] | np.float32
-    min_p: Float[Array, ""] | np.float32
+    For rows that are sampled apart each is an array over the rows.
+    """
+
+    temperature: Float[Array, "*B"] | np.float32
+    top_k: Int[Array, "*B"] | np.int32
+    top_p: Float[Array, "*B"] | np.float32
+    min_p: Float[Array, "*B"] | np.float32
 
 
 def filter_logits(logits: Float[Array, "B V"], limits: Limits) -> Float[Array, "B V"]:
@@ -121,3 +124,28 @@ def choose(
     if has_filters:
         logits = filter_logits(logits, limits)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+
+
+def choose_each(
+    logits: Float[Array, "B V"], keys: Key[Array, " B"], limits: Limits
+) -> Int[Array, " B"]:
+    """Return the next token of each row, with a key, a temperature and filters of its own.
+
+    A row's token equals that of `choose` for the row alone.
+
+    Args:
+        logits: Logits of the next token.
+        keys: PRNG key of each row.
+        limits: Temperatures and filters [B]; temperature 0 takes the most likely token.
+    """
+    is_greedy = limits.temperature == 0.0
+    scaled = logits / jnp.where(is_greedy, 1.0, limits.temperature)[:, None]
+    filters = (limits.top_k < logits.shape[-1]) | (limits.top_p < 1.0) | (limits.min_p > 0.0)
+
+    def filtered(scaled: Array) -> Array:
+        return jax.vmap(lambda row, own: filter_logits(row[None], own)[0])(scaled, limits)
+
+    needs_filters = jnp.any(filters & ~is_greedy)
+    scaled = jax.lax.cond(needs_filters, filtered, lambda scaled: scaled, scaled)
+    drawn = jax.vmap(lambda key, row: jax.random.categorical(key, row))(keys, scaled)
+    return jnp.where(is_greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)

@@ -65,6 +65,8 @@ class Traits:
 
     is_causal: bool = True
     """In evaluation a token's experts and gates depend on no later token."""
+    is_pointwise: bool = True
+    """In evaluation they depend on no other token, nor on the token's place in the batch."""
     sees_others: bool = False
     """In training they depend on other tokens of a scope, later ones included."""
     has_own_gates: bool = False

@@ -22,13 +22,15 @@ from sharding.sequence_parallel.cache_formats import bytes_per_token as bytes_pe
 from sharding.sequence_parallel.cache_formats import empty_slots as empty_slots
 from sharding.sequence_parallel.cached import CACHE_AXES as CACHE_AXES
 from sharding.sequence_parallel.cached import KVCache as KVCache
-from sharding.sequence_parallel.cached import attend_cached as attend_cached
 from sharding.sequence_parallel.cached_latent import LATENT_CACHE_AXES as LATENT_CACHE_AXES
 from sharding.sequence_parallel.cached_latent import attend_latent as attend_latent
 from sharding.sequence_parallel.form import Choice as Choice
 from sharding.sequence_parallel.form import SequenceForm as SequenceForm
 from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules
 from sharding.sequence_parallel.none import NoSequenceParallelConfig as NoSequenceParallelConfig
+from sharding.sequence_parallel.paged import PagedCache as PagedCache
+from sharding.sequence_parallel.paged import PageTables as PageTables
+from sharding.sequence_parallel.paged import empty_pages as empty_pages
 from sharding.sequence_parallel.ring import RingConfig as RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
 from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig

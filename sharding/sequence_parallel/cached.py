@@ -45,64 +45,64 @@ class KVCache(NamedTuple):
     k: Float[Array, "L B U M H"] | QuantizedArray
     v: Float[Array, "L B U M H"] | QuantizedArray
 
+    def attend(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B S M H"],
+        v: Float[Array, "B S M H"],
+        layer: Int[Array, ""],
+        *,
+        placement: Placement,
+        positions: Int[Array, "B S"],
+        rules: AttentionRules,
+    ) -> tuple[Float[Array, "B S N H"], Seen, KVCache]:
+        """Write new keys and values and attend to all entries of a layer.
+
+        Args:
+            q: Queries of the new tokens.
+            k: Keys of the new tokens.
+            v: Values of the new tokens.
+            layer: Layer of the cache that is written and read.
+            placement: Layout rules.
+            positions: Positions of the new tokens; a token's slot is its position.
+            rules: Mask and kernel.
+
+        Returns:
+            The output, the watched logits (see `attend`), and the cache with the new tokens.
+        """
+        heads, kv_heads = (
+            (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
+        )
+        axes = placement.mesh_axes(ax.ACT_CACHE)
+        # Scales have as many dimensions as values.
+        slots: Any = jax.tree.map(lambda _: CACHE_AXES, self)
+
+        def run(q, k, v, cache, layer, positions, *, batch_axes):
+            del batch_axes
+            held = held_positions(cache.k.shape[2], axes)
+
+            def write(entries: Any, new: Array) -> Any:
+                def put(held_entries: Array, new: Array) -> Array:
+                    return write_slots(held_entries, new, layer, positions - held[0])
+
+                return jax.tree.map(put, entries, into_cache(new, entries))
+
+            cache = KVCache(write(cache.k, k), write(cache.v, v))
+            keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in cache)
+            given = HeldTokens(positions, None), HeldTokens(held, None)
+            out, found = attend_and_merge(q, keys, values, *given, rules, axes)
+            return out, found, cache
+
+        island = placement.island(
+            run,
+            in_axes=(heads, kv_heads, kv_heads, slots, (), (ax.ACT_BATCH, None)),
+            out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
+        )
+        return island(q, k, v, self, layer, positions)
+
 
 CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)
 """Logical axes of the keys and values."""
-
-
-def attend_cached(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M H"],
-    cache: KVCache,
-    layer: Int[Array, ""],
-    *,
-    placement: Placement,
-    positions: Int[Array, "B S"],
-    rules: AttentionRules,
-) -> tuple[Float[Array, "B S N H"], Seen, KVCache]:
-    """Write new keys and values into the cache and attend to all of it.
-
-    Args:
-        q: Queries of the new tokens.
-        k: Keys of the new tokens.
-        v: Values of the new tokens.
-        cache: Cache with slots for all tokens to come.
-        layer: Layer of the cache that is written and read.
-        placement: Layout rules.
-        positions: Positions of the new tokens; a token's slot is its position.
-        rules: Mask and kernel.
-
-    Returns:
-        The output, the watched logits (see `attend`), and the cache with the new tokens.
-    """
-    heads, kv_heads = ((ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS))
-    axes = placement.mesh_axes(ax.ACT_CACHE)
-    # Scales have as many dimensions as values.
-    slots: Any = jax.tree.map(lambda _: CACHE_AXES, cache)
-
-    def run(q, k, v, cache, layer, positions, *, batch_axes):
-        del batch_axes
-        held = held_positions(cache.k.shape[2], axes)
-
-        def write(entries: Any, new: Array) -> Any:
-            def put(held_entries: Array, new: Array) -> Array:
-                return write_slots(held_entries, new, layer, positions - held[0])
-
-            return jax.tree.map(put, entries, into_cache(new, entries))
-
-        cache = KVCache(write(cache.k, k), write(cache.v, v))
-        keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in cache)
-        given = HeldTokens(positions, None), HeldTokens(held, None)
-        out, found = attend_and_merge(q, keys, values, *given, rules, axes)
-        return out, found, cache
-
-    island = placement.island(
-        run,
-        in_axes=(heads, kv_heads, kv_heads, slots, (), (ax.ACT_BATCH, None)),
-        out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
-    )
-    return island(q, k, v, cache, layer, positions)
 
 
 def held_positions(slots: int, axes: tuple[str, ...]) -> Int[Array, " u"]:

@@ -46,6 +46,7 @@ class ParallelStreamsConfig(AttentionConfig):
 
     name: ClassVar[str] = "parallel_streams"
     merges_streams: ClassVar[bool] = True
+    has_pages: ClassVar[bool] = False
 
     num_streams: int = 2
     """Streams of a sequence (P)."""

@@ -44,6 +44,7 @@ class SharedKeysConfig(AttentionConfig):
 
     name: ClassVar[str] = "shared_keys"
     shares_keys: ClassVar[bool] = True
+    has_pages: ClassVar[bool] = False
 
     leader_every: int = 2
     """Layers from one that computes keys and values to the next, outside of training."""

@@ -40,8 +40,8 @@ from sharding.sequence_parallel import (
     KVCache,
     as_cached,
     attend,
-    attend_cached,
     bytes_per_token,
+    empty_pages,
     empty_slots,
 )
 
@@ -54,6 +54,7 @@ class AttentionConfig(AttentionMixer):
     name: ClassVar[str] = "grouped_query"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     can_quantize: ClassVar[bool] = True
+    has_pages: ClassVar[bool] = True
 
     num_heads: int = 4
     """Query heads (N)."""
@@ -142,6 +143,29 @@ class AttentionConfig(AttentionMixer):
             return jax.tree.map(lambda part: placement.place(part, CACHE_AXES), slots)
 
         return KVCache(k=empty(), v=empty())
+
+    def initial_pages(
+        self, execution: ExecutionConfig, *, layers: int, pages: int, size: int
+    ) -> Float[Array, "L P G M 2 H"]:
+        """Return an empty pool of pages, cut as the mesh is.
+
+        Args:
+            execution: Precision and placement of the pool.
+            layers: Layers that it is stacked over.
+            pages: Number of pages.
+            size: Positions of a page.
+
+        Raises:
+            ValueError: A cache in few bits, which pages do not have.
+        """
+        precision = execution.precision
+        if precision.cache != "compute":
+            raise ValueError(
+                f"execution.precision.cache={precision.cache} is not implemented for pages: set it"
+                " to compute"
+            )
+        shape = (layers, pages, size, self.num_kv_heads, 2, self.head_dim)
+        return empty_pages(shape, precision.compute_dtype, execution.placement)
 
     def build(
         self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
@@ -273,7 +297,7 @@ class Attention(nn.Module):
                 " change with every later token, and a cache of them would be wrong"
             )
         given = {"placement": placement, "positions": positions, "rules": rules}
-        return attend_cached(q, k, v, cache.entries, cache.layer, **given)
+        return cache.entries.attend(q, k, v, cache.layer, **given)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Weight:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)

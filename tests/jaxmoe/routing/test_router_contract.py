@@ -187,6 +187,34 @@ def test_evaluation_is_causal_unless_declared_otherwise(case):
 
 
 @every_router
+def test_a_pointwise_router_ignores_other_tokens_and_the_place(case):
+    """Other tokens flipped, and the token elsewhere in the batch: its row stays bitwise the same.
+
+    Where the trait is False one of both changes it, so that no router is refused without need.
+    """
+    x, kept, ids = drawn(7), np.arange(0, TOKENS, 3), np.arange(TOKENS)
+    others = np.setdiff1d(ids, kept)
+    flipped = x.at[others].set(5.0 * x[others][:, ::-1] + 1.0)
+    inputs = given(x)
+    moved = {**inputs.context, "index": (inputs.context["index"] * 5 + 3) % 64}
+
+    def chosen(inputs):
+        run = jax.jit(functools.partial(build(case).route, train=False, key=None))
+        output = run(*initial(case), inputs)
+        selection = output.selection
+        dense = jnp.zeros((TOKENS, EXPERTS + 1)).at[selection.token_ids, selection.expert_ids]
+        return np.asarray(dense.max(jnp.exp(selection.scores)))[kept, :EXPERTS], output.slots
+
+    found = [
+        chosen(dataclasses.replace(inputs, x=rows, context=context))
+        for rows, context in ((x, inputs.context), (flipped, inputs.context), (flipped, moved))
+    ]
+    is_equal = all(np.array_equal(rows, found[0][0]) for rows, _ in found)
+    is_equal &= found[0][1] is None
+    assert is_equal == case.config.traits.is_pointwise
+
+
+@every_router
 def test_missing_key_is_refused_if_the_router_draws_random_numbers(case):
     def shapes(params, state, inputs):
         route = functools.partial(build(case).route, train=True, key=None)

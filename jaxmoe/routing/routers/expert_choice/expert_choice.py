@@ -69,7 +69,12 @@ CapacitySchedule = Literal[
 ]
 
 EXPERT_TRAITS = Traits(
-    is_causal=False, sees_others=True, has_own_gates=True, has_own_load=True, is_token_major=False
+    is_causal=False,
+    is_pointwise=False,
+    sees_others=True,
+    has_own_gates=True,
+    has_own_load=True,
+    is_token_major=False,
 )
 """Traits of routers in which experts take tokens."""
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxmoe.routing.base import Key, RouterInputs
+from jaxmoe.routing.base import Key, RouterInputs, Traits
 from jaxmoe.routing.routers.noise import token_index
 from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
 
@@ -27,6 +27,11 @@ class ForcedBalanceConfig(UnlearnedBase):
     """K experts in turn: an exactly even load, for benchmarks."""
 
     name: ClassVar[str] = "forced_balance"
+
+    @property
+    def traits(self) -> Traits:
+        """Experts by the token's place in the batch."""
+        return Traits(is_pointwise=False, is_learned=False)
 
     def choose(
         self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key
