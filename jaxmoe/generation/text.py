@@ -209,10 +209,10 @@ class _Text:
         if not self._given.stop and self._on_sample is None:
             return
         text = self._decoded()
-        cut = _first(text, self._given.stop)
+        cut = first_stop(text, self._given.stop)
         self.is_done = self.is_done or cut < len(text)
         if self._on_sample is not None and not self.is_done:
-            text = text[: _certain(text, self._given.stop)]
+            text = text[: certain_length(text, self._given.stop)]
             if len(text) > len(self._sample.text):
                 self._sample = dataclasses.replace(self._sample, text=text)
                 self._on_sample(self._sample)
@@ -220,21 +220,31 @@ class _Text:
     def finished(self) -> Sample:
         """Return the sample, cut before a stop string."""
         text = self._decoded()
-        text = text[: _first(text, self._given.stop)]
+        text = text[: first_stop(text, self._given.stop)]
         return dataclasses.replace(self._sample, text=text, token_ids=tuple(self._tokens))
 
     def _decoded(self) -> str:
         return self._codec.decode(np.asarray(self._tokens, np.int32))
 
 
-def _first(text: str, stop: Sequence[str]) -> int:
-    """Return the index of the first stop string in a text; its length without any."""
+def first_stop(text: str, stop: Sequence[str]) -> int:
+    """Return the index of the first stop string in a text; its length without any.
+
+    Args:
+        text: Generated text.
+        stop: Strings that end it.
+    """
     found = (text.find(end) for end in stop)
     return min((index for index in found if index >= 0), default=len(text))
 
 
-def _certain(text: str, stop: Sequence[str]) -> int:
-    """Return the length of a text that further tokens do not change."""
+def certain_length(text: str, stop: Sequence[str]) -> int:
+    """Return the length of a text that further tokens do not change.
+
+    Args:
+        text: Generated text so far.
+        stop: Strings that end it; a beginning of one may become one.
+    """
     whole = len(text.rstrip(_BROKEN))
     for end in stop:
         for size in range(min(len(end) - 1, len(text)), 0, -1):

@@ -1,0 +1,129 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Answers as clients receive them: tokens with their text, the end, and text that is certain.
+
+Text is passed on as soon as no further token can change it: a part of a character, and what may be
+the beginning of a stop string, are held back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.generation.text import Codec, certain_length, first_stop
+from jaxmoe.serve.requests import EndReason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """Event: a token of an answer."""
+
+    index: int
+    """Number of the token within the answer, from 0."""
+    token: int
+    """Its id."""
+    text: str = ""
+    """New text that is certain, of this token and earlier ones; empty without a codec."""
+    logprob: float | None = None
+    """Log-probability of the token."""
+    alternatives: tuple[tuple[int, float], ...] = ()
+    """Most likely ids and their log-probabilities, as many as were asked for."""
+    experts: Any = None
+    """Experts [tokens L K] of the tokens that the step computed for this request, if asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """Event: the end of an answer, the last event of its stream."""
+
+    reason: EndReason
+    """Why: a stop id or string, the limit of tokens, the client, a refusal, or a failed step."""
+    message: str = ""
+    """Explanation of `refused` and `error`."""
+    text: str = ""
+    """Text that was held back until now."""
+    num_prompt: int = 0
+    """Tokens of the prompt."""
+    num_cached: int = 0
+    """Tokens of the prompt whose keys and values were in the pool."""
+    num_generated: int = 0
+    """Tokens of the answer."""
+    ttft: float | None = None
+    """Seconds from the submission to the first token."""
+    tpot: float | None = None
+    """Mean seconds of each further token."""
+
+
+Answer = Generated | Ended
+"""Event of a stream."""
+
+
+class TextStream:
+    """Turns the tokens of one answer into text, in parts that only grow.
+
+    Only the tokens since the last certain character are decoded again with each token.
+    """
+
+    def __init__(self, codec: Codec | None, stop: Sequence[str] = ()):
+        """Begin an answer.
+
+        Args:
+            codec: Decoder of tokens; None gives no text.
+            stop: Strings that end the text, which is cut before them.
+        """
+        self._codec, self._stop = codec, tuple(stop)
+        self._tokens: list[int] = []
+        self._text, self._shown = "", 0
+        self._before = self._read = 0
+        self.is_stopped = False
+        """Whether a stop string was found."""
+
+    def add(self, token: int) -> str:
+        """Take a token and return the new text that is certain.
+
+        Args:
+            token: Its id.
+        """
+        if self._codec is None or self.is_stopped:
+            return ""
+        self._tokens.append(token)
+        self._text += self._decoded_further()
+        cut = first_stop(self._text, self._stop)
+        self.is_stopped = cut < len(self._text)
+        end = cut if self.is_stopped else certain_length(self._text, self._stop)
+        return self._show(end)
+
+    def finish(self) -> str:
+        """Return the text that was held back, cut before a stop string."""
+        if self._codec is None or self.is_stopped:
+            return ""
+        self._text += self._decoded_further(is_last=True)
+        cut = first_stop(self._text, self._stop)
+        self.is_stopped = cut < len(self._text)
+        return self._show(cut)
+
+    def _show(self, end: int) -> str:
+        new = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return new
+
+    def _decoded_further(self, *, is_last: bool = False) -> str:
+        """Return the text of the tokens that were not read yet; none within a character.
+
+        It is the difference of two decodings that begin at the same token, as decoders treat the
+        first token apart.
+        """
+        before = self._decode(self._before, self._read)
+        text = self._decode(self._before, len(self._tokens))
+        if not is_last and (text.endswith("\ufffd") or len(text) <= len(before)):
+            return ""
+        self._before, self._read = self._read, len(self._tokens)
+        return text[len(before) :]
+
+    def _decode(self, first: int, end: int) -> str:
+        assert self._codec is not None  # asked by the callers
+        return self._codec.decode(np.asarray(self._tokens[first:end], np.int32))

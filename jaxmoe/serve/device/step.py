@@ -1,0 +1,152 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes one step of serving: single tokens and pieces of prompts in one row.
+
+    row         R tokens of R sequences, then P pieces of C tokens          T = R + P C
+    layers      [1, T]: weights, those of experts above all, are read once for all of it
+    attention   [R, 1] and [P, C] over pages (sharding/sequence_parallel/paged.py)
+    head        the last token of each of the R + P sequences
+    sampling    key fold_in(key(seed), i) for the i-th token of a request
+
+The i-th key equals that of `jaxmoe.models.decode.generate` for a prompt alone, so that a request's
+tokens do not depend on what else is served. There is one program for each shape of a step.
+
+Source: dynamic split-fuse, DeepSpeed-FastGen (arXiv 2401.08671, section 3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ServedConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.embedding import head_weight, output_logits
+from jaxmoe.models.sampling import Limits, choose_each
+from jaxmoe.models.transformer import forward
+from jaxmoe.routing.telemetry.recording import RECORDED, recorded
+from sharding.sequence_parallel import PagedCache, PageTables
+
+Pools = dict[str, Float[Array, "L P G M 2 H"]]
+"""Pages by path of the stack of layers; a page has the same number in all of them."""
+
+
+class StepInputs(NamedTuple):
+    """Tokens of a step and what is known of their sequences; N = R + P."""
+
+    tokens: Int[Any, " T"]
+    """Ids of the new tokens; anything for padding."""
+    positions: Int[Any, " T"]
+    """Position of each in its sequence; -1 for padding, which is neither routed nor written."""
+    tables: PageTables
+    last: Int[Any, " N"]
+    """Place in the row of the last token of each sequence."""
+    seeds: Int[Any, " N"]
+    """Seed of each request."""
+    counts: Int[Any, " N"]
+    """Number of tokens that the request has been given before."""
+    limits: Limits
+    """Temperatures and filters [N]."""
+    wants_top: Any
+    """Whether a request wants the most likely tokens; they are 0 otherwise."""
+
+
+class StepOutputs(NamedTuple):
+    """What a step has computed for each of N = R + P sequences."""
+
+    tokens: Int[Any, " N"]
+    """Next token; meaningless where the last token of the sequence was not among those given."""
+    logprobs: Float[Any, " N"]
+    """Log-probability of it under the model, before temperature and filters."""
+    top_ids: Int[Any, "N n"]
+    """Most likely tokens, the first first."""
+    top_logprobs: Float[Any, "N n"]
+    """Their log-probabilities."""
+    experts: Int[Any, "L T K"] | None
+    """Experts of each token in each MoE layer, as counted by the router; None unless recorded."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepOptions:
+    """What a step returns beside tokens."""
+
+    num_top: int = 0
+    """Most likely tokens that are returned with their log-probabilities."""
+    has_experts: bool = False
+    """Whether the chosen experts of every token are returned."""
+
+
+def make_step(
+    model: ModelConfig, execution: ServedConfig, options: StepOptions
+) -> Callable[[Any, Any, Pools, StepInputs], tuple[StepOutputs, Pools]]:
+    """Return the jitted step `(params, router_state, pools, inputs) -> (outputs, pools)`.
+
+    The pools are donated and written in place.
+
+    Args:
+        model: Config of the model.
+        execution: How it is computed.
+        options: What is returned beside tokens.
+    """
+
+    def step(
+        params: Any, router_state: Any, pools: Pools, inputs: StepInputs
+    ) -> tuple[StepOutputs, Pools]:
+        watched = model
+        if options.has_experts:
+            watched = dataclasses.replace(model, moe=recorded(model.moe, len(inputs.tokens)))
+        output = forward(
+            watched,
+            execution,
+            params,
+            inputs.tokens[None],
+            positions=inputs.positions[None],
+            token_mask=inputs.positions[None] >= 0,
+            router_state=router_state,
+            cache={path: PagedCache(kv, inputs.tables) for path, kv in pools.items()},
+            has_logits=False,
+        )
+        # Whole on every device, so that all of them draw the same tokens as one device.
+        hidden = execution.placement.place(output.hidden, (None, None, None))
+        rows = hidden[:, inputs.last]
+        logits = output_logits(rows, head_weight(params, model), model, execution)
+        logits = execution.placement.place(logits, (None, None, None))[0]
+        outputs = _chosen(logits, inputs, options)
+        if options.has_experts:
+            assert output.statistics is not None  # `recorded` has refused a model without MoE
+            outputs = outputs._replace(experts=output.statistics.extra[RECORDED] - 1)
+        assert output.cache is not None  # given
+        return outputs, {path: cache.kv for path, cache in output.cache.items()}
+
+    return jax.jit(step, donate_argnums=2)
+
+
+def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutputs:
+    """Return the next tokens with their log-probabilities."""
+
+    def key_of(seed: Array, count: Array) -> Array:
+        return jax.random.fold_in(jax.random.key(seed), count)
+
+    keys = jax.vmap(key_of)(inputs.seeds, inputs.counts)
+    tokens = choose_each(logits, keys, inputs.limits)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    number = min(options.num_top, logits.shape[-1])
+    none = (
+        jnp.zeros((len(tokens), number), jnp.float32),
+        jnp.zeros((len(tokens), number), jnp.int32),
+    )
+    top = none
+    if number:
+        top = jax.lax.cond(
+            inputs.wants_top,
+            lambda logprobs: tuple(jax.lax.top_k(logprobs, number)),
+            lambda logprobs: none,
+            logprobs,
+        )
+    return StepOutputs(tokens, own, top[1], top[0], None)

@@ -1,0 +1,126 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of an engine: queue, pages, hits, tokens per second, and times of answers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+from jaxmoe.serve.answers import Ended
+from jaxmoe.serve.instance import Instance
+from jaxmoe.serve.requests import EndReason
+
+_SECONDS = 10.0
+"""Time over which rates are taken."""
+_ANSWERS = 1000
+"""Answers of which the times are kept."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMetrics:
+    """State of an engine at one time; counters count from its start."""
+
+    num_waiting: int = 0
+    """Requests in the queue."""
+    num_running: int = 0
+    """Requests with pages."""
+    num_submitted: int = 0
+    """Requests so far."""
+    num_ended: dict[EndReason, int] = dataclasses.field(default_factory=dict)
+    """Ended requests by reason."""
+    num_preempted: int = 0
+    """Times that a request gave its pages back for another."""
+    num_steps: int = 0
+    """Steps that devices computed."""
+    pages_total: int = 0
+    """Pages of the pool."""
+    pages_used: int = 0
+    """Pages that requests hold."""
+    pages_cached: int = 0
+    """Pages without a request whose content may be used again."""
+    tokens_computed: int = 0
+    """Tokens of prompts and answers that devices computed."""
+    tokens_cached: int = 0
+    """Tokens of prompts that were found in the pool."""
+    tokens_generated: int = 0
+    """Tokens of answers."""
+    tokens_per_second: float = 0.0
+    """Tokens of answers per second, over the last 10 seconds."""
+    ttft: tuple[float, ...] = ()
+    """Seconds to the first token of the last answers."""
+    tpot: tuple[float, ...] = ()
+    """Mean seconds per further token of the last answers."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens that were found in the pool."""
+        total = self.tokens_cached + self.tokens_computed
+        return self.tokens_cached / total if total else 0.0
+
+    @property
+    def page_use(self) -> float:
+        """Share of the pages that requests hold."""
+        return self.pages_used / self.pages_total if self.pages_total else 0.0
+
+
+class Meter:
+    """Counts what an engine does; used by its thread alone."""
+
+    def __init__(self) -> None:
+        self._num_steps = self._num_generated = 0
+        self._ttft: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
+        self._tpot: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
+        self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        self._begun = math.inf
+
+    def step(self, num_generated: int, now: float) -> None:
+        """Count a step.
+
+        Args:
+            num_generated: Tokens that it added to answers.
+            now: Seconds.
+        """
+        self._begun = min(self._begun, now)
+        self._num_steps += 1
+        self._num_generated += num_generated
+        self._recent.append((now, num_generated))
+
+    def end(self, ended: Ended) -> None:
+        """Count the times of an answer that is whole."""
+        if ended.reason not in ("stop", "length"):
+            return
+        if ended.ttft is not None:
+            self._ttft.append(ended.ttft)
+        if ended.tpot is not None:
+            self._tpot.append(ended.tpot)
+
+    def metrics(self, instance: Instance, now: float) -> EngineMetrics:
+        """Return the numbers as they are.
+
+        Args:
+            instance: Instance of the engine.
+            now: Seconds.
+        """
+        while self._recent and self._recent[0][0] < now - _SECONDS:
+            self._recent.popleft()
+        queues, pool = instance.queues, instance.pool
+        seconds = min(max(now - self._begun, 1e-3), _SECONDS)
+        return EngineMetrics(
+            num_waiting=len(queues.waiting) + len(queues.swapped),
+            num_running=len(queues.running),
+            num_submitted=queues.submitted,
+            num_ended=dict(queues.ended),
+            num_preempted=instance.num_preempted,
+            num_steps=self._num_steps,
+            pages_total=pool.size,
+            pages_used=pool.size - pool.num_free,
+            pages_cached=pool.num_cached,
+            tokens_computed=instance.num_computed,
+            tokens_cached=instance.num_cached,
+            tokens_generated=self._num_generated,
+            tokens_per_second=sum(count for _, count in self._recent) / seconds,
+            ttft=tuple(self._ttft),
+            tpot=tuple(self._tpot),
+        )
