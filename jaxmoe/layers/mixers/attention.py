@@ -38,6 +38,7 @@ from sharding.sequence_parallel import (
     CACHE_AXES,
     AttentionRules,
     KVCache,
+    PagedCache,
     as_cached,
     attend,
     bytes_per_token,
@@ -259,7 +260,7 @@ class Attention(nn.Module):
         v: Array,
         tokens: TokenInputs,
         cache: LayerCache | None,
-    ) -> tuple[Array, dict[str, Array], KVCache | None]:
+    ) -> tuple[Array, dict[str, Array], KVCache | PagedCache | None]:
         """Compute the softmax, over the tokens themselves or over a cache."""
         config, placement = self.config, self.execution.placement
         positions, segment_ids = tokens.positions, tokens.segment_ids
