@@ -132,6 +132,7 @@ REGISTRIES = {
         *("hash", "uniform_random", "forced_balance", "progressive_topk", "moe_plus_plus"),
         *("expert_choice", "soft_moe"),
     },
+    "jaxmoe.serve.policies.batching:BATCHING": {"split_fuse", "prefill_first"},
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
     "jaxmoe.replicas:REPLICAS": {

@@ -1,0 +1,189 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pool of the pages that hold keys and values: reference counts, prefix sharing, eviction.
+
+A page holds G tokens. A full page has a name, `blake2b(name of the page before, tokens)`; the name
+before the first page is made of adapter and salt, so that neither adapters nor tenants share. A
+named page that no sequence holds stays until it is taken: pages without a name are taken first,
+then named ones, the least recently used first. A sequence gives its pages back last first, so
+that the end of a chain is evicted before its beginning.
+
+Invariants, which `check` asserts:
+
+- a page is either free or referenced, and the references are those of the tables of pages;
+- names and named pages are in bijection.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def root_name(adapter: str = "", salt: str = "") -> bytes:
+    """Return the name before the first page.
+
+    Args:
+        adapter: Adapter that computes the pages.
+        salt: Tenant.
+    """
+    text = f"{len(adapter)}:{adapter}{salt}".encode()
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def page_name(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the name of a full page.
+
+    Args:
+        parent: Name of the page before it, or `root_name`.
+        tokens: The G tokens of the page.
+    """
+    content = array.array("q", tokens).tobytes()
+    return hashlib.blake2b(parent + content, digest_size=16).digest()
+
+
+def num_pages(num_tokens: int, page_size: int) -> int:
+    """Return the pages that hold a number of tokens."""
+    return -(-num_tokens // page_size)
+
+
+class BlockPool:
+    """Pages 0 to `size - 1`; a sequence's table is a list of them."""
+
+    def __init__(self, size: int, page_size: int):
+        if size < 1 or page_size < 1:
+            raise ValueError(f"pages={size} of page_size={page_size} tokens must both be positive")
+        self.size = size
+        self.page_size = page_size
+        self._references = [0] * size
+        self._names: list[bytes | None] = [None] * size
+        self._page_of: dict[bytes, int] = {}
+        self._blank: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._blank.update(dict.fromkeys(range(size)))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no sequence holds, cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that no sequence holds and that have a name."""
+        return len(self._cached)
+
+    def references(self, page: int) -> int:
+        """Return how many tables hold a page."""
+        return self._references[page]
+
+    def is_writable(self, page: int) -> bool:
+        """Return whether one table holds the page and it has no name."""
+        return self._references[page] == 1 and self._names[page] is None
+
+    def find(self, names: Iterable[bytes]) -> tuple[int, ...]:
+        """Return the pages of the longest beginning of a chain that is in the pool.
+
+        Args:
+            names: Names of a chain, the first page first.
+        """
+        return tuple(self._found(names))
+
+    def take(self, count: int) -> list[int] | None:
+        """Return pages to write to, or None, changing nothing, if fewer are free.
+
+        Args:
+            count: Pages.
+        """
+        if count > self.num_free:
+            return None
+        return [self._take() for _ in range(count)]
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a reference to each page, so that it is not evicted."""
+        for page in pages:
+            if not self._references[page]:
+                del self._cached[page]
+            self._references[page] += 1
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Drop a reference to each page of a table, the last page first."""
+        for page in reversed(pages):
+            if not self._references[page]:
+                raise AssertionError(f"page {page} is given back and has no reference")
+            self._references[page] -= 1
+            if not self._references[page]:
+                free = self._blank if self._names[page] is None else self._cached
+                free[page] = None
+
+    def name(self, page: int, name: bytes) -> None:
+        """Name a full page, unless another page has the name: then this one stays private."""
+        if not self._references[page] or self._names[page] is not None:
+            raise AssertionError(f"page {page} is free or has a name")
+        if name not in self._page_of:
+            self._page_of[name] = page
+            self._names[page] = name
+
+    def fork(
+        self, pages: Sequence[int], num_tokens: int
+    ) -> tuple[list[int], tuple[tuple[int, int], ...]] | None:
+        """Return a second table of the same tokens: full pages are shared, the last is copied.
+
+        Args:
+            pages: Table.
+            num_tokens: Computed tokens in it.
+
+        Returns:
+            The new table, and (from, to) of the pages to copy before the next step; None, with
+            nothing changed, if a page to copy to is lacking.
+        """
+        full, rest = divmod(num_tokens, self.page_size)
+        taken = self.take(1 if rest else 0)
+        if taken is None:
+            return None
+        self.share(pages[:full])
+        return [*pages[:full], *taken], tuple((pages[full], page) for page in taken)
+
+    def forget(self) -> None:
+        """Drop all names, because what the pages hold is not known any more."""
+        self._page_of.clear()
+        self._names = [None] * self.size
+        self._blank.update(self._cached)
+        self._cached.clear()
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert the invariants.
+
+        Args:
+            tables: Pages of every sequence.
+
+        Raises:
+            AssertionError: An invariant does not hold.
+        """
+        held = collections.Counter(page for table in tables for page in table)
+        for page in range(self.size):
+            count, name = self._references[page], self._names[page]
+            if count != held[page]:
+                raise AssertionError(f"page {page}: {count} references, in {held[page]} tables")
+            places = (page in self._blank, page in self._cached, count > 0)
+            if sum(places) != 1 or (not count and places[1] != (name is not None)):
+                raise AssertionError(f"page {page}: blank, cached, used are {places}")
+            if name is not None and self._page_of.get(name) != page:
+                raise AssertionError(f"page {page}: its name belongs to another page")
+        if len(self._page_of) != sum(name is not None for name in self._names):
+            raise AssertionError("a name belongs to no page")
+
+    def _found(self, names: Iterable[bytes]) -> Iterator[int]:
+        for name in names:
+            if (page := self._page_of.get(name)) is None:
+                return
+            yield page
+
+    def _take(self) -> int:
+        page, _ = (self._blank or self._cached).popitem(last=False)
+        if (name := self._names[page]) is not None:
+            del self._page_of[name]
+            self._names[page] = None
+        self._references[page] = 1
+        return page

@@ -1,0 +1,198 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Composes a plan that keeps the rules: counts pages, preempts when they run out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.plan import Eviction, Lane, Piece, Plan
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.view import InstanceView
+
+
+class Draft:
+    """A plan under construction, for policies to add work to.
+
+    Swapped sequences return first, the oldest first, while their pages and one more fit.
+    """
+
+    def __init__(self, view: InstanceView):
+        self.view = view
+        self.evicted: list[Eviction] = []
+        self._ledger = view.ledger()
+        self._running = {one.id: one for one in view.running}
+        self._held = {one.id: len(one.pages) for one in view.running}
+        self._computed = {one.id: one.computed for one in view.running}
+        self._used: set[int] = set()
+        self._admitted: list[int] = []
+        self._restored: list[int] = []
+        self._lanes: dict[int, tuple[list[int], list[Piece]]] = {}
+        self._restore()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run after what was drafted so far."""
+        return len(self._running) + len(self.view.busy)
+
+    def running(self, keep: Callable[[Sequence], bool] = lambda one: True) -> list[Sequence]:
+        """Return the running sequences without work so far, in order.
+
+        Args:
+            keep: Which of them to return.
+        """
+        return [o for o in self._running.values() if o.id not in self._used and keep(o)]
+
+    def decoding(self) -> list[Sequence]:
+        """Return the running sequences without work of which one token is left."""
+        return self.running(lambda one: self.left(one) == 1 and not one.layers_done)
+
+    def prompts(self) -> list[Sequence]:
+        """Return the running sequences without work of which more than one token is left."""
+        return self.running(lambda one: self.left(one) > 1 or one.layers_done > 0)
+
+    def left(self, one: Sequence) -> int:
+        """Return the tokens of a sequence until the next is drawn; cached ones do not count."""
+        if one.id in self._computed:
+            return len(one.tokens) - self._computed[one.id]
+        return len(one.tokens) - len(self.view.hits(one)) * self.view.facts.page_size
+
+    def tokens(self, lane: int = 0) -> int:
+        """Return the tokens drafted so far for a lane."""
+        singles, pieces = self._lanes.get(lane, ([], []))
+        return len(singles) + sum(piece.count for piece in pieces)
+
+    def counts(self, lane: int = 0) -> list[int]:
+        """Return the tokens of each piece drafted so far for a lane."""
+        return [piece.count for piece in self._lanes.get(lane, ([], []))[1]]
+
+    def single(self, one: Sequence, lane: int = 0) -> bool:
+        """Let a running sequence draw a token, at the cost of later ones if pages are lacking.
+
+        Args:
+            one: Sequence with one token left.
+            lane: Partition of the device.
+
+        Returns:
+            Whether it has a place; it may itself have been evicted.
+        """
+        shapes = self.view.facts.shapes
+        singles, _ = self._lanes.setdefault(lane, ([], []))
+        if shapes is not None and len(singles) >= shapes.singles:
+            return False
+        if one.id not in self._running or not self._grow(one, 1):
+            return False
+        singles.append(one.id)
+        return True
+
+    def piece(
+        self,
+        one: Sequence,
+        count: int,
+        lane: int = 0,
+        layers: tuple[int, int] | None = None,
+    ) -> int:
+        """Compute part of a prompt; a waiting sequence is admitted if its whole prompt fits.
+
+        Args:
+            one: Running or waiting sequence.
+            count: Tokens at most; a compiled shape may take fewer.
+            lane: Partition of the device.
+            layers: First layer and the one after the last; None for all layers.
+
+        Returns:
+            Tokens that have a place, 0 if none.
+        """
+        counts = self.counts(lane)
+        count = self.view.facts.piece(min(count, self.left(one)), counts)
+        if one.layers_done and count != one.layered_count or count <= 0:
+            return 0
+        if one.id not in self._running and not self.admit(one):
+            return 0
+        if not self._grow(one, count):
+            return 0
+        self._lanes.setdefault(lane, ([], []))[1].append(Piece(one.id, count, layers))
+        return count
+
+    def admit(self, one: Sequence) -> bool:
+        """Admit a waiting sequence if there is a place and pages for all its tokens."""
+        view, size = self.view, self.view.facts.page_size
+        if self.num_running >= view.facts.max_running:
+            return False
+        hits = view.hits(one)
+        needed = num_pages(len(one.tokens) + 1, size) - len(hits)
+        self._ledger.share(hits)
+        if self._ledger.free - self._promised() < needed and (self._running or view.busy):
+            self._ledger.give(hits)
+            return False
+        self._admitted.append(one.id)
+        self._enter(one, len(hits), len(hits) * size)
+        return True
+
+    def plan(
+        self,
+        shares: dict[int, float] | None = None,
+        wake: float | None = None,
+        nano_batches: int = 1,
+    ) -> Plan:
+        """Return the plan.
+
+        Args:
+            shares: Share of the device by lane; all of it by default.
+            wake: Time at which the policy wants to be asked again.
+            nano_batches: Parts into which the step is cut.
+        """
+        share = shares or {}
+        lanes = tuple(
+            Lane(tuple(singles), tuple(pieces), share.get(number, 1.0), number, nano_batches)
+            for number, (singles, pieces) in sorted(self._lanes.items())
+            if singles or pieces
+        )
+        moves = (tuple(self._admitted), tuple(self.evicted), tuple(self._restored))
+        return Plan(lanes, *moves, wake)
+
+    def _restore(self) -> None:
+        facts = self.view.facts
+        for one in self.view.swapped:
+            pages = num_pages(one.computed, facts.page_size)
+            is_alone = self.num_running == 0
+            if self.num_running >= facts.max_running or self._ledger.free < pages + (not is_alone):
+                return
+            self._ledger.take(pages)
+            self._restored.append(one.id)
+            self._enter(one, pages, one.computed)
+
+    def _enter(self, one: Sequence, held: int, computed: int) -> None:
+        self._running[one.id] = one
+        self._held[one.id] = held
+        self._computed[one.id] = computed
+
+    def _promised(self) -> int:
+        """Return the pages that running prompts still need, so that admissions leave them."""
+        size = self.view.facts.page_size
+        running = self._running.values()
+        return sum(max(num_pages(len(o.tokens), size) - self._held[o.id], 0) for o in running)
+
+    def _grow(self, one: Sequence, count: int) -> bool:
+        """Take the pages for more tokens, preempting others; False if `one` had to go itself."""
+        size = self.view.facts.page_size
+        end = self._computed[one.id] + count
+        needed = max(num_pages(end, size) - self._held[one.id], 0)
+        while self._ledger.free < needed:
+            candidates = [o for o in self.running() if o.id not in self._entered()]
+            if not candidates or one.id in self._entered():
+                return False
+            victim, kind = self.view.facts.victim(candidates)
+            del self._running[victim.id]
+            self._ledger.give(victim.pages)
+            self.evicted.append(Eviction(victim.id, kind))
+            if victim is one:
+                return False
+        self._ledger.take(needed)
+        self._held[one.id] += needed
+        self._used.add(one.id)
+        return True
+
+    def _entered(self) -> set[int]:
+        return {*self._admitted, *self._restored}

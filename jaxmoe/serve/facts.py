@@ -1,0 +1,85 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy is built with: sizes, shapes and costs that do not change while serving."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from jaxmoe.serve.plan import EvictionKind, Shapes
+from jaxmoe.serve.sequence import Sequence as ServedSequence
+
+Victim = Callable[[Sequence[ServedSequence]], tuple[ServedSequence, EvictionKind]]
+"""Chooses which running sequence gives its pages back, and how."""
+
+
+def youngest(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, EvictionKind]:
+    """Return the sequence that is served last, to be computed again."""
+    return max(candidates, key=lambda one: one.rank), "recompute"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens of one sequence within a step, as the cost model sees them."""
+
+    count: int
+    """Tokens to compute."""
+    context: int = 0
+    """Computed tokens before them."""
+    layers: tuple[int, int] | None = None
+    """First layer and the one after the last; None for all layers."""
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """Says how long a step takes."""
+
+    def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            parts: Work of each sequence.
+            share: Share of the device.
+            nano_batches: Parts into which the step is cut to overlap its resources.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Properties of an instance."""
+
+    num_pages: int
+    """Pages of the pool."""
+    page_size: int = 16
+    """Tokens of a page (G)."""
+    max_running: int = 256
+    """Running sequences at most (R)."""
+    max_length: int = 2**20
+    """Tokens of a sequence at most, prompt included."""
+    max_waiting: int = 2**20
+    """Sequences in the queue at most; further ones are refused."""
+    num_layers: int = 1
+    """Layers of the model."""
+    shapes: Shapes | None = None
+    """Compiled shapes; None takes any number of pieces of any length."""
+    has_partitions: bool = False
+    """Whether the executor runs several lanes at once."""
+    has_layers: bool = False
+    """Whether the executor can stop a piece between layers."""
+    cost: CostModel | None = None
+    """Time of a step; None if it is not known."""
+    victim: Victim = youngest
+    """Which sequence is preempted."""
+
+    def piece(self, wanted: int, counts: Sequence[int]) -> int:
+        """Return the tokens that the next piece may have; 0 if no shape takes another.
+
+        Args:
+            wanted: Tokens that are left and within the budget.
+            counts: Tokens of the pieces so far.
+        """
+        room = wanted if self.shapes is None else min(wanted, self.shapes.room(counts))
+        return max(room, 0)

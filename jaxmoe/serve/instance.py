@@ -1,0 +1,356 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""State machine of one instance of a model: requests, pages, steps. Runs nothing itself.
+
+    view = instance.view(now)
+    steps = instance.start(policy(view), now)       # the rules are checked, pages are taken
+    for step in steps:
+        results = executor.run(step)                # {request: Result} of the works that draw
+        events = instance.apply(step, results, now)
+
+An engine executes the steps on JAX, a simulator computes how long they take. All methods belong to
+one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxmoe.serve.blocks import BlockPool, num_pages
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.plan import EvictionKind, Lane, Plan
+from jaxmoe.serve.queues import Queues
+from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
+from jaxmoe.serve.rules import check
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.step import Step, Swap, Work
+from jaxmoe.serve.view import InstanceView
+
+
+class Instance:
+    """Requests of one instance from submission to their end."""
+
+    def __init__(self, facts: Facts, policy: str = "policy", *, has_sharing: bool = True):
+        if facts.max_length > facts.num_pages * facts.page_size:
+            raise ValueError(
+                f"max_length={facts.max_length} tokens do not fit into {facts.num_pages} pages of"
+                f" {facts.page_size} tokens: lower max_length or raise num_pages"
+            )
+        self.facts = facts
+        self.policy = policy
+        """Name of the policy, for messages."""
+        self.pool = BlockPool(facts.num_pages, facts.page_size)
+        self.queues = Queues()
+        self.num_preempted = 0
+        self.num_computed = 0
+        """Tokens computed."""
+        self.num_cached = 0
+        """Tokens taken from the pool at admissions instead."""
+        self._has_sharing = has_sharing
+        self.flying: dict[int, Step] = {}
+        """Steps that have started and not ended, by lane."""
+        self.copies: list[tuple[int, int]] = []
+        """Pages to copy with the next step."""
+        self.dropped: list[int] = []
+        """Swapped sequences that ended since the last step."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is left."""
+        return not self.queues.sequences
+
+    def refusal(self, request: Request) -> str | None:
+        """Return why a request cannot be served, None if it can."""
+        facts, length = self.facts, len(request.prompt)
+        if request.id in self.queues.sequences:
+            return f"id={request.id} is already being served: give another id"
+        if length >= facts.max_length:
+            return (
+                f"the prompt has {length} tokens; at most {facts.max_length - 1} leave room for"
+                f" an answer: shorten the prompt"
+            )
+        if len(self.queues.waiting) >= facts.max_waiting:
+            return f"{facts.max_waiting} requests are waiting already: try again later"
+        return None
+
+    def submit(self, request: Request, now: float) -> tuple[Event, ...]:
+        """Queue a request.
+
+        Args:
+            request: Request.
+            now: Seconds on the instance's clock.
+
+        Returns:
+            Nothing, or the end of the stream if the request is refused.
+        """
+        message = self.refusal(request)
+        if message is not None:
+            self.queues.submitted += 1
+            self.queues.ended["refused"] += 1
+            return (End(request.id, "refused", message),)
+        order = self.queues.submitted
+        size, tokens = self.facts.page_size, list(request.prompt)
+        self.queues.add(
+            Sequence(request=request, order=order, arrived=now, page_size=size, tokens=tokens)
+        )
+        return ()
+
+    def cancel(self, id_: int) -> tuple[Event, ...]:
+        """End a request early; its pages are given back, at once or when its step ends.
+
+        Args:
+            id_: Request; one that has ended already is ignored.
+        """
+        one = self.queues.sequences.get(id_)
+        if one is None or one.is_cancelled:
+            return ()
+        if one.is_busy:
+            one.is_cancelled = True
+            return ()
+        return (self.end(one, "cancelled"),)
+
+    def stop(self, id_: int) -> tuple[Event, ...]:
+        """End a request whose answer is whole, such as after a stop string; as `cancel` else.
+
+        Args:
+            id_: Request; one that has ended already is ignored.
+        """
+        one = self.queues.sequences.get(id_)
+        if one is None or one.is_busy:
+            return ()
+        return (self.end(one, "stop"),)
+
+    def view(self, now: float, free_lanes: tuple[int, ...] | None = None) -> InstanceView:
+        """Return what a policy may see.
+
+        Args:
+            now: Seconds on the instance's clock.
+            free_lanes: Partitions on which nothing runs; found by the steps in flight by default.
+        """
+        running = self.queues.running.values()
+        if free_lanes is None:
+            lanes = (0, 1) if self.facts.has_partitions else (0,)
+            free_lanes = tuple(lane for lane in lanes if lane not in self.flying)
+        return InstanceView(
+            now=now,
+            facts=self.facts,
+            pool=self.pool,
+            running=tuple(one for one in running if not one.is_busy),
+            busy=tuple(one for one in running if one.is_busy),
+            waiting=tuple(self.queues.waiting),
+            swapped=tuple(self.queues.swapped.values()),
+            free_lanes=free_lanes,
+            finished=tuple(self.queues.finished),
+            has_sharing=self._has_sharing,
+        )
+
+    def start(self, plan: Plan, now: float) -> tuple[Step, ...]:
+        """Check a plan, move sequences and take pages.
+
+        Args:
+            plan: Plan of the policy for the state as it is.
+            now: Seconds on the instance's clock.
+
+        Returns:
+            A step for each lane, to be executed and then given to `apply`.
+
+        Raises:
+            PlanError: The plan breaks a rule; nothing was changed.
+        """
+        view = self.view(now)
+        check(plan, view, self.policy)
+        out = tuple(s for e in plan.evict if (s := self._evict(e.id, e.kind)) is not None)
+        waiting = {one.id: one for one in view.waiting if one.id in plan.admit}
+        for id_ in plan.admit:
+            self._admit(waiting[id_], view.hits(waiting[id_]), now)
+        back = tuple(self._restore(id_) for id_ in plan.restore)
+        steps = [self._step(lane) for lane in plan.lanes]
+        if not steps and (out or back):
+            steps = [Step(singles=(), pieces=(), number=min(view.free_lanes, default=0))]
+        if steps:
+            moved = {"out": out, "back": back, "copies": tuple(self.copies)}
+            steps[0] = dataclasses.replace(steps[0], **moved, dropped=tuple(self.dropped))
+            self.copies, self.dropped = [], []
+        self.flying |= {step.number: step for step in steps}
+        return tuple(steps)
+
+    def apply(self, step: Step, results: Mapping[int, Result], now: float) -> tuple[Event, ...]:
+        """Take over what a step computed.
+
+        Args:
+            step: Step of `start`.
+            results: Result of every work of the step that draws, by request.
+            now: Seconds on the instance's clock.
+
+        Returns:
+            New tokens and ended streams.
+        """
+        del self.flying[step.number]
+        events: list[Event] = []
+        for work in step.works:
+            one = self.queues.sequences[work.id]
+            one.is_busy = False
+            one.last_step = now
+            self.num_computed += len(work.tokens)
+            if self._advance(one, work) and work.draws and not one.is_cancelled:
+                events += self._write(one, results[work.id], now)
+            if one.is_cancelled and one.state != "finished":
+                events.append(self.end(one, "cancelled"))
+        self.check()
+        return tuple(events)
+
+    def fail(self, message: str) -> tuple[Event, ...]:
+        """End all requests after a step that failed, and forget what the pages hold.
+
+        Args:
+            message: Reason for the clients.
+        """
+        self.flying.clear()
+        ends = []
+        for one in list(self.queues.sequences.values()):
+            one.is_busy = False
+            ends.append(self.end(one, "error", message))
+        self.pool.forget()
+        self.copies = []
+        self.check()
+        return tuple(ends)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with pages."""
+        return len(self.queues.running)
+
+    def check(self) -> None:
+        """Assert the conservation law.
+
+        Raises:
+            AssertionError: A sequence was lost.
+        """
+        self.queues.check()
+
+    def check_pages(self) -> None:
+        """Assert the invariants of the pool; costs time in proportion to its size.
+
+        Raises:
+            AssertionError: An invariant does not hold.
+        """
+        self.pool.check(one.pages for one in self.queues.sequences.values())
+
+    def end(self, one: Sequence, reason: EndReason, message: str = "") -> End:
+        """End a sequence that no step computes.
+
+        Args:
+            one: Sequence in any state.
+            reason: Why.
+            message: Explanation for the client.
+        """
+        if one.state == "swapped":
+            self.dropped.append(one.id)
+        self.queues.leave(one)
+        self.pool.give(one.pages)
+        one.pages = []
+        one.state = "finished"
+        del self.queues.sequences[one.id]
+        self.queues.ended[reason] += 1
+        if reason in ("stop", "length"):
+            self.queues.finished.append(one)
+        return End(one.id, reason, message)
+
+    def _evict(self, id_: int, kind: EvictionKind) -> Swap | None:
+        one = self.queues.running[id_]
+        self.queues.leave(one)
+        self.num_preempted += 1
+        one.preempted += 1
+        pages = tuple(one.pages)
+        self.pool.give(one.pages)
+        one.pages, one.named, one.layers_done = [], 0, 0
+        if kind == "recompute":
+            one.computed = 0
+        one.state = "waiting" if kind == "recompute" else "swapped"
+        self.queues.enter(one)
+        return None if kind == "recompute" else Swap(id=id_, pages=pages, num_tokens=one.computed)
+
+    def _admit(self, one: Sequence, hits: tuple[int, ...], now: float) -> None:
+        self.queues.leave(one)
+        self.pool.share(hits)
+        one.pages, one.named = list(hits), len(hits)
+        one.computed = len(hits) * self.facts.page_size
+        self.num_cached += one.computed
+        if one.admitted is None:
+            one.admitted, one.cached = now, one.computed
+        one.state = "running"
+        self.queues.enter(one)
+
+    def _restore(self, id_: int) -> Swap:
+        one = self.queues.swapped[id_]
+        self.queues.leave(one)
+        self._grow(one, one.computed)
+        one.state = "running"
+        self.queues.enter(one)
+        return Swap(id=id_, pages=tuple(one.pages), num_tokens=one.computed)
+
+    def _grow(self, one: Sequence, num_tokens: int) -> None:
+        count = num_pages(num_tokens, self.facts.page_size) - len(one.pages)
+        if count > 0:
+            taken = self.pool.take(count)
+            if taken is None:
+                raise AssertionError(f"{count} pages for sequence {one.id} are lacking")
+            one.pages += taken
+
+    def _step(self, lane: Lane) -> Step:
+        return Step(
+            singles=tuple(self._work(id_, 1, None) for id_ in lane.singles),
+            pieces=tuple(self._work(piece.id, piece.count, piece.layers) for piece in lane.pieces),
+            share=lane.share,
+            number=lane.number,
+            nano_batches=lane.nano_batches,
+        )
+
+    def _work(self, id_: int, count: int, layers: tuple[int, int] | None) -> Work:
+        one = self.queues.running[id_]
+        start, size = one.computed, self.facts.page_size
+        self._grow(one, start + count)
+        written = one.pages[start // size : num_pages(start + count, size)]
+        if not all(map(self.pool.is_writable, written)):
+            raise AssertionError(f"sequence {id_} would write to a shared or named page")
+        one.is_busy = True
+        is_last = layers is None or layers[1] == self.facts.num_layers
+        return Work(
+            id=id_,
+            tokens=tuple(one.tokens[start : start + count]),
+            start=start,
+            pages=tuple(one.pages),
+            draws=is_last and start + count == len(one.tokens),
+            index=one.num_written,
+            sampling=one.request.sampling,
+            adapter=one.request.adapter,
+            layers=layers,
+        )
+
+    def _advance(self, one: Sequence, work: Work) -> bool:
+        """Take over computed tokens; return whether all layers are through."""
+        if work.layers is not None and work.layers[1] < self.facts.num_layers:
+            one.layers_done, one.layered_count = work.layers[1], len(work.tokens)
+            return False
+        one.layers_done = 0
+        one.computed += len(work.tokens)
+        if self._has_sharing:
+            names = one.names()
+            for number in range(one.named, one.computed // self.facts.page_size):
+                self.pool.name(one.pages[number], names[number])
+                one.named = number + 1
+        return True
+
+    def _write(self, one: Sequence, result: Result, now: float) -> tuple[Event, ...]:
+        sampling = one.request.sampling
+        token = Token(one.id, one.num_written, result)
+        one.tokens.append(result.token)
+        one.last = now
+        one.first = now if one.first is None else one.first
+        if result.token in sampling.stop_ids:
+            return (token, self.end(one, "stop"))
+        is_full = len(one.tokens) >= self.facts.max_length
+        if one.num_written >= sampling.max_tokens or is_full:
+            return (token, self.end(one, "length"))
+        return (token,)

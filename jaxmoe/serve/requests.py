@@ -1,0 +1,140 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records that go into an instance and come out of it: requests, results and events."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+EndReason = Literal["stop", "length", "cancelled", "refused", "error"]
+"""Why a stream ended: a stop id, the token limit, the client, the limits, a failed step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the tokens of one request are drawn."""
+
+    max_tokens: int = 16
+    """Tokens to write at most."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most probable token."""
+    top_k: int = 0
+    """Most probable tokens to draw from; 0 for all."""
+    top_p: float = 1.0
+    """Smallest set of tokens with this probability to draw from; 1 for all."""
+    min_p: float = 0.0
+    """Tokens below this share of the largest probability are not drawn."""
+    seed: int = 0
+    """Seed of the request; token i is drawn with `fold_in(key(seed), i)`."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the text; the id itself is written."""
+    num_logprobs: int = 0
+    """Alternatives whose log-probabilities are returned with each token."""
+    has_experts: bool = False
+    """Whether the chosen experts are returned with each token."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must be 0 or more")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
+        if self.num_logprobs < 0:
+            raise ValueError(f"num_logprobs={self.num_logprobs} must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """Latency that a request is promised (a service-level objective)."""
+
+    ttft: float = float("inf")
+    """Seconds until the first token."""
+    tpot: float = float("inf")
+    """Mean seconds per further token."""
+    deadline: float = float("inf")
+    """Seconds until the last token."""
+
+    def is_met(self, ttft: float, tpot: float, total: float) -> bool:
+        """Return whether a finished request kept all limits.
+
+        Args:
+            ttft: Seconds until the first token.
+            tpot: Mean seconds per further token.
+            total: Seconds until the last token.
+        """
+        return ttft <= self.ttft and tpot <= self.tpot and total <= self.deadline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What one client asks."""
+
+    id: int
+    """Number that is unique within the instance or fleet."""
+    prompt: tuple[int, ...]
+    """Token ids; at least one."""
+    sampling: Sampling = Sampling()
+    """How the answer is drawn."""
+    objective: Objective | None = None
+    """Promised latency; None for none."""
+    adapter: str = ""
+    """Adapter that answers; empty for the base model."""
+    salt: str = ""
+    """Tenant; prefixes are shared within one tenant only."""
+    session: str = ""
+    """Conversation or workflow that the request belongs to."""
+    category: str = ""
+    """Kind of request, for policies that distinguish kinds."""
+    priority: int = 0
+    """Larger numbers are served first."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"prompt of request {self.id} is empty: give at least one token")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What a step drew for one sequence."""
+
+    token: int
+    """Drawn token id."""
+    logprob: float | None = None
+    """Its log-probability."""
+    alternatives: tuple[tuple[int, float], ...] = ()
+    """Most probable ids and their log-probabilities."""
+    experts: Any = None
+    """[tokens L K] experts of the tokens that the step computed; None if not asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Token:
+    """Event: a request has a new token."""
+
+    id: int
+    """Request."""
+    index: int
+    """Number of the token within the answer, from 0."""
+    result: Result
+    """Token with what was asked for beside it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """Event: a request has ended; the last event of its stream."""
+
+    id: int
+    """Request."""
+    reason: EndReason
+    """Why."""
+    message: str = ""
+    """Explanation of `refused` and `error`."""
+
+
+Event = Token | End

@@ -1,0 +1,133 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that every plan keeps, whichever policy made it and whatever executes it."""
+
+from __future__ import annotations
+
+from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.plan import Lane, Piece, Plan, PlanError
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.view import InstanceView
+
+
+def check(plan: Plan, view: InstanceView, policy: str) -> None:
+    """Raise if a plan breaks a rule.
+
+    Args:
+        plan: Plan of the policy.
+        view: What the policy saw.
+        policy: Its name, for the message.
+
+    Raises:
+        PlanError: Names the policy and the rule.
+    """
+    _Check(plan, view, policy).run()
+
+
+class _Check:
+    """One plan with the state it starts from."""
+
+    def __init__(self, plan: Plan, view: InstanceView, policy: str):
+        self.plan, self.view, self.policy = plan, view, policy
+        self.ledger = view.ledger()
+        self.running = {one.id: one for one in view.running}
+        self.left = {one.id: one.left for one in view.running}
+        self.held = {one.id: len(one.pages) for one in view.running}
+
+    def run(self) -> None:
+        self.check_movements()
+        self.check_lanes()
+        for lane in self.plan.lanes:
+            self.check_shape(lane)
+            for id_ in lane.singles:
+                self.require("single", self.count(id_) == 1, f"sequence {id_} has not 1 token left")
+                self.grow(id_, 1)
+            for piece in lane.pieces:
+                self.check_piece(piece)
+                self.grow(piece.id, piece.count)
+        self.require("pages", self.ledger.free >= 0, f"{-self.ledger.free} pages are lacking")
+
+    def require(self, rule: str, holds: bool, detail: str) -> None:
+        if not holds:
+            raise PlanError(self.policy, rule, detail)
+
+    def check_movements(self) -> None:
+        plan, view, facts = self.plan, self.view, self.view.facts
+        moved = [*plan.admit, *plan.restore, *(eviction.id for eviction in plan.evict)]
+        self.require("once", len(set(moved)) == len(moved), f"{moved} names a sequence twice")
+        for eviction in plan.evict:
+            one = self.running.pop(eviction.id, None)
+            self.require("evict", one is not None, f"sequence {eviction.id} does not run")
+            if one is not None:
+                self.ledger.give(one.pages)
+        swapped = {one.id: one for one in view.swapped}
+        for id_ in plan.restore:
+            self.require("restore", id_ in swapped, f"sequence {id_} is not swapped")
+            self.enter(swapped[id_], num_pages(swapped[id_].computed, facts.page_size))
+            self.left[id_] = swapped[id_].left
+        waiting = {one.id: one for one in view.waiting}
+        for id_ in plan.admit:
+            self.require("admit", id_ in waiting, f"sequence {id_} does not wait")
+            hits = view.hits(waiting[id_])
+            self.ledger.share(hits)
+            self.enter(waiting[id_], 0)
+            self.held[id_] = len(hits)
+            self.left[id_] = len(waiting[id_].tokens) - len(hits) * facts.page_size
+        total = len(self.running) + len(view.busy)
+        self.require(
+            "max_running",
+            total <= facts.max_running or not (plan.admit or plan.restore),
+            f"{total} sequences would run, at most {facts.max_running}",
+        )
+
+    def enter(self, one: Sequence, taken: int) -> None:
+        self.running[one.id] = one
+        self.held[one.id] = taken
+        self.ledger.take(taken)
+
+    def check_lanes(self) -> None:
+        plan, view = self.plan, self.view
+        numbers = [lane.number for lane in plan.lanes]
+        self.require(
+            "lane",
+            len(set(numbers)) == len(numbers) and set(numbers) <= set(view.free_lanes),
+            f"lanes {numbers} of the free ones {list(view.free_lanes)}",
+        )
+        ids = [id_ for lane in plan.lanes for id_ in lane.singles]
+        ids += [piece.id for lane in plan.lanes for piece in lane.pieces]
+        self.require("once", len(set(ids)) == len(ids), f"{ids} names a sequence twice")
+        for id_ in ids:
+            self.require("running", id_ in self.running, f"sequence {id_} does not run")
+
+    def check_shape(self, lane: Lane) -> None:
+        shapes = self.view.facts.shapes
+        counts = [piece.count for piece in lane.pieces]
+        if shapes is not None:
+            fits = len(lane.singles) <= shapes.singles and shapes.fitting(counts) is not None
+            detail = f"{len(lane.singles)} singles and pieces of {counts} fit none of {shapes}"
+            self.require("shape", fits, detail)
+        self.require("share", 0 < lane.share <= 1, f"share={lane.share} of lane {lane.number}")
+
+    def check_piece(self, piece: Piece) -> None:
+        left = self.count(piece.id)
+        detail = f"{piece.count} tokens of sequence {piece.id}, which has {left} left"
+        self.require("count", 1 <= piece.count <= left, detail)
+        one, layers = self.running[piece.id], piece.layers
+        done = one.layers_done
+        if layers is None:
+            self.require("layers", done == 0, f"sequence {piece.id} is at layer {done}")
+            return
+        facts = self.view.facts
+        fits = facts.has_layers and layers[0] == done < layers[1] <= facts.num_layers
+        fits = fits and (not done or piece.count == one.layered_count)
+        detail = f"layers {layers} of {piece.count} tokens: sequence {piece.id} is at layer {done}"
+        self.require("layers", fits, detail)
+
+    def count(self, id_: int) -> int:
+        return self.left[id_]
+
+    def grow(self, id_: int, count: int) -> None:
+        """Count the pages that the tokens of a sequence need beyond its table."""
+        one = self.running[id_]
+        end = len(one.tokens) - self.left[id_] + count
+        self.ledger.take(max(num_pages(end, self.view.facts.page_size) - self.held[id_], 0))

@@ -1,0 +1,77 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an executor gets: the work of one lane, with pages taken and tokens named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxmoe.serve.requests import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Tokens of one sequence in a step."""
+
+    id: int
+    """Sequence."""
+    tokens: tuple[int, ...]
+    """Token ids to compute."""
+    start: int
+    """Position of the first of them."""
+    pages: tuple[int, ...]
+    """Table of pages, which covers these tokens; page i holds positions i G to (i + 1) G - 1."""
+    draws: bool
+    """Whether a token is drawn from the last output."""
+    index: int
+    """Number of the drawn token within the answer, from 0."""
+    sampling: Sampling
+    adapter: str = ""
+    layers: tuple[int, int] | None = None
+    """First layer and the one after the last; None for all layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Swap:
+    """Pages of a sequence that travel between device and host memory."""
+
+    id: int
+    """Sequence."""
+    pages: tuple[int, ...]
+    """Pages of the device."""
+    num_tokens: int
+    """Computed tokens in them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One lane of a plan. An executor does `copies`, `out`, `back` and the work, in this order."""
+
+    singles: tuple[Work, ...]
+    pieces: tuple[Work, ...]
+    share: float = 1.0
+    """Share of the device."""
+    number: int = 0
+    """Lane."""
+    nano_batches: int = 1
+    """Parts into which the step is cut."""
+    out: tuple[Swap, ...] = ()
+    """Pages to copy to host memory before they are overwritten."""
+    back: tuple[Swap, ...] = ()
+    """Pages to copy from host memory."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Pages (from, to) to copy on the device."""
+    dropped: tuple[int, ...] = ()
+    """Swapped sequences that ended: their host memory is free."""
+
+    @property
+    def works(self) -> Iterator[Work]:
+        """Singles, then pieces."""
+        yield from self.singles
+        yield from self.pieces
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(len(work.tokens) for work in self.works)

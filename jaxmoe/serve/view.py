@@ -1,0 +1,49 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy sees of an instance when it plans a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxmoe.serve.blocks import BlockPool
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.ledger import Ledger
+from jaxmoe.serve.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceView:
+    """State of an instance. Policies only read it, and the sequences and the pool in it."""
+
+    now: float
+    """Seconds on the instance's clock."""
+    facts: Facts
+    pool: BlockPool
+    running: tuple[Sequence, ...]
+    """Sequences with pages that no step computes right now, in the order of their admission."""
+    busy: tuple[Sequence, ...] = ()
+    """Sequences that another lane computes right now."""
+    waiting: tuple[Sequence, ...] = ()
+    """Sequences in the queue, in the order of priority and arrival."""
+    swapped: tuple[Sequence, ...] = ()
+    """Sequences whose pages are in host memory, the oldest first."""
+    free_lanes: tuple[int, ...] = (0,)
+    """Partitions of the device on which nothing runs."""
+    finished: tuple[Sequence, ...] = ()
+    """Sequences that ended lately, for policies that adapt to what clients saw."""
+    has_sharing: bool = True
+    """Whether pages with equal contents are shared."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with pages."""
+        return len(self.running) + len(self.busy)
+
+    def ledger(self) -> Ledger:
+        """Return a count of free pages to plan with."""
+        return Ledger(self.pool)
+
+    def hits(self, one: Sequence) -> tuple[int, ...]:
+        """Return the cached pages with which a waiting sequence would begin."""
+        return self.pool.find(one.prefix_names()) if self.has_sharing else ()
