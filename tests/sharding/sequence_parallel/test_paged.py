@@ -1,0 +1,148 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over pages against rows that are held whole, and against JAX's reference of its kernel.
+
+JAX's reference (`ref_ragged_paged_attention`) is code of others for the same layout of pages.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+from pallas_kernels import flash_attention
+from pallas_kernels.backend import interpreted
+from sharding.sequence_parallel import AttentionRules, PageTables
+from sharding.sequence_parallel.paged import attend_pages, why_not_kernel, write_pages
+from tests.support.tolerances import assert_close
+
+LAYERS, PAGES, SIZE, WIDTH, LAYER = 2, 12, 4, 4, 1
+SINGLES, PIECES, LENGTH = 3, 2, 5
+# Positions before the new tokens, and new tokens: three singles and two pieces, one not full.
+BEFORE, NEW = (0, 7, 14), (1, 1, 1)
+PIECE_BEFORE, PIECE_NEW = (0, 6), (5, 3)
+
+
+def arrays(heads=(4, 2), width=8, dtype=jnp.float32):
+    """Return (rows k and v of each sequence, queries, pool with what came before, tables, ...)."""
+    rng = np.random.default_rng(0)
+    pages = rng.permutation(PAGES)
+    owned = (pages[:1], pages[1:3], pages[3:7], pages[7:9], pages[9:12])
+    before, new = (*BEFORE, *PIECE_BEFORE), (*NEW, *PIECE_NEW)
+    shape = (WIDTH * SIZE, heads[1], 2, width)
+    rows = [jnp.asarray(rng.normal(size=shape), dtype) for _ in before]
+    pool = np.asarray(rng.normal(size=(LAYERS, PAGES, SIZE, heads[1], 2, width)), np.float32)
+    length = SINGLES + PIECES * LENGTH
+    slots, positions = np.full(length, PAGES * SIZE, np.int32), np.full(length, -1, np.int32)
+    fresh = np.zeros((length, heads[1], 2, width), np.float32)
+    table = np.zeros((len(before), WIDTH), np.int32)
+    for number, (row, first, count, pages) in enumerate(zip(rows, before, new, owned, strict=True)):
+        table[number, : len(pages)] = pages
+        for place in range(first):
+            pool[LAYER, pages[place // SIZE], place % SIZE] = row[place]
+        at = number if number < SINGLES else SINGLES + (number - SINGLES) * LENGTH
+        places = np.arange(first, first + count)
+        slots[at : at + count] = pages[places // SIZE] * SIZE + places % SIZE
+        positions[at : at + count] = places
+        fresh[at : at + count] = row[first : first + count]
+    q = jnp.asarray(rng.normal(size=(length, heads[0], width)), dtype)
+    split = PageTables(slots, table[:SINGLES], table[SINGLES:])
+    return rows, q, jnp.asarray(pool, dtype), split, positions, jnp.asarray(fresh, dtype)
+
+
+@functools.cache
+def computed(rules, heads=(4, 2), width=8, dtype=jnp.float32):
+    rows, q, pool, tables, positions, fresh = arrays(heads, width, dtype)
+
+    @jax.jit
+    def run(pool, fresh, tables, positions, q):
+        kv = write_pages(pool, fresh, jnp.int32(LAYER), tables.slots)
+        return attend_pages(q, kv, jnp.int32(LAYER), tables, positions, rules), kv
+
+    return *run(pool, fresh, tables, positions, q), rows, q, pool, tables, positions
+
+
+def parts(positions):
+    """The tokens of each sequence in the row, and the positions after the last."""
+    starts = [*range(SINGLES), *(SINGLES + LENGTH * number for number in range(PIECES))]
+    for start, count in zip(starts, (*NEW, *PIECE_NEW), strict=True):
+        yield slice(start, start + count), int(positions[start]) + count
+
+
+RULES = (
+    AttentionRules(),
+    AttentionRules(window=5, scale=0.7),
+    AttentionRules(softcap=3.0, implementation="xla"),
+)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_pages_equal_rows_held_whole(rules):
+    out, kv, rows, q, pool, tables, positions = computed(rules)
+    for (part, end), row in zip(parts(positions), rows, strict=True):
+        given = {"window": rules.window, "softcap": rules.softcap, "scale": rules.scale}
+        k, v = row[None, :end, :, 0], row[None, :end, :, 1]
+        where = jnp.asarray(positions[None, part])
+        wanted = flash_attention(
+            q[None, part], k, v, q_positions=where, **given, implementation="reference"
+        )[0][0]
+        assert_close(out[part], wanted, "attention")
+    is_padding = positions < 0
+    assert (np.asarray(out)[is_padding] == 0.0).all() and is_padding.any()
+    np.testing.assert_array_equal(kv[1 - LAYER], pool[1 - LAYER])
+    written = np.zeros(PAGES * SIZE, bool)
+    written[tables.slots[tables.slots < PAGES * SIZE]] = True
+    after, before = (np.asarray(one[LAYER]).reshape(PAGES * SIZE, -1) for one in (kv, pool))
+    np.testing.assert_array_equal((after != before).any(-1), written)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_pages_equal_the_reference_of_jax(rules):
+    out, kv, _, q, _, tables, positions = computed(rules)
+    table = np.concatenate([tables.singles, tables.pieces])
+    ends = np.asarray([end for _, end in parts(positions)], np.int32)
+    chosen = np.concatenate([np.arange(len(q))[part] for part, _ in parts(positions)])
+    starts = np.cumsum([0, *NEW, *PIECE_NEW]).astype(np.int32)
+    pages = kv[LAYER].reshape(PAGES, SIZE, -1, kv.shape[-1])  # K and V of a head alternate
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        wanted = ref_ragged_paged_attention(
+            q[chosen],
+            pages,
+            ends,
+            table,
+            starts,
+            np.asarray([len(ends)], np.int32),
+            sm_scale=rules.scale or q.shape[-1] ** -0.5,
+            sliding_window=rules.window,
+            soft_cap=rules.softcap,
+        )
+    assert_close(out[chosen], wanted, "attention")
+
+
+@pytest.mark.slow
+def test_kernel_for_tpus_equals_the_gather():
+    """JAX's kernel, interpreted; also a piece that is not full, whose rest is not read."""
+    sizes = {"heads": (4, 2), "width": 128, "dtype": jnp.float32}
+    wanted, *_, positions = computed(AttentionRules(implementation="xla"), **sizes)
+    with interpreted():
+        out, *_ = computed(AttentionRules(implementation="pallas_tpu"), **sizes)
+    is_read = positions >= 0
+    assert_close(np.asarray(out)[is_read], np.asarray(wanted)[is_read], "attention")
+
+
+def test_limits_of_the_kernel_are_named():
+    def why(width, heads, dtype):
+        pool = jnp.zeros((1, 2, 4, heads, 2, width), dtype)
+        return why_not_kernel(jnp.zeros((1, heads, width), dtype), pool)
+
+    assert why(128, 2, jnp.bfloat16) is None and why(256, 8, jnp.float32) is None
+    assert "multiple of 128" in why(64, 2, jnp.float32)
+    assert "3 key heads" in why(128, 3, jnp.float32)
+    _, q, pool, tables, positions, _ = arrays()
+    with interpreted(), pytest.raises(ValueError, match="set execution.kernels.attention to xla"):
+        attend_pages(
+            q, pool, jnp.int32(0), tables, positions, AttentionRules(implementation="pallas_tpu")
+        )
