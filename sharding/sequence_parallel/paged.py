@@ -41,6 +41,9 @@ from sharding.sequence_parallel.local_attention import (
 PAGE_AXES = (None, None, None, ax.ACT_KV_HEADS, None, None)
 """Logical axes of a pool."""
 
+_KEYS_AT_ONCE, _QUERIES_AT_ONCE = 512, 32
+"""Tokens of a block of the TPU kernel."""
+
 
 class PageTables(NamedTuple):
     """Places of the tokens of a step, the same for all layers."""
@@ -247,6 +250,9 @@ def _in_kernel(
         sm_scale=rules.scale or q.shape[-1] ** -0.5,
         sliding_window=rules.window,
         soft_cap=rules.softcap,
+        # The kernel's own table of sizes asks the device of this process, which may be another.
+        num_kv_pages_per_block=min(table.shape[1], max(_KEYS_AT_ONCE // size, 1)),
+        num_queries_per_block=min(q.shape[0], _QUERIES_AT_ONCE),
     )
 
 

@@ -5,19 +5,23 @@
 JAX's reference (`ref_ragged_paged_attention`) is code of others for the same layout of pages.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernel_of_jax
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import flash_attention
 from pallas_kernels.backend import interpreted
 from sharding.sequence_parallel import AttentionRules, PageTables
 from sharding.sequence_parallel.paged import attend_pages, why_not_kernel, write_pages
 from tests.support.tolerances import assert_close
+from tests.support.tpus import described_tpus
 
 LAYERS, PAGES, SIZE, WIDTH, LAYER = 2, 12, 4, 4, 1
 SINGLES, PIECES, LENGTH = 3, 2, 5
@@ -122,15 +126,46 @@ def test_pages_equal_the_reference_of_jax(rules):
     assert_close(out[chosen], wanted, "attention")
 
 
-@pytest.mark.slow
-def test_kernel_for_tpus_equals_the_gather():
-    """JAX's kernel, interpreted; also a piece that is not full, whose rest is not read."""
-    sizes = {"heads": (4, 2), "width": 128, "dtype": jnp.float32}
-    wanted, *_, positions = computed(AttentionRules(implementation="xla"), **sizes)
+def test_kernel_for_tpus_gets_arguments_that_mean_the_same(monkeypatch):
+    """JAX's reference in place of its kernel, which no interpreter runs."""
+
+    def reference(*given, num_kv_pages_per_block, num_queries_per_block, **rules):
+        assert num_kv_pages_per_block > 0 and num_queries_per_block > 0
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return ref_ragged_paged_attention(*given, **rules)
+
+    monkeypatch.setattr(kernel_of_jax, "ragged_paged_attention", reference)
+    rules = AttentionRules(window=7, softcap=4.0)
+    wanted, kv, _, q, _, tables, positions = computed(rules, width=128)
+    given = jax.tree.map(jnp.asarray, (tables, positions))
     with interpreted():
-        out, *_ = computed(AttentionRules(implementation="pallas_tpu"), **sizes)
+        asked = dataclasses.replace(rules, implementation="pallas_tpu")
+        out = attend_pages(q, kv, jnp.int32(LAYER), *given, asked)
+        chosen = attend_pages(q, kv, jnp.int32(LAYER), *given, rules)
     is_read = positions >= 0
     assert_close(np.asarray(out)[is_read], np.asarray(wanted)[is_read], "attention")
+    np.testing.assert_array_equal(out, chosen, "the kernel is the first choice on a TPU")
+
+
+@pytest.mark.slow
+def test_kernel_compiles_for_a_tpu(monkeypatch):
+    """It reads the pages where they are: no copy of the pool."""
+    devices = described_tpus(monkeypatch, "v5e:2x4")
+    mesh = Mesh(np.array(devices[:1]), ("x",), (AxisType.Auto,))
+    here = NamedSharding(mesh, PartitionSpec())
+    tables = PageTables(*(np.zeros(s, np.int32) for s in ((8 + 64,), (8, 16), (1, 16))))
+    pool, q = np.zeros((2, 256, 16, 4, 2, 128), jnp.bfloat16), np.zeros((72, 16, 128), jnp.bfloat16)
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=here),
+        (q, pool, np.int32(0), tables, np.zeros(72, np.int32)),
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        run = jax.jit(lambda *given: attend_pages(*given, AttentionRules(window=64)))
+        compiled = run.lower(*given).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    assert text.count('custom_call_target="tpu_custom_call"') == 1
+    assert memory.temp_size_in_bytes < pool.nbytes / 10
 
 
 def test_limits_of_the_kernel_are_named():
@@ -142,6 +177,7 @@ def test_limits_of_the_kernel_are_named():
     assert "multiple of 128" in why(64, 2, jnp.float32)
     assert "3 key heads" in why(128, 3, jnp.float32)
     _, q, pool, tables, positions, _ = arrays()
+    tables, positions = jax.tree.map(jnp.asarray, (tables, positions))
     with interpreted(), pytest.raises(ValueError, match="set execution.kernels.attention to xla"):
         attend_pages(
             q, pool, jnp.int32(0), tables, positions, AttentionRules(implementation="pallas_tpu")
