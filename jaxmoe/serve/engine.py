@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxmoe.generation.text import Codec
 from jaxmoe.serve.answers import Answer, TextStream
@@ -36,6 +36,7 @@ from jaxmoe.serve.streams import Stream
 _THREAD = "jaxmoe-engine"
 
 
+@runtime_checkable
 class Executor(Protocol):
     """What an engine needs of an executor; `jaxmoe.serve.device.executor.ModelExecutor` is one."""
 

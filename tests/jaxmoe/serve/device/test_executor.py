@@ -1,0 +1,81 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled steps: no copy of the pages, a few programs, and models that are refused."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.layers.mixers import LatentAttentionConfig, MambaConfig
+from jaxmoe.models.config import ModelConfig, MoEConfig
+from jaxmoe.routing import CapacityConfig, UniformRandomConfig
+from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.pages import check_served, page_bytes
+from jaxmoe.serve.device.transfers import make_transfers
+from tests.support.serving import MODEL, SIZES, executor, params
+
+
+def test_programs_are_compiled_at_the_start_and_copy_no_pages():
+    """Temporaries of a step do not grow with the pool."""
+    found = executor()
+    assert [(one.pieces, one.context_length) for one in found.programs] == [
+        ((0, 0), 32),
+        ((2, 5), 32),
+    ]
+    size = SIZES.num_pages * page_bytes(MODEL, found.execution, SIZES.page_size)
+    assert found.pool_bytes == size
+    big = ExecutorConfig(num_pages=4096, page_size=16, shapes=SIZES.shapes, context_lengths=(32,))
+    larger = ModelExecutor(MODEL, params(), config=big)
+    for program in larger.programs:
+        assert larger.temp_bytes(program) < larger.pool_bytes / 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": dataclasses.replace(MODEL.attention, is_causal=False)}, "is_causal=False"),
+        ({"attention": LatentAttentionConfig(num_heads=2)}, "mixer 'latent'"),
+        ({"attention": MambaConfig()}, "mixer 'mamba'"),
+        (
+            {"moe": dataclasses.replace(MODEL.moe, capacity=CapacityConfig())},
+            "set model.moe.capacity to None",
+        ),
+        (
+            {"moe": MoEConfig(router=UniformRandomConfig(), balancers=())},
+            "model.moe.router 'uniform_random'",
+        ),
+    ],
+)
+def test_models_whose_answers_would_depend_on_each_other_are_refused(changes, message):
+    fields = {field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)}
+    with pytest.raises(ValueError, match=message):
+        check_served(ModelConfig(**{**fields, **changes}))
+    check_served(MODEL)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="set num_pages to 32"):
+        ExecutorConfig(num_pages=8, page_size=4, context_lengths=(128,))
+    with pytest.raises(ValueError, match="ascending"):
+        ExecutorConfig(context_lengths=(64, 32))
+
+
+def test_pages_are_copied_and_held_in_host_memory():
+    """More pages than one call takes, and none beside them."""
+    rng = np.random.default_rng(0)
+    start = {"a": rng.normal(size=(2, 40, 2, 1, 2, 3)).astype(np.float32)}
+    move = make_transfers(executor().execution)
+    pairs = tuple((page, 39 - page) for page in range(19))
+    found = move.copy(jax.tree.map(jax.numpy.asarray, start), pairs)
+    wanted = start["a"].copy()
+    wanted[:, [target for _, target in pairs]] = start["a"][:, [source for source, _ in pairs]]
+    np.testing.assert_array_equal(found["a"], wanted)
+    pages = rng.permutation(40)[:21].tolist()
+    held = move.to_host(found, pages)
+    np.testing.assert_array_equal(held["a"], wanted[:, pages])
+    other = pages[::-1]
+    found = move.from_host(found, other, held)
+    wanted[:, other] = held["a"]
+    np.testing.assert_array_equal(found["a"], wanted)
