@@ -17,7 +17,7 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.precision import PrecisionPolicy, kernels_of_products
 from pallas_kernels.backend import Implementation
 from sharding.constrain import Placement
-from sharding.expert_parallel import DispatcherConfig, LocalConfig
+from sharding.expert_parallel import DispatcherConfig, LocalConfig, ResidentConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineConfig
@@ -324,6 +324,13 @@ class ServedConfig(WholeRowsConfig):
     The batch of a step is one row, so that no mesh axis can cut it: heads and hidden units are cut
     over `tensor`, experts over `expert`.
     """
+
+    @classmethod
+    def of(cls, execution: ExecutionConfig) -> ServedConfig:
+        """Return an execution whose tokens are whole, and which moves no weights."""
+        served = dataclasses.replace(super(ServedConfig, cls).of(execution), telemetry="brief")
+        own: dict[str, Any] = {"dispatcher": ResidentConfig(), "rules": "data_parallel"}
+        return dataclasses.replace(served, **own)
 
     @property
     def axis_rules(self) -> LogicalAxisRules:

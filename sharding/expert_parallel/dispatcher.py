@@ -25,6 +25,8 @@ class Dispatcher(abc.ABC):
     """Each device of the expert axes computes its own experts only."""
     gathers_tokens: ClassVar[bool] = False
     """The devices of the expert axes first share all their tokens."""
+    has_whole_tokens: ClassVar[bool] = False
+    """Each device of the expert axes has all tokens already, and needs all sums."""
     lends_experts: ClassVar[bool] = False
     """Devices compute experts of other devices, whose weights are sent as they are stored."""
 

@@ -21,6 +21,7 @@ import numpy as np
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.sampling import Limits
+from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.pages import check_served, initial_pools
 from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
@@ -112,8 +113,9 @@ class ModelExecutor:
         check_served(model)
         self.model, self.config = model, config or ExecutorConfig()
         self.execution = ServedConfig.of(execution or ExecutionConfig())
-        self._mesh, self._params, self._router_state = mesh, params, router_state
+        self._mesh, self._router_state = mesh, router_state
         self._check_mesh()
+        self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
         self._swapped: dict[int, Held] = {}
@@ -276,6 +278,13 @@ class ModelExecutor:
                 f"execution.mesh.{other[0]}={wrong[other[0]]}: an instance serves one row of"
                 " tokens, which only the axes tensor and expert share: set it to 1"
             )
+
+    def _laid_out(self, params: Any) -> Any:
+        """Return the parameters as a step reads them, so that it moves none."""
+        if self._mesh is None or self.execution.precision.weights != "floating":
+            return params
+        with self._in_mesh():
+            return lay_out(self.model, params, rules=self.execution.axis_rules)
 
     def _in_mesh(self) -> Any:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
