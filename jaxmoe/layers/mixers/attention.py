@@ -155,18 +155,9 @@ class AttentionConfig(AttentionMixer):
             layers: Layers that it is stacked over.
             pages: Number of pages.
             size: Positions of a page.
-
-        Raises:
-            ValueError: A cache in few bits, which pages do not have.
         """
-        precision = execution.precision
-        if precision.cache != "compute":
-            raise ValueError(
-                f"execution.precision.cache={precision.cache} is not implemented for pages: set it"
-                " to compute"
-            )
         shape = (layers, pages, size, self.num_kv_heads, 2, self.head_dim)
-        return empty_pages(shape, precision.compute_dtype, execution.placement)
+        return empty_pages(shape, execution.precision.compute_dtype, execution.placement)
 
     def build(
         self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None

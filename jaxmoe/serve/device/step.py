@@ -17,6 +17,7 @@ Source: dynamic split-fuse, DeepSpeed-FastGen (arXiv 2401.08671, section 3).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ class StepOptions:
     """Whether the chosen experts of every token are returned."""
 
 
+@functools.lru_cache(maxsize=16)
 def make_step(
     model: ModelConfig, execution: ServedConfig, options: StepOptions
 ) -> Callable[[Any, Any, Pools, StepInputs], tuple[StepOutputs, Pools]]:
