@@ -133,7 +133,7 @@ class ModelExecutor:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pages on all devices."""
-        return sum(kv.nbytes for kv in self._pools.values())
+        return sum(part.nbytes for part in jax.tree.leaves(self._pools))
 
     def run(self, step: Step) -> dict[int, Result]:
         """Compute a step, and return the tokens of the sequences that draw one.

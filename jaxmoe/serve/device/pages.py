@@ -63,11 +63,6 @@ def why_not_served(model: ModelConfig, execution: ExecutionConfig, mesh: Any) ->
             "model.attention.is_causal=False: this model fills gaps from both sides, and requests"
             " are answered from left to right: sample it with jaxmoe.models.diffuse"
         )
-    if execution.precision.cache != "compute":
-        return (
-            f"execution.precision.cache={execution.precision.cache} is not implemented for pages:"
-            " set it to compute"
-        )
     sizes = {} if mesh is None else dict(mesh.shape)
     for name, size in sizes.items():
         if size > 1 and name not in _SERVED_AXES:
@@ -84,7 +79,8 @@ def _why_not(mixer: Any, feed_forward: Any) -> str | None:
     if not mixer.has_pages:
         return (
             f"model.layers has the mixer {mixer.name!r}, which keeps no keys and values in pages:"
-            " generate with jaxmoe.generate, or serve a model with grouped_query attention"
+            " generate with jaxmoe.generate, or serve a model with the attention grouped_query or"
+            " latent"
         )
     if feed_forward.keeps_order:
         return (

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.mixers import LatentAttentionConfig, MambaConfig
+from jaxmoe.layers.mixers import MambaConfig, SharedKeysConfig
 from jaxmoe.models.config import ModelConfig, MoEConfig
-from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import CapacityConfig, UniformRandomConfig
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
 from jaxmoe.serve.device.pages import page_bytes, why_not_served
@@ -39,7 +38,7 @@ def test_programs_are_compiled_at_the_start_and_copy_no_pages():
     ("changes", "message"),
     [
         ({"attention": dataclasses.replace(MODEL.attention, is_causal=False)}, "is_causal=False"),
-        ({"attention": LatentAttentionConfig(num_heads=2)}, "mixer 'latent'"),
+        ({"attention": SharedKeysConfig()}, "mixer 'shared_keys'"),
         ({"attention": MambaConfig()}, "mixer 'mamba'"),
         (
             {"moe": dataclasses.replace(MODEL.moe, capacity=CapacityConfig())},
@@ -60,9 +59,7 @@ def test_models_whose_answers_would_depend_on_each_other_are_refused(changes, me
     assert why_not_served(MODEL, execution, None) is None
 
 
-def test_meshes_and_caches_that_are_not_served_are_refused():
-    execution = ExecutionConfig(precision=PrecisionPolicy(cache="int8"))
-    assert "set it to compute" in why_not_served(MODEL, execution, None)
+def test_meshes_that_share_no_row_are_refused():
     mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
     assert "execution.mesh.data=2" in why_not_served(MODEL, ExecutionConfig(), mesh)
 
