@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models and formats of pages that are served: tokens of a whole forward pass, and of `generate`."""
+"""Models and formats of pages that are served: tokens of one whole forward pass, or `generate`."""
 
 import dataclasses
 
