@@ -328,7 +328,7 @@ class ServedConfig(WholeRowsConfig):
     @classmethod
     def of(cls, execution: ExecutionConfig) -> ServedConfig:
         """Return an execution whose tokens are whole, and which moves no weights."""
-        served = dataclasses.replace(super(ServedConfig, cls).of(execution), telemetry="brief")
+        served: Any = dataclasses.replace(super(ServedConfig, cls).of(execution), telemetry="brief")
         own: dict[str, Any] = {"dispatcher": ResidentConfig(), "rules": "data_parallel"}
         return dataclasses.replace(served, **own)
 

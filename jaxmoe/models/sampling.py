@@ -75,10 +75,10 @@ class Limits(NamedTuple):
     For rows that are sampled apart each is an array over the rows.
     """
 
-    temperature: Float[Array, "*B"] | np.float32
-    top_k: Int[Array, "*B"] | np.int32
-    top_p: Float[Array, "*B"] | np.float32
-    min_p: Float[Array, "*B"] | np.float32
+    temperature: Float[Array | np.ndarray, "*B"] | np.float32
+    top_k: Int[Array | np.ndarray, "*B"] | np.int32
+    top_p: Float[Array | np.ndarray, "*B"] | np.float32
+    min_p: Float[Array | np.ndarray, "*B"] | np.float32
 
 
 def filter_logits(logits: Float[Array, "B V"], limits: Limits) -> Float[Array, "B V"]:

@@ -56,11 +56,11 @@ _KEYS_AT_ONCE, _QUERIES_AT_ONCE = 512, 32
 class PageTables(NamedTuple):
     """Places of the tokens of a step, the same for all layers."""
 
-    slots: Int[Array, " T"]
+    slots: Int[Any, " T"]
     """Slot of each new token, page * G + place in it; P * G and more for padding."""
-    singles: Int[Array, "R W"]
+    singles: Int[Any, "R W"]
     """Pages of the sequences with one new token."""
-    pieces: Int[Array, "P W"]
+    pieces: Int[Any, "P W"]
     """Pages of the sequences with up to C new tokens; entries that are not used are any page."""
 
 
@@ -143,16 +143,16 @@ def write_pages(pool: Any, new: Array, layer: Int[Array, ""], slots: Int[Array, 
         layer: Layer that they are of.
         slots: Slot of each; those outside of the pool are left out.
     """
-    size = jnp.int32(pool.shape[2])
+    size, entries = jnp.int32(pool.shape[2]), new
     if isinstance(pool, QuantizedArray):
         group = pool.shape[-1] // pool.num_blocks
-        new = quantize(new, pool.dtype_name, axis=-1, block_size=group)
+        entries: Any = quantize(new, pool.dtype_name, axis=-1, block_size=group)
     return jax.tree.map(
         lambda held, one: held.at[layer, slots // size, slots % size].set(
             one.astype(held.dtype), mode="drop"
         ),
         pool,
-        new,
+        entries,
     )
 
 
@@ -248,9 +248,20 @@ def attend_gathered(
     return jnp.concatenate(parts)
 
 
-def _gathered(*given: Any) -> Array:
+def _gathered(
+    q: Array,
+    pool: Any,
+    layer: Array,
+    tables: PageTables,
+    positions: Array,
+    rules: AttentionRules,
+) -> Array:
     """Attend to keys and values that alternate."""
-    return attend_gathered(*given, lambda held: (held[..., 0, :], held[..., 1, :]))
+
+    def split(held: Array) -> tuple[Array, Array]:
+        return held[..., 0, :], held[..., 1, :]
+
+    return attend_gathered(q, pool, layer, tables, positions, rules, split)
 
 
 def _in_kernel(

@@ -257,7 +257,7 @@ class Attention(nn.Module):
         v: Array,
         tokens: TokenInputs,
         cache: LayerCache | None,
-    ) -> tuple[Array, dict[str, Array], KVCache | PagedCache | None]:
+    ) -> tuple[Array, dict[str, Array], Any]:
         """Compute the softmax, over the tokens themselves or over a cache."""
         config, placement = self.config, self.execution.placement
         positions, segment_ids = tokens.positions, tokens.segment_ids

@@ -26,12 +26,12 @@ def initial_pools(model: ModelConfig, execution: ServedConfig, *, pages: int, si
         pages: Number of pages.
         size: Positions of a page.
     """
-    return {
-        stack.path: stack.kind.mixer.initial_pages(
-            execution, layers=stack.num_calls, pages=pages, size=size
-        )
-        for stack in model.stacks
-    }
+    pools: Pools = {}
+    for stack in model.stacks:
+        mixer: Any = stack.kind.mixer  # recurrent ones have been refused
+        given = {"layers": stack.num_calls, "pages": pages, "size": size}
+        pools[stack.path] = mixer.initial_pages(execution, **given)
+    return pools
 
 
 def page_bytes(model: ModelConfig, execution: ServedConfig, size: int) -> int:

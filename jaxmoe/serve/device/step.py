@@ -96,6 +96,8 @@ def make_step(
         options: What is returned beside tokens.
     """
 
+    mixers: dict[str, Any] = {stack.path: stack.kind.mixer for stack in model.stacks}
+
     def step(
         params: Any, router_state: Any, pools: Pools, inputs: StepInputs
     ) -> tuple[StepOutputs, Pools]:
@@ -110,10 +112,7 @@ def make_step(
             positions=inputs.positions[None],
             token_mask=inputs.positions[None] >= 0,
             router_state=router_state,
-            cache={
-                stack.path: stack.kind.mixer.paged(pools[stack.path], inputs.tables)
-                for stack in model.stacks
-            },
+            cache={path: mixers[path].paged(pool, inputs.tables) for path, pool in pools.items()},
             has_logits=False,
         )
         # Whole on every device, so that all of them draw the same tokens as one device.
