@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxmoe.serve import BATCHING, End, Facts, Instance, Request, Result, Sampling, Shapes
 from jaxmoe.serve.facts import youngest
-from tests.support.serving import PageExecutor, Streams, answer, serve
+from tests.support.page_executor import PageExecutor, Streams, answer, serve
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 

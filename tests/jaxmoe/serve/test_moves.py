@@ -8,7 +8,7 @@ import pytest
 
 from jaxmoe.serve import BATCHING, Facts, Instance, Request, Sampling
 from jaxmoe.serve.moves import depart, departed, fork, receive, stay
-from tests.support.serving import PageExecutor, Streams, answer
+from tests.support.page_executor import PageExecutor, Streams, answer
 
 FACTS = Facts(num_pages=10, page_size=4, max_running=4, max_length=40)
 

@@ -19,7 +19,7 @@ from jaxmoe.serve import (
     Shapes,
 )
 from jaxmoe.serve.plan import Eviction
-from tests.support.serving import PageExecutor
+from tests.support.page_executor import PageExecutor
 
 
 def served(**changes):
