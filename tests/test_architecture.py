@@ -133,6 +133,8 @@ REGISTRIES = {
         *("expert_choice", "soft_moe"),
     },
     "jaxmoe.serve.policies.batching:BATCHING": {"split_fuse", "prefill_first"},
+    "jaxmoe.serve.policies.dispatch:DISPATCH": {"round_robin", "least_loaded"},
+    "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
     "jaxmoe.replicas:REPLICAS": {

@@ -114,3 +114,18 @@ def receive(instance: Instance, one: Sequence) -> Sequence | None:
     )
     instance.queues.add(here)
     return here
+
+
+def transfer_waiting(source: Instance, target: Instance, id_: int) -> None:
+    """Move a waiting sequence, which has no pages, to the queue of another instance.
+
+    Args:
+        source: Instance in whose queue it waits.
+        target: Instance that serves it.
+        id_: Waiting sequence.
+    """
+    one = source.queues.sequences.pop(id_)
+    source.queues.leave(one)
+    source.queues.moved_away += 1
+    one.order = target.queues.submitted
+    target.queues.add(one)

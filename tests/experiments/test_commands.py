@@ -46,12 +46,13 @@ COMMANDS = {
         "replay",
     ),
     *("report", "resize"),
-    *("routers", "transfer"),
+    *("routers", "serving", "transfer"),
 }
 PARTS = {
     **{"data": [["inspect"]], "launch": [[], ["--supervise"]]},
     "doctor": [[], ["--links"]],
     "checkpoint": [[], ["convert"], ["inspect"], ["reshard"], ["verify"]],
+    "serving": [[], ["simulate"]],
 }
 
 

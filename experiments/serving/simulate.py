@@ -1,0 +1,209 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Simulates batching and dispatch policies on a workload, and compares their goodput.
+
+    python -m experiments.serving simulate
+    python -m experiments.serving simulate --batching split_fuse prefill_first --rates 8 12
+    python -m experiments.serving simulate --instances 4 --dispatch round_robin least_loaded
+    python -m experiments.serving simulate workload:file --workload.path BurstGPT_1.csv
+
+The instances and policies are those of the engine; the time of a step is that of a roofline. Prints
+a line per policy and rate:
+
+    goodput/s    requests per second within ttft and tpot
+    within SLO   their share of all requests
+    ttft, tpot   seconds until the first token, milliseconds per further token, median / 99%
+    expert GB    bytes of expert weights read
+
+Writes summary.json, report.html and plots/goodput.png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from experiments.cli.tables import text_table
+from experiments.serving.picture import draw_goodput, write_report
+from experiments.studies.study import StudyRunConfig
+from jaxmoe.configs import closest
+from jaxmoe.models.presets import PRESETS
+from jaxmoe.optional import require
+from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.policies.batching import BATCHING
+from jaxmoe.serve.policies.dispatch import DISPATCH
+from jaxmoe.serve.requests import Objective
+from jaxmoe.serve.simulation import (
+    Measures,
+    ModelSizes,
+    Roofline,
+    Simulation,
+    WorkloadConfig,
+    measure,
+)
+from jaxmoe.serve.simulation.workload import GammaConfig
+
+HEADINGS = (
+    *("policy", "rate/s", "goodput/s", "within SLO", "ttft s", "tpot ms", "tokens/s"),
+    *("preempted", "cached", "moved", "expert GB"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimulateConfig:
+    """Config of `serving simulate`."""
+
+    run: StudyRunConfig = StudyRunConfig()
+    """Run directory and name."""
+    preset: str = "qwen3_30b_a3b"
+    """Model, by its name in jaxmoe.models.presets.PRESETS."""
+    chip: str = "h100"
+    """Device, by its name in jaxmoe.planning.hardware.CHIPS."""
+    chips: int = 1
+    """Devices of an instance, along the tensor axis."""
+    instances: int = 1
+    """Instances of the fleet."""
+    batching: tuple[str, ...] = ()
+    """Batching policies; all when empty."""
+    dispatch: tuple[str, ...] = ("least_loaded",)
+    """Dispatch policies; each is combined with each batching policy."""
+    workload: WorkloadConfig = GammaConfig()
+    """Requests; `rates` replaces its rate."""
+    rates: tuple[float, ...] = (4.0, 8.0, 12.0)
+    """Requests per second and instance."""
+    ttft: float = 1.0
+    """Promised seconds until the first token."""
+    tpot: float = 0.05
+    """Promised mean seconds per further token."""
+    page_size: int = 16
+    """Tokens of a page."""
+    max_running: int = 256
+    """Running sequences of an instance at most."""
+    max_length: int = 20_000
+    """Tokens of a sequence at most; longer ones are cut."""
+
+    def __post_init__(self) -> None:
+        known = {"preset": PRESETS, "chip": CHIPS, "batching": BATCHING, "dispatch": DISPATCH}
+        for field, names in known.items():
+            value = getattr(self, field)
+            for name in (value,) if isinstance(value, str) else value:
+                if name not in names:
+                    near, listing = closest(name, names), ", ".join(names)
+                    raise ValueError(f"{field}={name} is unknown{near}; known: {listing}")
+        if self.instances < 1 or not self.rates or not self.dispatch:
+            raise ValueError(
+                f"instances={self.instances}, rates={self.rates} and dispatch={self.dispatch} must"
+                " name at least one each"
+            )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return the exit code."""
+    prog = "python -m experiments.serving simulate"
+    config = cli.parse_flags(SimulateConfig(), argv, prog, __doc__ or "")
+    started = time.perf_counter()
+    with cli.exit_on_bad_configuration():
+        start_process(needs_devices=False)
+        require("matplotlib.figure")
+        directory = RunDirectory(config.run.directory or f"runs/serving/{config.run.name or 'sim'}")
+        directory.check_free_of_runs()
+        cost = cost_of(config)
+        rows = list(simulate(config, cost))
+        directory.plots_directory.mkdir(parents=True, exist_ok=True)
+        picture = directory.plots_directory / "goodput.png"
+        draw_goodput(picture, rows)
+        table = [HEADINGS, *map(cells, rows)]
+        write_report(directory.path / "report.html", describe(config, cost), table, rows)
+        directory.write_summary(
+            {
+                "status": "done",
+                "preset": config.preset,
+                "chip": config.chip,
+                "pages": cost.num_pages(config.page_size),
+                "rows": rows,
+                "wall_seconds": time.perf_counter() - started,
+            }
+        )
+        say(f"{text_table(table)}\n\n{picture}, {directory.path / 'report.html'}")
+    return int(cli.ExitCode.DONE)
+
+
+def cost_of(config: SimulateConfig) -> Roofline:
+    """Return the cost model of one instance."""
+    sizes = ModelSizes.of(PRESETS[config.preset]())
+    return Roofline(sizes=sizes, chip=CHIPS[config.chip], num_chips=config.chips)
+
+
+def describe(config: SimulateConfig, cost: Roofline) -> str:
+    """Return a line on the model, the device and the workload."""
+    pages = cost.num_pages(config.page_size)
+    return (
+        f"{config.preset} on {config.instances} x {config.chips} {config.chip}, {pages} pages of"
+        f" {config.page_size} tokens each, workload {config.workload.name}, SLO {config.ttft} s and"
+        f" {1000 * config.tpot:g} ms"
+    )
+
+
+def simulate(config: SimulateConfig, cost: Roofline) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of every policy at every rate.
+
+    Args:
+        config: Config of the command.
+        cost: Cost model of one instance.
+    """
+    say(describe(config, cost))
+    objective = Objective(ttft=config.ttft, tpot=config.tpot)
+    facts = Facts(
+        num_pages=cost.num_pages(config.page_size),
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_length=min(config.max_length, cost.num_pages(config.page_size) * config.page_size),
+        num_layers=cost.sizes.num_layers,
+        has_partitions=True,
+        has_layers=True,
+        cost=cost,
+    )
+    for rate in config.rates:
+        workload = dataclasses.replace(config.workload, rate=rate * config.instances)
+        arrivals = workload.arrivals(objective, facts.max_length)
+        for batching in config.batching or BATCHING:
+            for dispatch in config.dispatch:
+                simulation = Simulation(
+                    arrivals,
+                    facts,
+                    BATCHING[batching](),
+                    cost,
+                    num_instances=config.instances,
+                    dispatch=DISPATCH[dispatch](),
+                )
+                name = batching if len(config.dispatch) == 1 else f"{batching} {dispatch}"
+                found: Measures = measure(simulation.run())
+                yield {"policy": name, "rate": workload.rate, **dataclasses.asdict(found)}
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a row of `simulate`, under `HEADINGS`."""
+
+    def pair(values: Iterable[float], digits: int) -> str:
+        return "/".join(f"{value:.{digits}f}" for value in values)
+
+    return (
+        row["policy"],
+        f"{row['rate']:g}",
+        f"{row['goodput']:.2f}",
+        f"{row['within']:.1%}",
+        pair((row["ttft_p50"], row["ttft_p99"]), 3),
+        pair((1000 * row["tpot_p50"], 1000 * row["tpot_p99"]), 1),
+        f"{row['tokens_per_second']:.0f}",
+        str(row["preempted"]),
+        str(row["cached"]),
+        str(row["moves"]),
+        f"{row['expert_bytes'] / 1e9:.0f}",
+    )

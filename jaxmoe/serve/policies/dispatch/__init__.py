@@ -1,0 +1,19 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch policies: which instance of a fleet serves a request, and what moves between them.
+
+To add one: a config that extends `DispatchConfig` in a file of its own in this folder, the union
+`DispatchUnion` here, its name in the row of DISPATCH in `tests/test_architecture.py`, its property
+in `tests/jaxmoe/serve/policies/test_dispatch.py`.
+"""
+
+from jaxmoe.configs import registry_of
+from jaxmoe.serve.policies.dispatch.base import DispatchConfig as DispatchConfig
+from jaxmoe.serve.policies.dispatch.base import Dispatcher as Dispatcher
+from jaxmoe.serve.policies.dispatch.base import FleetView as FleetView
+from jaxmoe.serve.policies.dispatch.least_loaded import LeastLoadedConfig as LeastLoadedConfig
+from jaxmoe.serve.policies.dispatch.round_robin import RoundRobinConfig as RoundRobinConfig
+
+DispatchUnion = RoundRobinConfig | LeastLoadedConfig
+
+DISPATCH = registry_of(DispatchUnion)

@@ -1,0 +1,90 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Interface of dispatch policies: which instance serves a request."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from jaxmoe.serve.plan import PolicyTraits
+from jaxmoe.serve.requests import Request
+from jaxmoe.serve.view import InstanceView
+
+Role = Literal["both", "prefill", "decode"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request is served."""
+
+    prefill: int
+    """Instance that computes the prompt."""
+    decode: int | None = None
+    """Instance that writes the answer; None for the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """A sequence that goes to another instance."""
+
+    id: int
+    source: int
+    target: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FleetView:
+    """State of all instances."""
+
+    now: float
+    members: tuple[InstanceView, ...]
+    roles: tuple[Role, ...]
+    """What each instance does."""
+
+
+class Dispatcher:
+    """Places requests; subclasses keep what they need to remember."""
+
+    def place(self, request: Request, fleet: FleetView) -> Route:
+        """Return where a new request is served.
+
+        Args:
+            request: Request.
+            fleet: All instances.
+        """
+        raise NotImplementedError
+
+    def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
+        """Return the sequences to move now; none by default.
+
+        Args:
+            fleet: All instances.
+        """
+        del fleet
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchConfig:
+    """A dispatch policy."""
+
+    name: ClassVar[str]
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True)
+
+    def build(self) -> Dispatcher:
+        """Return the policy for one fleet."""
+        raise NotImplementedError
+
+    def roles(self, num_instances: int) -> tuple[Role, ...]:
+        """Return what each instance does; everything by default.
+
+        Args:
+            num_instances: Instances of the fleet.
+        """
+        return ("both",) * num_instances
+
+
+def load(view: InstanceView) -> int:
+    """Return the tokens that an instance has still to compute, one for each decoding sequence."""
+    return sum(one.left for one in (*view.running, *view.busy, *view.waiting, *view.swapped))

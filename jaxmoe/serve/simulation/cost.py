@@ -1,0 +1,183 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a step by the roofline: FLOPs, bytes and network of each operation.
+
+With T tokens of a step, q new ones of a sequence behind c computed ones, K of E experts:
+
+    projections   2 T P                             P b
+    attention     sum of pairs of query and key     sum of (c + q) tokens of keys and values
+    experts       2 T K X                           X b E_d,   E_d = sum over e of 1 - (1 - p_e)^T
+    head          2 (drawn tokens) P_head           P_head b
+
+P parameters that all tokens meet, X of one expert, b bytes of a parameter, p_e the probability
+that a token chooses expert e (K / E where the loads are not known). An operation takes the longest
+of FLOPs, bytes and network by their rates, a step the sum of them and a constant. In nano-batches
+(NanoFlow, arXiv:2408.12757) compute, memory and network overlap over the whole step, and weights
+are read once per nano-batch. A lane with share s of the device has s of its FLOP/s and, since a
+part of the cores saturates the memory, s / 0.4 of its bandwidth at most all of it (0.4 is an
+assumption). Weights that do not fit into the device are read from host memory, beside the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.serve.facts import Part
+from jaxmoe.serve.simulation.sizes import ModelSizes
+
+SATURATION = 0.4
+"""Share of the cores that saturates the memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """Demands of one operation of a step."""
+
+    flops: float
+    weights: float
+    """Bytes of weights read."""
+    other: float = 0.0
+    """Bytes of keys and values read."""
+    network: float = 0.0
+    """Bytes that each device sends."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCost:
+    """Time of a step and what it read."""
+
+    seconds: float
+    expert_bytes: float
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Cost model of one instance; `jaxmoe.serve.facts.CostModel`."""
+
+    sizes: ModelSizes
+    chip: Chip
+    num_chips: int = 1
+    """Devices of the instance, along the tensor axis."""
+    constant: float = 1e-4
+    """Seconds of every step for launching it."""
+    memory_efficiency: float = 0.8
+    """Share of the memory bandwidth that is reached."""
+    loads: tuple[float, ...] = ()
+    """Share of the assignments of each expert; equal when empty."""
+
+    def __post_init__(self) -> None:
+        if self.num_chips < 1:
+            raise ValueError(f"num_chips={self.num_chips} must be at least 1")
+
+    @functools.cached_property
+    def weight_bytes(self) -> float:
+        """Bytes of all parameters."""
+        return float(self.sizes.total * self.sizes.weight_bytes)
+
+    @functools.cached_property
+    def spilled(self) -> float:
+        """Share of the weights that does not fit into the devices."""
+        room = self.chip.available * self.num_chips
+        return max(0.0, 1.0 - room / self.weight_bytes)
+
+    def num_pages(self, page_size: int, share: float = 0.9) -> int:
+        """Return the pages that fit beside the weights, at least one.
+
+        Args:
+            page_size: Tokens of a page.
+            share: Share of the remaining memory for pages.
+        """
+        left = self.chip.available * self.num_chips - self.weight_bytes
+        return max(int(share * left / (page_size * max(self.sizes.kv_bytes, 1))), 1)
+
+    def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
+        """Return the seconds of a step."""
+        return self.cost(parts, share=share, nano_batches=nano_batches).seconds
+
+    def cost(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> StepCost:
+        """Return seconds and bytes of a step.
+
+        Args:
+            parts: Work of each sequence.
+            share: Share of the device.
+            nano_batches: Parts into which the step is cut to overlap its resources.
+        """
+        experts, operations = 0.0, []
+        for operation, is_expert in self._operations(parts):
+            operations.append(operation)
+            experts += operation.weights * is_expert
+        flops = self.chip.flops * self.chip.efficiency * self.num_chips * min(1.0, share)
+        bandwidth = self.chip.memory_bandwidth * self.memory_efficiency * self.num_chips
+        bandwidth *= min(1.0, share / SATURATION)
+        host, link = self.chip.host_bandwidth * self.num_chips, self.chip.link_bandwidth
+
+        def seconds(found: Sequence[Operation], times: int) -> float:
+            weights = times * sum(one.weights for one in found)
+            other = sum(one.other for one in found)
+            return max(
+                sum(one.flops for one in found) / flops,
+                ((1.0 - self.spilled) * weights + other) / bandwidth,
+                self.spilled * weights / host,
+                sum(one.network for one in found) / link,
+            )
+
+        if nano_batches > 1:
+            total = seconds(operations, nano_batches)
+        else:
+            total = sum(seconds([one], 1) for one in operations)
+        return StepCost(
+            self.constant + total,
+            experts * (1 if nano_batches == 1 else nano_batches),
+            sum(one.flops for one in operations),
+        )
+
+    def distinct_experts(self, num_tokens: int) -> float:
+        """Return the expected number of experts of a layer that some tokens choose.
+
+        Args:
+            num_tokens: T.
+        """
+        sizes = self.sizes
+        if not self.loads:
+            return sizes.num_experts * (1 - (1 - sizes.top_k / sizes.num_experts) ** num_tokens)
+        chosen = (min(1.0, sizes.top_k * load) for load in self.loads)
+        return sum(1 - (1 - p) ** num_tokens for p in chosen)
+
+    def _operations(self, parts: Sequence[Part]) -> Iterator[tuple[Operation, bool]]:
+        """Yield the operations of a step, and whether they are those of the experts."""
+        sizes, last = self.sizes, self.sizes.num_layers
+        borders = sorted({0, last, *(b for part in parts if part.layers for b in part.layers)})
+        for begin, end in zip(borders[:-1], borders[1:], strict=True):
+            here = [
+                part
+                for part in parts
+                if part.layers is None or part.layers[0] <= begin and end <= part.layers[1]
+            ]
+            if here:
+                yield from self._layers(here, (end - begin) / last)
+        drawn = sum(part.layers is None or part.layers[1] == last for part in parts)
+        yield Operation(2.0 * drawn * sizes.head, float(sizes.head * sizes.weight_bytes)), False
+
+    def _layers(self, parts: Sequence[Part], share: float) -> Iterator[tuple[Operation, bool]]:
+        """Yield the operations of a share of the layers, through which the same tokens pass."""
+        sizes, b = self.sizes, self.sizes.weight_bytes
+        tokens = sum(part.count for part in parts)
+        sent = 4 * tokens * sizes.embed_dim * b * sizes.num_layers
+        sent *= (self.num_chips - 1) / self.num_chips  # two all-reduces of a layer, as rings
+        yield (
+            Operation(
+                2.0 * tokens * sizes.dense * share, sizes.dense * b * share, 0.0, sent * share
+            ),
+            False,
+        )
+        pairs = sum(part.count * (part.context + part.count / 2) for part in parts)
+        held = sum(part.count + part.context for part in parts)
+        yield Operation(sizes.pair_flops * pairs * share, 0.0, sizes.kv_bytes * held * share), False
+        if sizes.num_experts:
+            layers = sizes.moe_layers * share * sizes.expert
+            read = layers * b * self.distinct_experts(tokens)
+            yield Operation(2.0 * tokens * sizes.top_k * layers, read), True

@@ -1,0 +1,134 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A plan that breaks a rule is an error that names policy and rule, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxmoe.serve import (
+    BATCHING,
+    Facts,
+    Instance,
+    Lane,
+    Piece,
+    Plan,
+    PlanError,
+    Request,
+    Sampling,
+    Shapes,
+)
+from jaxmoe.serve.plan import Eviction
+from tests.support.page_executor import PageExecutor
+
+
+def served(**changes):
+    """Return an instance: 0, 1 decode, 2 is in its prompt, 3 and 4 wait; 3 pages are free."""
+    sizes = {"num_pages": 8, "page_size": 4, "max_running": 4, "max_length": 32, "num_layers": 3}
+    facts = Facts(**{**sizes, **changes})
+    instance, executor = Instance(facts, "wrong"), PageExecutor(facts)
+    for id_, length in enumerate((3, 3, 14, 5, 5)):
+        prompt = tuple(range(10 * id_, 10 * id_ + length))
+        instance.submit(Request(id=id_, prompt=prompt, sampling=Sampling(max_tokens=9)), 0.0)
+    plan = Plan.of([], [Piece(0, 3), Piece(1, 3), Piece(2, 9)], admit=[0, 1, 2])
+    (step,) = instance.start(plan, 0.0)
+    instance.apply(step, executor.run(step), 1.0)
+    (step,) = instance.start(Plan.of([0], [Piece(2, 3)]), 1.0)
+    instance.apply(step, executor.run(step), 2.0)
+    return instance
+
+
+BROKEN = {
+    "known": (Plan.of([9]), "running", "sequence 9 does not run"),
+    "a single twice": (Plan.of([0, 0]), "once", "names a sequence twice"),
+    "single and piece": (Plan.of([0], [Piece(0, 1)]), "once", "names a sequence twice"),
+    "two lanes": (Plan((Lane((0,)), Lane((1,), number=1))), "lane", "lanes"),
+    "waiting": (Plan.of([], [Piece(3, 5)]), "running", "sequence 3 does not run"),
+    "evicted and computed": (Plan.of([0], evict=[Eviction(0)]), "running", "sequence 0 does not"),
+    "evicted and admitted": (Plan.of([], admit=[0], evict=[Eviction(0)]), "once", "twice"),
+    "evict a waiting one": (Plan.of([], evict=[Eviction(3)]), "evict", "sequence 3 does not run"),
+    "admit a running one": (Plan.of([], admit=[0]), "admit", "sequence 0 does not wait"),
+    "restore": (Plan(restore=(3,)), "restore", "sequence 3 is not swapped"),
+    "too many": (Plan.of([], [Piece(2, 3)]), "count", "3 tokens of sequence 2, which has 2 left"),
+    "none": (Plan((Lane((0,), (Piece(2, 0),)),)), "count", "0 tokens of sequence 2"),
+    "prompt as a single": (Plan.of([2]), "single", "sequence 2 has not 1 token left"),
+    "pages": (
+        Plan.of([1], [Piece(2, 2), Piece(3, 5), Piece(4, 5)], admit=[3, 4]),
+        "pages",
+        "pages are lacking",
+    ),
+    "share": (Plan((Lane((0,), share=1.5),)), "share", "share=1.5"),
+    "layers": (Plan.of([], [Piece(2, 2, (0, 1))]), "layers", "layers"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_named(name):
+    plan, rule, message = BROKEN[name]
+    instance = served(max_running=5)
+    before = [
+        (one.state, one.computed, tuple(one.pages)) for one in instance.queues.sequences.values()
+    ]
+    with pytest.raises(PlanError, match=message) as error:
+        instance.start(plan, 2.0)
+    assert (error.value.policy, error.value.rule) == ("wrong", rule)
+    assert f"policy 'wrong' breaks the rule {rule!r}" in str(error.value)
+    after = [
+        (one.state, one.computed, tuple(one.pages)) for one in instance.queues.sequences.values()
+    ]
+    assert before == after
+    instance.check_pages()
+    assert instance.start(Plan.of([0, 1], [Piece(2, 2)]), 2.0)
+
+
+def test_more_sequences_than_may_run_are_not_admitted():
+    instance = served(max_running=3)
+    with pytest.raises(PlanError, match="4 sequences would run, at most 3"):
+        instance.start(Plan.of([], [Piece(3, 4)], admit=[3]), 2.0)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan.of([0, 1]), Plan.of([0], [Piece(2, 2)])],
+    ids=["three singles of two", "a piece of none"],
+)
+def test_shapes_that_are_not_compiled_are_refused(plan):
+    instance = served()
+    object.__setattr__(instance.facts, "shapes", Shapes(singles=1, pieces=((1, 1),)))
+    with pytest.raises(PlanError, match="breaks the rule 'shape'"):
+        instance.start(plan, 2.0)
+
+
+def test_the_layers_of_a_piece_follow_each_other():
+    instance = served(has_layers=True)
+    executor = PageExecutor(instance.facts)
+    executor.run = lambda step: {}  # the prompt ends with the last layers only
+
+    def through(layers, count=2):
+        (step,) = instance.start(Plan.of([], [Piece(2, count, layers)]), 2.0)
+        assert [work.draws for work in step.works] == [False]
+        instance.apply(step, {}, 3.0)
+
+    for wrong in ((1, 2), (0, 4), (0, 0)):
+        with pytest.raises(PlanError, match="sequence 2 is at layer 0"):
+            through(wrong)
+    through((0, 1))
+    for wrong, count in (((0, 1), 2), ((1, 2), 1), (None, 2)):
+        with pytest.raises(PlanError, match="sequence 2 is at layer 1"):
+            through(wrong, count)
+    through((1, 2))
+    (step,) = instance.start(Plan.of([], [Piece(2, 2, (2, 3))]), 2.0)
+    assert [work.draws for work in step.works] == [True]
+    assert instance.queues.running[2].computed == 12
+
+
+def test_a_policy_that_needs_what_the_executor_lacks_is_refused_with_the_reason():
+    for name, config in BATCHING.items():
+        facts = Facts(num_pages=4)
+        traits = config.traits
+        lacks = traits.needs_partition or traits.needs_layers or traits.needs_cost
+        if not lacks:
+            config().check(facts)
+            continue
+        with pytest.raises(ValueError, match=f"batching='{name}' needs .*: choose another"):
+            config().check(facts)

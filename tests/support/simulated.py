@@ -1,0 +1,49 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Small simulated instances for tests of policies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.serve import BATCHING, Facts, Objective
+from jaxmoe.serve.simulation import WORKLOADS, ModelSizes, Roofline, Simulation
+
+SIZES = ModelSizes(
+    num_layers=12,
+    embed_dim=1024,
+    dense=60_000_000,
+    head=50_000_000,
+    expert=2_000_000,
+    num_experts=32,
+    top_k=4,
+    moe_layers=12,
+    kv_bytes=24_576,
+    pair_flops=12 * 4 * 1024.0,
+)
+COST = Roofline(sizes=SIZES, chip=CHIPS["v5e"])
+FACTS = Facts(
+    num_pages=600,
+    page_size=16,
+    max_running=32,
+    max_length=4096,
+    num_layers=12,
+    has_partitions=True,
+    has_layers=True,
+    cost=COST,
+)
+OBJECTIVE = Objective(ttft=0.5, tpot=0.02)
+
+
+def arrivals(name="gamma", objective=OBJECTIVE, **fields):
+    small = {"prompt_median": 120.0, "answer_median": 6.0}
+    given = {"rate": 60.0, "requests": 12, **small, **fields}
+    return WORKLOADS[name](**given).arrivals(objective, FACTS.max_length)
+
+
+def simulated(policy="split_fuse", given=None, *, cost=COST, fields=None, facts=None, **options):
+    facts = dataclasses.replace(FACTS, cost=cost, **(facts or {}))
+    config = BATCHING[policy](**(fields or {}))
+    given = arrivals() if given is None else given
+    return Simulation(given, facts, config, cost, **options).run()
