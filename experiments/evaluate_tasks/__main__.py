@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,13 @@ from jaxmoe.optional import require
 from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.serve.device.executor import ModelExecutor
+from jaxmoe.serve.device.pages import why_not_served
+from jaxmoe.serve.engine import Executor
+from jaxmoe.serve.offline import sizes_for
 from jaxmoe.training.score import Scorer
+
+logger = logging.getLogger(__name__)
 
 _MOST = 4096
 """Upper bound of the default of --max_length, tokens: every request is padded to that length."""
@@ -124,7 +131,7 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
             execution=assembly.execution,
         )
         return harness.simple_evaluate(
-            model=harness_model(scorer, text),
+            model=harness_model(scorer, text, executor_of(assembly, state, scorer)),
             tasks=list(config.tasks),
             num_fewshot=config.num_fewshot,
             limit=config.limit,
@@ -132,6 +139,32 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
             bootstrap_iters=1000,
             log_samples=False,
         )
+
+
+def executor_of(assembly: Any, state: Any, scorer: Scorer) -> Callable[[], Executor] | None:
+    """Return a function that makes the executor of a run; None where the engine cannot serve it.
+
+    Args:
+        assembly: Model, mesh and execution of the run.
+        state: Parameters and router state.
+        scorer: Scorer of the model, with the sizes.
+    """
+    model, mesh = assembly.plan.model, assembly.mesh
+    if (reason := why_not_served(model, assembly.execution, mesh)) is not None:
+        logger.info("answers are written one after the other: %s", reason)
+        return None
+
+    def make() -> Executor:
+        return ModelExecutor(
+            model,
+            state.params,
+            state.router_state or None,
+            config=sizes_for(max_length=scorer.max_length, batch_size=scorer.batch_size),
+            execution=assembly.execution,
+            mesh=mesh,
+        )
+
+    return make
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 
 The run's tokenizer encodes texts without separators. The separator between documents precedes a
 text without context, and ends generated text. Context and continuation are split by the harness as
-for its own models, so that results are comparable. Generation is greedy.
+for its own models, so that results are comparable. Generation is greedy; the answers of a task are
+written together by the serving engine where it serves the model, else one after the other.
 
 The harness (extra `lm-eval`) is imported when a model is made.
 """
@@ -22,6 +23,9 @@ import numpy as np
 
 from jaxmoe.data import Source
 from jaxmoe.optional import require
+from jaxmoe.serve.engine import Executor
+from jaxmoe.serve.offline import Prompt, answer_all
+from jaxmoe.serve.requests import Sampling
 from jaxmoe.training.score import Scorer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,19 @@ class TextTokens(NamedTuple):
     decode: Callable[[Sequence[int]], str]
     separator: int
     """Id before and after every document."""
+
+
+class _Codec:
+    """Text of tokens, as the engine reads it."""
+
+    def __init__(self, text: TextTokens):
+        self._text = text
+
+    def encode(self, text: str) -> list[int]:
+        return self._text.encode(text)
+
+    def decode(self, tokens: Any) -> str:
+        return self._text.decode(tokens)
 
 
 def text_tokens(source: Source) -> TextTokens:
@@ -65,12 +82,16 @@ def text_tokens(source: Source) -> TextTokens:
     )
 
 
-def harness_model(scorer: Scorer, text: TextTokens) -> Any:
+def harness_model(
+    scorer: Scorer, text: TextTokens, make_executor: Callable[[], Executor] | None = None
+) -> Any:
     """Return an `lm_eval.api.model.LM` that computes with a scorer.
 
     Args:
         scorer: Scorer of the model.
         text: Encoder and decoder of its tokens.
+        make_executor: Returns an executor that writes answers, called with the first of them; None
+            writes them with the scorer.
 
     Raises:
         MissingPackageError: The harness is not installed.
@@ -78,6 +99,8 @@ def harness_model(scorer: Scorer, text: TextTokens) -> Any:
     base = require("lm_eval.api.model", extra="lm-eval").TemplateLM
     tools = require("lm_eval.utils", extra="lm-eval")
     usual = require("lm_eval.models.utils", extra="lm-eval")
+
+    executor: Executor | None = None
 
     class HarnessModel(base):
         """Answers the harness's requests in token ids."""
@@ -135,23 +158,42 @@ def harness_model(scorer: Scorer, text: TextTokens) -> Any:
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             del disable_tqdm
-            before, answers = scorer.num_truncated, []
-            for request in requests:
-                context, asked = request.args
-                answers.append(self._written(context, asked))
-                self.cache_hook.add_partial("generate_until", (context, asked), answers[-1])
+            before = scorer.num_truncated
+            if make_executor is not None:
+                answers = self._written_together([request.args for request in requests])
+            else:
+                answers = [self._written(*request.args) for request in requests]
+            for request, answer in zip(requests, answers, strict=True):
+                self.cache_hook.add_partial("generate_until", request.args, answer)
             _warn(scorer.num_truncated - before, len(requests), scorer.max_length)
             return answers
 
-        def _written(self, context: str, asked: dict[str, Any]) -> str:
-            """Return the answer up to the first stop text."""
+        def _asked(self, asked: dict[str, Any]) -> tuple[list[str], int]:
+            """Return the stop texts and the largest number of tokens of an answer."""
             given = usual.normalize_gen_kwargs(asked, self.max_gen_toks)
             if given.get("do_sample"):
                 raise ValueError(
                     "a task asks for sampling (do_sample), and generation is greedy here: set"
                     " do_sample: false in its generation_kwargs"
                 )
-            ends = [end for end in given["until"] if end]
+            return [end for end in given["until"] if end], given["max_gen_toks"]
+
+        def _written_together(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+            """Return the answers up to their first stop texts, written by the engine."""
+            nonlocal executor
+            prompts = []
+            for context, asked in requests:
+                ends, most = self._asked(asked)
+                tokens = scorer.cut(text.encode(context) or [text.separator], most)
+                sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=(text.separator,))
+                prompts.append(Prompt(tokens=tuple(tokens), sampling=sampling, stop=tuple(ends)))
+            assert make_executor is not None  # the caller has looked
+            executor = executor or make_executor()
+            return [answer.text for answer in answer_all(executor, prompts, _Codec(text))]
+
+        def _written(self, context: str, asked: dict[str, Any]) -> str:
+            """Return the answer up to the first stop text."""
+            ends, most = self._asked(asked)
 
             def is_done(written: list[int]) -> bool:
                 if written[-1] == text.separator:
@@ -160,7 +202,7 @@ def harness_model(scorer: Scorer, text: TextTokens) -> Any:
                 return any(end in answer for end in ends)
 
             tokens = text.encode(context) or [text.separator]
-            written = scorer.greedy(tokens, given["max_gen_toks"], is_done)
+            written = scorer.greedy(tokens, most, is_done)
             if text.separator in written:
                 written = written[: written.index(text.separator)]
             answer = text.decode(written)

@@ -125,14 +125,7 @@ class Scorer:
         Raises:
             ValueError: An empty context, or one that does not fit beside `max_tokens`.
         """
-        space = self.max_length - max_tokens
-        if not context or max_tokens < 1 or space < 1:
-            raise ValueError(
-                f"a context of {len(context)} and {max_tokens} tokens to write must be at least 1"
-                f" each, and fit together into max_length={self.max_length}"
-            )
-        self.num_truncated += len(context) > space
-        left = [int(token) for token in context[-space:]]
+        left = self.cut(context, max_tokens)
         cache, num_read, token, written = self._empty(), 0, 0, list[int]()
         while left:
             piece = max(_PIECE**power for power in range(8) if _PIECE**power <= len(left))
@@ -144,6 +137,25 @@ class Scorer:
                 return written
             token, cache = self._read([token], num_read, cache)
             num_read += 1
+
+    def cut(self, context: Sequence[int], max_tokens: int) -> list[int]:
+        """Return a context without its beginning if it does not fit beside the tokens to write.
+
+        Args:
+            context: At least one token.
+            max_tokens: Largest number of tokens to write.
+
+        Raises:
+            ValueError: An empty context, or one that does not fit beside `max_tokens`.
+        """
+        space = self.max_length - max_tokens
+        if not context or max_tokens < 1 or space < 1:
+            raise ValueError(
+                f"a context of {len(context)} and {max_tokens} tokens to write must be at least 1"
+                f" each, and fit together into max_length={self.max_length}"
+            )
+        self.num_truncated += len(context) > space
+        return [int(token) for token in context[-space:]]
 
     def _row(
         self, context: Sequence[int], continuation: Sequence[int]

@@ -24,6 +24,7 @@ from sharding.sequence_parallel.cached import (
     write_slots,
 )
 from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.paged_latent import PagedLatents
 
 LATENT_CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, None, None)
 """Logical axes of the entries."""
@@ -32,20 +33,20 @@ LATENT_CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, None, None)
 def attend_latent(
     q: Float[Array, "B S N H"],
     new: Float[Array, "B S H"],
-    entries: Float[Array, "L B U 1 H"],
+    entries: Float[Array, "L B U 1 H"] | PagedLatents,
     layer: Int[Array, ""],
     *,
     latent_dim: int,
     placement: Placement,
     positions: Int[Array, "B S"],
     rules: AttentionRules,
-) -> tuple[Float[Array, "B S N Hv"], Seen, Float[Array, "L B U 1 H"]]:
+) -> tuple[Float[Array, "B S N Hv"], Seen, Float[Array, "L B U 1 H"] | PagedLatents]:
     """Write the entries of new tokens into the cache and attend to all of it.
 
     Args:
         q: Queries of the new tokens, as wide as an entry.
         new: Entries of the new tokens.
-        entries: Cache of a stack of layers, with slots for all tokens to come.
+        entries: Cache of a stack of layers, with slots for all tokens to come; or pages.
         layer: Layer of the cache that is written and read.
         latent_dim: R, features of an entry that are its value.
         placement: Layout rules.
@@ -56,6 +57,9 @@ def attend_latent(
         The weighted mean of the values, the watched logits (see `attend`), and the cache with the
         new tokens.
     """
+    if isinstance(entries, PagedLatents):
+        given = {"placement": placement, "positions": positions, "rules": rules}
+        return entries.attend(q, new, layer, latent_dim=latent_dim, **given)
     heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
     axes = placement.mesh_axes(ax.ACT_CACHE)
     seen = ("lse", "top") if rules.is_observed else ()

@@ -14,6 +14,7 @@ future.
     xla           gathers the pages of the tables, then `flash_attention` with positions
     pallas_tpu    JAX's own ragged_paged_attention, which reads the pages where they are
 
+Pages may hold few bits with scales for each token (`sharding/sequence_parallel/cache_formats.py`).
 One layer's pages read as [P G 2M H] are the layout that the TPU kernel takes. The pool travels in
 the carry of the loop over layers and is written in place (`sharding/sequence_parallel/cached.py`).
 Heads are cut over the tensor axis; pages are not cut.
@@ -23,14 +24,18 @@ Source of the layout: PagedAttention, arXiv 2309.06180, section 4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import QuantizedArray, dequantize, quantize
 from pallas_kernels.backend import Operation
 from sharding import axes as ax
 from sharding.constrain import Placement
+from sharding.sequence_parallel.cache_formats import CacheFormat, empty_slots
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
     HeldTokens,
@@ -40,6 +45,9 @@ from sharding.sequence_parallel.local_attention import (
 
 PAGE_AXES = (None, None, None, ax.ACT_KV_HEADS, None, None)
 """Logical axes of a pool."""
+
+Pool = Float[Array, "L P G M 2 H"] | QuantizedArray
+"""Pages of keys and values; the scales of few bits have as many dimensions."""
 
 _KEYS_AT_ONCE, _QUERIES_AT_ONCE = 512, 32
 """Tokens of a block of the TPU kernel."""
@@ -56,10 +64,14 @@ class PageTables(NamedTuple):
     """Pages of the sequences with up to C new tokens; entries that are not used are any page."""
 
 
+TABLE_AXES = PageTables((None,), (None, None), (None, None))
+"""Logical axes of the tables."""
+
+
 class PagedCache(NamedTuple):
     """Pages of a stack of layers, and the places of the tokens of a step."""
 
-    kv: Float[Array, "L P G M 2 H"]
+    pool: Pool
     tables: PageTables
 
     def attend(
@@ -99,43 +111,54 @@ class PagedCache(NamedTuple):
             (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
         )
 
-        def run(q, k, v, kv, layer, tables, positions, *, batch_axes):
-            del batch_axes
-            kv = write_pages(kv, jnp.stack([k[0], v[0]], axis=2), layer, tables.slots)
-            out = attend_pages(q[0], kv, layer, tables, positions[0], rules)
-            return out[None], kv
+        pages = page_axes(self.pool)
 
-        tables_axes = PageTables((None,), (None, None), (None, None))
+        def run(q, k, v, pool, layer, tables, positions, *, batch_axes):
+            del batch_axes
+            pool = write_pages(pool, jnp.stack([k[0], v[0]], axis=2), layer, tables.slots)
+            out = attend_pages(q[0], pool, layer, tables, positions[0], rules)
+            return out[None], pool
+
         island = placement.island(
             run,
-            in_axes=(heads, kv_heads, kv_heads, PAGE_AXES, (), tables_axes, (ax.ACT_BATCH, None)),
-            out_axes=(heads, PAGE_AXES),
+            in_axes=(heads, kv_heads, kv_heads, pages, (), TABLE_AXES, (ax.ACT_BATCH, None)),
+            out_axes=(heads, pages),
         )
-        out, kv = island(q, k, v, self.kv, layer, self.tables, positions)
-        return out, {}, PagedCache(kv, self.tables)
+        out, pool = island(q, k, v, self.pool, layer, self.tables, positions)
+        return out, {}, PagedCache(pool, self.tables)
 
 
-def write_pages(
-    kv: Float[Array, "L P G M 2 H"],
-    new: Float[Array, "T M 2 H"],
-    layer: Int[Array, ""],
-    slots: Int[Array, " T"],
-) -> Float[Array, "L P G M 2 H"]:
+def page_axes(pool: Any) -> Any:
+    """Return the logical axes of each array of a pool; those of latents are not cut."""
+    whole = len(PAGE_AXES)
+    return jax.tree.map(lambda part: PAGE_AXES if part.ndim == whole else (None,) * part.ndim, pool)
+
+
+def write_pages(pool: Any, new: Array, layer: Int[Array, ""], slots: Int[Array, " T"]) -> Any:
     """Return the pages of all layers with the new entries of one layer.
 
     Args:
-        kv: Pages.
-        new: Keys and values of new tokens.
+        pool: Pages [L P G ...].
+        new: Entries of new tokens [T ...], in the compute dtype.
         layer: Layer that they are of.
         slots: Slot of each; those outside of the pool are left out.
     """
-    size = jnp.int32(kv.shape[2])
-    return kv.at[layer, slots // size, slots % size].set(new.astype(kv.dtype), mode="drop")
+    size = jnp.int32(pool.shape[2])
+    if isinstance(pool, QuantizedArray):
+        group = pool.shape[-1] // pool.num_blocks
+        new = quantize(new, pool.dtype_name, axis=-1, block_size=group)
+    return jax.tree.map(
+        lambda held, one: held.at[layer, slots // size, slots % size].set(
+            one.astype(held.dtype), mode="drop"
+        ),
+        pool,
+        new,
+    )
 
 
 def attend_pages(
     q: Float[Array, "T N H"],
-    kv: Float[Array, "L P G M 2 H"],
+    pool: Pool,
     layer: Int[Array, ""],
     tables: PageTables,
     positions: Int[Array, " T"],
@@ -145,66 +168,89 @@ def attend_pages(
 
     Args:
         q: Queries: one of each of R sequences, then C of each of P sequences.
-        kv: Pages that hold the new tokens already.
+        pool: Pages that hold the new tokens already.
         layer: Layer that is read.
         tables: Pages of the sequences.
         positions: Positions of the queries.
         rules: Mask and kernel.
     """
     requested = rules.implementation
-    if requested is None and why_not_kernel(q, kv) is not None:
+    if requested is None and why_not_kernel(q, pool) is not None:
         requested = "xla"
     attend = OPERATION.function(requested)
-    return attend(q, kv, layer, tables, positions, rules)
+    return attend(q, pool, layer, tables, positions, rules)
 
 
-def why_not_kernel(q: Float[Array, "T N H"], kv: Float[Array, "L P G M 2 H"]) -> str | None:
+def why_not_kernel(q: Float[Array, "T N H"], pool: Pool) -> str | None:
     """Return the limit of JAX's kernel that these sizes break; None if it takes them.
 
     Args:
         q: Queries of a device.
-        kv: Pages of a device.
+        pool: Pages of a device.
     """
-    combined, packing = 2 * kv.shape[3], 4 // kv.dtype.itemsize
+    if isinstance(pool, QuantizedArray):
+        return f"pages of {pool.dtype_name}"
+    combined, packing = 2 * pool.shape[3], 4 // pool.dtype.itemsize
     if q.shape[-1] % 128:
         return f"heads of width {q.shape[-1]}, which must be a multiple of 128"
     rows, rest = divmod(combined, packing)
     if rest or (rows not in (1, 2, 4, 8) and rows % 8):
-        return f"{kv.shape[3]} key heads on a device, which fill no tile of {kv.dtype}"
+        return f"{pool.shape[3]} key heads on a device, which fill no tile of {pool.dtype}"
     return None
 
 
-def _gathered(
-    q: Array,
-    kv: Array,
-    layer: Array,
+def attend_gathered(
+    q: Float[Array, "T N H"],
+    pool: Any,
+    layer: Int[Array, ""],
     tables: PageTables,
-    positions: Array,
+    positions: Int[Array, " T"],
     rules: AttentionRules,
-) -> Array:
-    """Gather the pages of each sequence, and attend to them as to a row."""
-    layers, pages, size = kv.shape[:3]
-    # One gather from all layers: taking the layer first would copy its pages.
-    flat = kv.reshape(layers * pages, size, *kv.shape[3:])
+    split: Callable[[Array], tuple[Array, Array]],
+) -> Float[Array, "T N Hv"]:
+    """Gather the pages of each sequence, and attend to them as to a row.
+
+    Args:
+        q: Queries, as for `attend_pages`.
+        pool: Pages [L P G ...] that hold the new tokens already.
+        layer: Layer that is read.
+        tables: Pages of the sequences.
+        positions: Positions of the queries.
+        rules: Mask and kernel.
+        split: Function of the entries of some rows [B U ...] to keys and values [B U M H].
+    """
+    pages, size = pool.shape[1:3]
 
     def part(q: Array, table: Array, positions: Array) -> Array:
         rows, width = table.shape
-        held = flat.at[layer * jnp.int32(pages) + table].get(mode="clip")
-        held = held.reshape(rows, width * size, *kv.shape[3:]).astype(q.dtype)
-        keys = HeldTokens(jnp.arange(width * size, dtype=jnp.int32), None)
-        given = (HeldTokens(positions.reshape(rows, -1), None), keys, rules)
-        queries = q.reshape(rows, -1, *q.shape[1:])
-        out, _ = attend_locally(queries, held[:, :, :, 0], held[:, :, :, 1], *given)
-        return out.reshape(q.shape)
 
-    singles, pieces = tables.singles, tables.pieces
-    count = singles.shape[0]
+        def gather(array: Array) -> Array:
+            # From all layers at once: taking the layer first would copy its pages.
+            flat = array.reshape(-1, *array.shape[2:])
+            held = flat.at[layer * jnp.int32(pages) + table].get(mode="clip")
+            return held.reshape(rows, width * size, *array.shape[3:])
+
+        held = jax.tree.map(gather, pool)
+        is_few = isinstance(held, QuantizedArray)
+        k, v = split(dequantize(held, q.dtype) if is_few else held.astype(q.dtype))
+        keys = HeldTokens(jnp.arange(width * size, dtype=jnp.int32), None)
+        queries = q.reshape(rows, -1, *q.shape[1:])
+        given = HeldTokens(positions.reshape(rows, -1), None), keys
+        out, _ = attend_locally(queries, k, v, *given, rules)
+        return out.reshape(*q.shape[:2], -1)
+
+    count = tables.singles.shape[0]
     parts = []
     if count:
-        parts.append(part(q[:count], singles, positions[:count]))
-    if pieces.shape[0]:
-        parts.append(part(q[count:], pieces, positions[count:]))
+        parts.append(part(q[:count], tables.singles, positions[:count]))
+    if tables.pieces.shape[0]:
+        parts.append(part(q[count:], tables.pieces, positions[count:]))
     return jnp.concatenate(parts)
+
+
+def _gathered(*given: Any) -> Array:
+    """Attend to keys and values that alternate."""
+    return attend_gathered(*given, lambda held: (held[..., 0, :], held[..., 1, :]))
 
 
 def _in_kernel(
@@ -262,14 +308,14 @@ OPERATION = Operation(
 """Implementations of attention over pages."""
 
 
-def empty_pages(
-    shape: tuple[int, ...], dtype: Any, placement: Placement
-) -> Float[Array, "L P G M 2 H"]:
+def empty_pages(shape: tuple[int, ...], form: CacheFormat, dtype: Any, placement: Placement) -> Any:
     """Return an empty pool, cut as the mesh is.
 
     Args:
         shape: Its shape.
-        dtype: Its dtype.
+        form: Format of the entries.
+        dtype: Dtype of the compute format.
         placement: Layout rules.
     """
-    return placement.place(jnp.zeros(shape, dtype), PAGE_AXES)
+    pool = empty_slots(shape, form, dtype)
+    return jax.tree.map(lambda part, axes: placement.place(part, axes), pool, page_axes(pool))

@@ -131,7 +131,11 @@ def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, cap
         scorer = Scorer(
             assembly.plan.model, state.params, max_length=48, execution=assembly.execution
         )
-        ours, samples = asked(harness_model(scorer, text_tokens(assembly.source)))
+        text, executor_of = text_tokens(assembly.source), evaluate_tasks.executor_of
+        ours, samples = asked(harness_model(scorer, text))
+        _, together = asked(harness_model(scorer, text, executor_of(assembly, state, scorer)))
+    for one, other in zip(samples["own_answers"], together["own_answers"], strict=True):
+        assert one["resps"] == other["resps"], "the engine writes what the scorer does"
     wanted, wanted_samples = asked(theirs)
     assert "the start of their context is cut off" in caplog.text
     flags = []

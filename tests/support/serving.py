@@ -21,6 +21,7 @@ from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
 from jaxmoe.serve.policies.batching import SplitFuseConfig
 
 VOCAB, LONGEST, ROWS = 24, 32, 8
+PLAIN = ExecutionConfig()
 
 # A dense layer, a shared expert, grouped heads, gates, and a window shorter than a sequence.
 MODEL = ModelConfig(
@@ -60,18 +61,20 @@ def executor() -> ModelExecutor:
 
 
 @functools.cache
-def _whole(model: ModelConfig) -> Callable[..., Any]:
-    return jax.jit(lambda params, tokens: forward(model, ExecutionConfig(), params, tokens).logits)
+def _whole(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
+    return jax.jit(lambda params, tokens: forward(model, execution, params, tokens).logits)
 
 
-def logits_of(rows: list[list[int]], model: ModelConfig = MODEL, given: Any = None) -> np.ndarray:
+def logits_of(
+    rows: list[list[int]], model: ModelConfig = MODEL, execution: ExecutionConfig = PLAIN
+) -> np.ndarray:
     """Return the logits of some rows, from whole forward passes of one padded shape."""
     found = []
     for first in range(0, len(rows), ROWS):
         tokens = np.zeros((ROWS, LONGEST + 1), np.int32)
         for row, ids in zip(tokens, rows[first : first + ROWS], strict=False):
             row[: len(ids)] = ids
-        found.append(np.asarray(_whole(model)(params(model) if given is None else given, tokens)))
+        found.append(np.asarray(_whole(model, execution)(params(model), tokens)))
     return np.concatenate(found)[: len(rows)]
 
 
@@ -107,11 +110,11 @@ def check_answers(
     requests: Mapping[int, tuple[tuple[int, ...], Sampling]],
     answers: Mapping[int, list[int]],
     model: ModelConfig = MODEL,
-    given: Any = None,
+    execution: ExecutionConfig = PLAIN,
 ) -> None:
     """Assert that each token is the one that the whole forward pass of its request gives."""
     ids = [id_ for id_ in answers if answers[id_]]
-    logits = logits_of([[*requests[id_][0], *answers[id_]] for id_ in ids], model, given)
+    logits = logits_of([[*requests[id_][0], *answers[id_]] for id_ in ids], model, execution)
     for id_, rows in zip(ids, logits, strict=True):
         prompt, sampling = requests[id_]
         for index, token in enumerate(answers[id_]):

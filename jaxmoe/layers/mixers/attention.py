@@ -39,6 +39,7 @@ from sharding.sequence_parallel import (
     AttentionRules,
     KVCache,
     PagedCache,
+    PageTables,
     as_cached,
     attend,
     bytes_per_token,
@@ -147,26 +148,22 @@ class AttentionConfig(AttentionMixer):
 
     def initial_pages(
         self, execution: ExecutionConfig, *, layers: int, pages: int, size: int
-    ) -> Float[Array, "L P G M 2 H"]:
-        """Return an empty pool of pages, cut as the mesh is.
+    ) -> Any:
+        """Return an empty pool [L P G M 2 H] of pages, cut as the mesh is.
 
         Args:
             execution: Precision and placement of the pool.
             layers: Layers that it is stacked over.
             pages: Number of pages.
             size: Positions of a page.
-
-        Raises:
-            ValueError: A cache in few bits, which pages do not have.
         """
-        precision = execution.precision
-        if precision.cache != "compute":
-            raise ValueError(
-                f"execution.precision.cache={precision.cache} is not implemented for pages: set it"
-                " to compute"
-            )
         shape = (layers, pages, size, self.num_kv_heads, 2, self.head_dim)
-        return empty_pages(shape, precision.compute_dtype, execution.placement)
+        precision = execution.precision
+        return empty_pages(shape, precision.cache, precision.compute_dtype, execution.placement)
+
+    def paged(self, pool: Any, tables: PageTables) -> PagedCache:
+        """Return the cache of a step of serving."""
+        return PagedCache(pool, tables)
 
     def build(
         self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None

@@ -48,8 +48,11 @@ from sharding.products.tensor_parallel import Product, along_stream, into_stream
 from sharding.sequence_parallel import (
     LATENT_CACHE_AXES,
     AttentionRules,
+    PagedLatents,
+    PageTables,
     attend,
     attend_latent,
+    empty_pages,
     sequence_ranks,
 )
 
@@ -64,6 +67,7 @@ class LatentAttentionConfig(AttentionMixer):
     name: ClassVar[str] = "latent"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
     can_quantize: ClassVar[bool] = False
+    has_pages: ClassVar[bool] = True
 
     num_heads: int = 4
     """Heads (N); each has keys and values of its own."""
@@ -174,6 +178,24 @@ class LatentAttentionConfig(AttentionMixer):
         shape = (layers, batch, slots, 1, self.cache_dim)
         entries = jnp.zeros(shape, execution.precision.compute_dtype)
         return execution.placement.place(entries, LATENT_CACHE_AXES)
+
+    def initial_pages(
+        self, execution: ExecutionConfig, *, layers: int, pages: int, size: int
+    ) -> Float[Array, "L P G 1 H"]:
+        """Return an empty pool of pages of latents.
+
+        Args:
+            execution: Precision and placement of the pool.
+            layers: Layers that it is stacked over.
+            pages: Number of pages.
+            size: Positions of a page.
+        """
+        shape, precision = (layers, pages, size, 1, self.cache_dim), execution.precision
+        return empty_pages(shape, "compute", precision.compute_dtype, execution.placement)
+
+    def paged(self, pool: Float[Array, "L P G 1 H"], tables: PageTables) -> PagedLatents:
+        """Return the cache of a step of serving."""
+        return PagedLatents(pool, tables)
 
     def build(
         self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
@@ -311,7 +333,7 @@ class LatentAttention(nn.Module):
         cache: LayerCache,
         positions: Array,
         rules: AttentionRules,
-    ) -> tuple[Array, dict[str, Array], Array]:
+    ) -> tuple[Array, dict[str, Array], Array | PagedLatents]:
         """Compute the softmax over a cache; Wkvb multiplies queries and results, not latents."""
         config, placement = self.config, self.execution.placement
         if not config.is_causal:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.sampling import Limits
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.pages import check_served, initial_pools
+from jaxmoe.serve.device.pages import initial_pools, why_not_served
 from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
 from jaxmoe.serve.device.transfers import Held, make_transfers
 from jaxmoe.serve.facts import Facts
@@ -31,8 +31,6 @@ from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Request, Result, Sampling
 from jaxmoe.serve.step import Step, Work
 from sharding.sequence_parallel import PageTables
-
-_SERVED_AXES = ("tensor", "expert")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +108,12 @@ class ModelExecutor:
         Raises:
             ValueError: The model cannot be served, or the mesh has other axes.
         """
-        check_served(model)
+        reason = why_not_served(model, execution or ExecutionConfig(), mesh)
+        if reason is not None:
+            raise ValueError(reason)
         self.model, self.config = model, config or ExecutorConfig()
         self.execution = ServedConfig.of(execution or ExecutionConfig())
         self._mesh, self._router_state = mesh, router_state
-        self._check_mesh()
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
@@ -134,7 +133,7 @@ class ModelExecutor:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pages on all devices."""
-        return sum(kv.nbytes for kv in self._pools.values())
+        return sum(part.nbytes for part in jax.tree.leaves(self._pools))
 
     def run(self, step: Step) -> dict[int, Result]:
         """Compute a step, and return the tokens of the sequences that draw one.
@@ -269,15 +268,6 @@ class ModelExecutor:
         split = PageTables(slots, tables[:singles], tables[singles:])
         given = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
         return StepInputs(*given), placed
-
-    def _check_mesh(self) -> None:
-        sizes: Mapping[str, int] = {} if self._mesh is None else dict(self._mesh.shape)
-        wrong = {name: size for name, size in sizes.items() if size > 1}
-        if other := [name for name in wrong if name not in _SERVED_AXES]:
-            raise ValueError(
-                f"execution.mesh.{other[0]}={wrong[other[0]]}: an instance serves one row of"
-                " tokens, which only the axes tensor and expert share: set it to 1"
-            )
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""

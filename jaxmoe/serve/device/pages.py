@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmoe.execution import ServedConfig
+from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.device.step import Pools
+
+_SERVED_AXES = ("tensor", "expert")
 
 
 def initial_pools(model: ModelConfig, execution: ServedConfig, *, pages: int, size: int) -> Pools:
@@ -46,44 +48,50 @@ def page_bytes(model: ModelConfig, execution: ServedConfig, size: int) -> int:
     )
 
 
-def check_served(model: ModelConfig) -> None:
-    """Refuse a model whose tokens cannot be computed side by side with those of other requests.
+def why_not_served(model: ModelConfig, execution: ExecutionConfig, mesh: Any) -> str | None:
+    """Return why a model cannot be served, with the field and the way out; None if it can.
+
+    Its tokens are computed side by side with those of other requests, and must not depend on them.
 
     Args:
         model: Config of the model.
-
-    Raises:
-        ValueError: It is not causal, or has a mixer without pages or a feed-forward in which a
-            token depends on others; the message names the field and the way out.
+        execution: How it is computed.
+        mesh: Mesh of the instance; None for one device.
     """
     if not model.attention.is_causal:
-        raise ValueError(
+        return (
             "model.attention.is_causal=False: this model fills gaps from both sides, and requests"
             " are answered from left to right: sample it with jaxmoe.models.diffuse"
         )
-    for kind in model.kinds:
-        _check_mixer(kind.mixer)
-        _check_feed_forward(kind.feed_forward)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    for name, size in sizes.items():
+        if size > 1 and name not in _SERVED_AXES:
+            return (
+                f"execution.mesh.{name}={size}: an instance serves one row of tokens, which only"
+                " the axes tensor and expert share: set it to 1"
+            )
+    reasons = (_why_not(kind.mixer, kind.feed_forward) for kind in model.kinds)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _check_mixer(mixer: Any) -> None:
+def _why_not(mixer: Any, feed_forward: Any) -> str | None:
+    """Return why a layer cannot be served; None if it can."""
     if not mixer.has_pages:
-        raise ValueError(
+        return (
             f"model.layers has the mixer {mixer.name!r}, which keeps no keys and values in pages:"
-            " generate with jaxmoe.generate, or serve a model with grouped_query attention"
+            " generate with jaxmoe.generate, or serve a model with the attention grouped_query or"
+            " latent"
         )
-
-
-def _check_feed_forward(feed_forward: Any) -> None:
     if feed_forward.keeps_order:
-        raise ValueError(
+        return (
             "model.moe.capacity drops tokens by what else is in the batch, and the answers of"
             " requests would depend on each other: set model.moe.capacity to None, or generate with"
             " jaxmoe.generate"
         )
     if feed_forward.is_routed and not feed_forward.router.traits.is_pointwise:
-        raise ValueError(
+        return (
             f"model.moe.router {feed_forward.router.name!r} chooses by what else is in the batch,"
             " and the answers of requests would depend on each other: generate with"
             " jaxmoe.generate, or serve a model with another router, such as softmax_topk"
         )
+    return None

@@ -17,6 +17,7 @@ Source: dynamic split-fuse, DeepSpeed-FastGen (arXiv 2401.08671, section 3).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,10 +31,10 @@ from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.sampling import Limits, choose_each
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing.telemetry.recording import RECORDED, recorded
-from sharding.sequence_parallel import PagedCache, PageTables
+from sharding.sequence_parallel import PageTables
 
-Pools = dict[str, Float[Array, "L P G M 2 H"]]
-"""Pages by path of the stack of layers; a page has the same number in all of them."""
+Pools = dict[str, Any]
+"""Pages [L P G ...] by path of the stack of layers; a page has the same number in all of them."""
 
 
 class StepInputs(NamedTuple):
@@ -81,6 +82,7 @@ class StepOptions:
     """Whether the chosen experts of every token are returned."""
 
 
+@functools.lru_cache(maxsize=16)
 def make_step(
     model: ModelConfig, execution: ServedConfig, options: StepOptions
 ) -> Callable[[Any, Any, Pools, StepInputs], tuple[StepOutputs, Pools]]:
@@ -108,7 +110,10 @@ def make_step(
             positions=inputs.positions[None],
             token_mask=inputs.positions[None] >= 0,
             router_state=router_state,
-            cache={path: PagedCache(kv, inputs.tables) for path, kv in pools.items()},
+            cache={
+                stack.path: stack.kind.mixer.paged(pools[stack.path], inputs.tables)
+                for stack in model.stacks
+            },
             has_logits=False,
         )
         # Whole on every device, so that all of them draw the same tokens as one device.
@@ -121,7 +126,7 @@ def make_step(
             assert output.statistics is not None  # `recorded` has refused a model without MoE
             outputs = outputs._replace(experts=output.statistics.extra[RECORDED] - 1)
         assert output.cache is not None  # given
-        return outputs, {path: cache.kv for path, cache in output.cache.items()}
+        return outputs, {path: cache.pool for path, cache in output.cache.items()}
 
     return jax.jit(step, donate_argnums=2)
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from jaxmoe.execution import ServedConfig
 from jaxmoe.serve.device.step import Pools
-from sharding.sequence_parallel import PAGE_AXES
+from sharding.sequence_parallel import page_axes
 
 _AT_ONCE = 16
 """Pages of one call."""
 
-Held = dict[str, np.ndarray]
-"""Pages in host memory by path of the stack, [L pages G M 2 H]."""
+Held = dict[str, Any]
+"""Pages in host memory [L pages G ...], by path of the stack."""
 
 
 class Transfers(NamedTuple):
@@ -47,21 +47,23 @@ def make_transfers(execution: ServedConfig) -> Transfers:
 
     @jax.jit
     def take(pools: Pools, pages: Any) -> Any:
-        def run(kv, pages, *, batch_axes):
+        def run(pools, pages, *, batch_axes):
             del batch_axes
-            return kv.at[:, pages].get(mode="clip")
+            return jax.tree.map(lambda part: part.at[:, pages].get(mode="clip"), pools)
 
-        read = island(run, in_axes=(PAGE_AXES, (None,)), out_axes=PAGE_AXES)
-        return {path: read(kv, pages) for path, kv in pools.items()}
+        axes = page_axes(pools)
+        return island(run, in_axes=(axes, (None,)), out_axes=axes)(pools, pages)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def put(pools: Pools, pages: Any, held: Any) -> Pools:
-        def run(kv, pages, held, *, batch_axes):
+        def run(pools, pages, held, *, batch_axes):
             del batch_axes
-            return kv.at[:, pages].set(held, mode="drop")
+            return jax.tree.map(
+                lambda part, new: part.at[:, pages].set(new, mode="drop"), pools, held
+            )
 
-        write = island(run, in_axes=(PAGE_AXES, (None,), PAGE_AXES), out_axes=PAGE_AXES)
-        return {path: write(kv, pages, held[path]) for path, kv in pools.items()}
+        axes = page_axes(pools)
+        return island(run, in_axes=(axes, (None,), axes), out_axes=axes)(pools, pages, held)
 
     def copy(pools: Pools, pairs: Sequence[tuple[int, int]]) -> Pools:
         for some in _in_parts(pairs):
@@ -71,22 +73,16 @@ def make_transfers(execution: ServedConfig) -> Transfers:
 
     def to_host(pools: Pools, pages: Sequence[int]) -> Held:
         parts = [
-            {path: np.asarray(kv)[:, : len(some)] for path, kv in found.items()}
+            _cut(take(pools, _padded(np.asarray(some, np.int32), pools)), 0, len(some))
             for some in _in_parts(pages)
-            for found in [take(pools, _padded(np.asarray(some, np.int32), pools))]
         ]
-        return {path: np.concatenate([one[path] for one in parts], 1) for path in pools}
+        return jax.tree.map(lambda *found: np.concatenate(found, axis=1), *parts)
 
     def from_host(pools: Pools, pages: Sequence[int], held: Held) -> Pools:
         first = 0
         for some in _in_parts(pages):
-            own = {path: kv[:, first : first + len(some)] for path, kv in held.items()}
-            rest = _AT_ONCE - len(some)
-            given = {
-                path: np.pad(kv, ((0, 0), (0, rest), *((0, 0),) * (kv.ndim - 2)))
-                for path, kv in own.items()
-            }
-            pools = put(pools, _padded(np.asarray(some, np.int32), pools), given)
+            own = jax.tree.map(_filled, _cut(held, first, len(some)))
+            pools = put(pools, _padded(np.asarray(some, np.int32), pools), own)
             first += len(some)
         return pools
 
@@ -97,7 +93,17 @@ def _in_parts(pages: Sequence[Any]) -> list[Sequence[Any]]:
     return [pages[first : first + _AT_ONCE] for first in range(0, len(pages), _AT_ONCE)]
 
 
+def _cut(held: Any, first: int, count: int) -> Held:
+    """Return some of the pages, in host memory."""
+    return jax.tree.map(lambda part: np.asarray(part)[:, first : first + count], held)
+
+
+def _filled(part: np.ndarray) -> np.ndarray:
+    """Return pages up to the size of a call."""
+    return np.pad(part, ((0, 0), (0, _AT_ONCE - part.shape[1]), *((0, 0),) * (part.ndim - 2)))
+
+
 def _padded(pages: np.ndarray, pools: Pools) -> Any:
     """Return page numbers up to the size of a call; those beyond the pool are not written."""
-    outside = next(iter(pools.values())).shape[1]
+    outside = jax.tree.leaves(pools)[0].shape[1]
     return jnp.asarray(np.pad(pages, (0, _AT_ONCE - len(pages)), constant_values=outside))

@@ -8,12 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.layers.mixers import LatentAttentionConfig, MambaConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.mixers import MambaConfig, SharedKeysConfig
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.routing import CapacityConfig, UniformRandomConfig
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
-from jaxmoe.serve.device.pages import check_served, page_bytes
+from jaxmoe.serve.device.pages import page_bytes, why_not_served
 from jaxmoe.serve.device.transfers import make_transfers
+from sharding import MeshConfig, make_mesh
 from tests.support.serving import MODEL, SIZES, executor, params
 
 
@@ -36,7 +38,7 @@ def test_programs_are_compiled_at_the_start_and_copy_no_pages():
     ("changes", "message"),
     [
         ({"attention": dataclasses.replace(MODEL.attention, is_causal=False)}, "is_causal=False"),
-        ({"attention": LatentAttentionConfig(num_heads=2)}, "mixer 'latent'"),
+        ({"attention": SharedKeysConfig()}, "mixer 'shared_keys'"),
         ({"attention": MambaConfig()}, "mixer 'mamba'"),
         (
             {"moe": dataclasses.replace(MODEL.moe, capacity=CapacityConfig())},
@@ -50,9 +52,16 @@ def test_programs_are_compiled_at_the_start_and_copy_no_pages():
 )
 def test_models_whose_answers_would_depend_on_each_other_are_refused(changes, message):
     fields = {field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)}
+    model, execution = ModelConfig(**{**fields, **changes}), ExecutionConfig()
+    assert message in why_not_served(model, execution, None)
     with pytest.raises(ValueError, match=message):
-        check_served(ModelConfig(**{**fields, **changes}))
-    check_served(MODEL)
+        ModelExecutor(model, {})
+    assert why_not_served(MODEL, execution, None) is None
+
+
+def test_meshes_that_share_no_row_are_refused():
+    mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
+    assert "execution.mesh.data=2" in why_not_served(MODEL, ExecutionConfig(), mesh)
 
 
 def test_sizes_that_do_not_fit_are_refused():
