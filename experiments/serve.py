@@ -38,14 +38,12 @@ from experiments.cli.process import end_at_once, start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.data.chat import TemplateName
-from jaxmoe.errors import ConfigurationError
 from jaxmoe.optional import require
 from jaxmoe.run.conversion import Ends
 from jaxmoe.run.serving.open import EngineSizesConfig, open_served
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.metrics import EngineMetrics
-from sharding.mesh import MeshConfig
 
 _KEY = "JAXMOE_API_KEY"
 
@@ -54,8 +52,9 @@ _KEY = "JAXMOE_API_KEY"
 class ServeConfig:
     """Model to serve, and where."""
 
-    run: FinishedRunConfig = FinishedRunConfig(mesh=MeshConfig())
-    """Trained run and checkpoint; axes tensor and expert of its mesh share the work."""
+    run: FinishedRunConfig = FinishedRunConfig()
+    """Trained run and checkpoint; without a mesh one device answers, with one the axes tensor and
+    expert share the work."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all of this host, which needs JAXMOE_API_KEY."""
     port: int = 8000
@@ -99,8 +98,9 @@ def main(argv: Sequence[str]) -> int:
             require(module, "serve")
         listening = _listen(config)
         start_process()
-    with listening, flags.exit_on_bad_configuration(ConfigurationError):
-        served = _open(config)
+    with listening:
+        with flags.exit_on_bad_configuration():
+            served = _open(config)
         with served.engine:
             write(_header(config, served))
             endpoint = Endpoint(
@@ -137,7 +137,7 @@ def _open(config: ServeConfig) -> Served:
     """Read the checkpoint and start the engine."""
     path = model_directory(config.run.directory, "run.directory")
     if jax.process_count() > 1:
-        raise ConfigurationError("serve runs in one process: start it on one host")
+        raise ValueError("serve runs in one process: start it on one host")
     return open_served(
         path,
         config.engine,

@@ -55,6 +55,7 @@ LINES = {
     "resize": [("--mesh.data", "2", *IN_RUN)],
     "report": [(BUCKET,), IN_RUN],
     "routers": [IN_RUN],
+    "serve": [IN_RUN],
     "transfer": [IN_RUN],
 }
 

@@ -45,7 +45,7 @@ COMMANDS = {
         "pretrain",
         "replay",
     ),
-    *("report", "resize"),
+    *("report", "resize", "serve"),
     *("routers", "transfer"),
 }
 PARTS = {

@@ -132,10 +132,10 @@ def open_served(
         ValueError: There is no such run, or it cannot be served.
     """
     assembly, state, _ = load_run(
-        path, step, mesh or MeshConfig(), needs_data=False, initial=initial
+        path, step, mesh or MeshConfig(data=-1), needs_data=False, initial=initial
     )
     config, directory = assembly.plan.config, RunDirectory(path)
-    is_alone = assembly.mesh.size == 1
+    is_alone = mesh is None or assembly.mesh.size == 1
     params, router_state = state.params, state.router_state
     if is_alone:
         params, router_state = jax.device_get((params, router_state))
