@@ -24,6 +24,7 @@ COMMANDS = {
     "evaluate": "experiments.evaluate:EvaluateConfig",
     "ensemble": "experiments.ensemble:EnsembleConfig",
     "generate": "experiments.generate:GenerateConfig",
+    "serve": "experiments.serve:ServeConfig",
     "report": "experiments.report:ReportConfig",
     "depth": "experiments.depth:DepthConfig",
     "replay": "experiments.replay:ReplayConfig",

@@ -56,6 +56,7 @@ LINES = {
     "report": [(BUCKET,), IN_RUN],
     "routers": [IN_RUN],
     "serving": [("simulate", *IN_RUN)],
+    "serve": [IN_RUN],
     "transfer": [IN_RUN],
 }
 

@@ -45,8 +45,7 @@ COMMANDS = {
         "pretrain",
         "replay",
     ),
-    *("report", "resize"),
-    *("routers", "serving", "transfer"),
+    *("report", "resize", "routers", "serve", "serving", "transfer"),
 }
 PARTS = {
     **{"data": [["inspect"]], "launch": [[], ["--supervise"]]},
