@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "experiments.generate:GenerateConfig",
     "report": "experiments.report:ReportConfig",
     "depth": "experiments.depth:DepthConfig",
+    "layer_paths": "experiments.layer_paths:LayerPathsConfig",
     "replay": "experiments.replay:ReplayConfig",
     "resize": "experiments.resize:ResizeConfig",
     "plan": "experiments.plan.config:PlanConfig",

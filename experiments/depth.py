@@ -38,7 +38,6 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data import Batch
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.chain import Chain, layer_calls
 from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.optional import require
@@ -191,10 +190,7 @@ def sweep_losses(model: Chain, batches: Sequence[Batch], sweeps: int) -> dict[st
         batches: Held-out batches.
         sweeps: Largest number of sweeps.
     """
-    params, state = jax.tree.map(jnp.asarray, jax.device_get((model.params, model.router_state)))
-    given = model.execution
-    execution = ExecutionConfig(precision=given.precision, kernels=given.kernels)
-    model = Chain.of(model.model, execution, params, state)
+    model = model.on_one_device()
     totals, weight = np.zeros(sweeps + 1), 0.0
     for one in batches:
         batch = jax.tree.map(jnp.asarray, jax.device_get(one))

@@ -33,41 +33,8 @@ from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.halves import any_memory
-from jaxmoe.models.stacks import Layer, LayerStack
+from jaxmoe.models.stacks import Layer, LayerCall, LayerStack
 from jaxmoe.models.transformer import begun_stream, initial_router_state, read_at, token_inputs
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerCall:
-    """One layer that a token passes through."""
-
-    stack: LayerStack
-    place: int
-    """Number among the layers of the stack."""
-    turn: int = 0
-    """Number of the turn of a loop."""
-
-    @property
-    def layer(self) -> int:
-        """Number of the layer in the model."""
-        return self.stack.layers[self.place]
-
-    @property
-    def cache_layer(self) -> int:
-        """Number among the layers of the stack's cache."""
-        return self.turn * self.stack.num_layers + self.place
-
-    @property
-    def moe_layer(self) -> int:
-        """Number among the MoE layers; meaningless in a dense layer."""
-        moe = self.stack.moe_layers
-        return moe[self.place] if moe else self.place
-
-    @property
-    def kind(self) -> str:
-        """Mixer and feed-forward as text."""
-        kind = self.stack.kind
-        return f"{kind.mixer.module_name}, {kind.feed_forward.name}"
 
 
 def layer_calls(model: ModelConfig) -> tuple[LayerCall, ...]:
@@ -171,6 +138,13 @@ class Chain:
     def calls(self) -> tuple[LayerCall, ...]:
         """Layers that a token passes through, in order."""
         return layer_calls(self.model)
+
+    def on_one_device(self) -> Chain:
+        """Return the chain on one device without a mesh, with the same precision and kernels."""
+        params, state = jax.tree.map(jnp.asarray, jax.device_get((self.params, self.router_state)))
+        given = self.execution
+        execution = ExecutionConfig(precision=given.precision, kernels=given.kernels)
+        return Chain.of(self.model, execution, params, state)
 
     def begin(
         self,
