@@ -16,7 +16,9 @@ about the same length compile nothing.
 the tokenizer, or by `--template`.
 
 Works for quantised runs too (experiments.checkpoint convert); `--cache int4` keeps keys and values
-in 4 bits. `--run.mesh.data 1` loads the run on another number of devices than the training used.
+in 4 bits. `--layers window:4` keeps four layers on the device, reads the others from host memory
+while it computes, and prints what was moved. `--run.mesh.data 1` loads the run on another number of
+devices than the training used.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from typing import Any
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
-from experiments.cli.output import announce, dropped_output, write
+from experiments.cli.output import announce, dropped_output, say, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data.chat import ConversationError, TemplateName
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
 from jaxmoe.generation.text import GenerationConfig, Sample
+from jaxmoe.models.offload import LayerWindow, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends
@@ -70,6 +73,8 @@ class GenerateConfig:
     Face models, and for those imported without data of their own."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
+    layers: str | None = None
+    """Layers on the device, such as window:4, while the others stay in host memory; None: all."""
     chat: bool = False
     """Whether to talk in the terminal, line by line, instead of continuing a prompt."""
     system: str | None = None
@@ -84,6 +89,8 @@ class GenerateConfig:
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
         GenerationConfig(length=self.length, sampling=sampling, stop=self.stop)
+        if self.layers is not None:
+            parse_window(self.layers)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,6 +101,7 @@ def main(argv: Sequence[str]) -> int:
     with flags.exit_on_bad_configuration():
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):
+        window = None if config.layers is None else parse_window(config.layers)
         run = Run.open(config.run.directory, mesh=config.run.mesh, cache=config.cache)
         given = {
             "length": config.length,
@@ -105,19 +113,30 @@ def main(argv: Sequence[str]) -> int:
             "stop": config.stop,
             "eos": config.eos,
             "step": config.run.step,
+            "programs": window,
         }
         if config.chat:
             _talk(open_chat(run, system=config.system, template=config.template), given)
+            _close(window)
             return int(ExitCode.DONE)
         if len(config.prompt) == 1:
             _print_streamed(run, config.prompt[0], given)
+            _close(window)
             return int(ExitCode.DONE)
         samples = run.generate(config.prompt, **given)
     if samples[0].precision:
         write(samples[0].precision)
     for sample in samples:
         write(str(sample))
+    _close(window)
     return int(ExitCode.DONE)
+
+
+def _close(window: LayerWindow | None) -> None:
+    """Print what was moved, and end the thread that moved it."""
+    if window is not None:
+        window.close()
+        say(str(window))
 
 
 def _talk(chat: Chat, given: dict[str, Any]) -> None:
