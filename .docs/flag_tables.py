@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": "experiments.serve:ServeConfig",
     "report": "experiments.report:ReportConfig",
     "depth": "experiments.depth:DepthConfig",
+    "layer_paths": "experiments.layer_paths:LayerPathsConfig",
     "replay": "experiments.replay:ReplayConfig",
     "resize": "experiments.resize:ResizeConfig",
     "plan": "experiments.plan.config:PlanConfig",

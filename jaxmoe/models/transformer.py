@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         x = end_streams(model, execution, model.residual.end(end_halves(execution, flow)).x)
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
-        read = _read_at(x, logits_at, execution.placement)
+        read = read_at(x, logits_at, execution.placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         return Output(
             logits=output_logits(read, weight, model, execution) if has_logits else None,
@@ -280,8 +280,14 @@ def _token_mask(about: Mapping[str, Any]) -> Bool[Array, "B S"]:
     return jnp.ones_like(about["tokens"], dtype=bool) if segment_ids is None else segment_ids != 0
 
 
-def _read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement) -> Array:
-    """Return the hidden states that the head reads: all, or one of each row."""
+def read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement) -> Array:
+    """Return the hidden states that the head reads: all, or one of each row.
+
+    Args:
+        x: Hidden states.
+        index: Place in each row [B]; None: all.
+        placement: Layout rules.
+    """
     if index is None:
         return x
     x = placement.place(x, (None, None, None))

@@ -37,6 +37,7 @@ from jaxmoe.generation.text import (
     encode_prompts,
 )
 from jaxmoe.messages import shown
+from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
@@ -219,6 +220,7 @@ class Run:
         eos_ids: Sequence[int] = (),
         step: int | None = None,
         on_sample: OnSample | None = None,
+        programs: MakePrograms | None = None,
     ) -> Any:
         """Continue a text, or several together, on one device.
 
@@ -236,6 +238,7 @@ class Run:
             eos_ids: Further token ids that end a text.
             step: Step of the checkpoint; the newest when None.
             on_sample: Called with the sample of a single prompt as its text grows.
+            programs: Makes the programs, see `jaxmoe.models.offload`.
 
         Returns:
             A sample, or a list of them for several prompts.
@@ -270,6 +273,7 @@ class Run:
                 ),
                 on_sample=on_sample,
                 precision=describe_precision(assembly),
+                programs=programs,
             )
         return samples[0] if isinstance(prompt, str | np.ndarray) else samples
 

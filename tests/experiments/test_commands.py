@@ -37,6 +37,7 @@ COMMANDS = {
         "gates",
         "generate",
         "launch",
+        "layer_paths",
         "levels",
         "outer",
         "place",
