@@ -14,6 +14,7 @@ To add an adapter: a file in jaxmoe/adapters with its config, a member of `Adapt
 jaxmoe/adapters/__init__.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapters.py.
 """
 
+from jaxmoe.adapters.adalora import AdaLoraConfig as AdaLoraConfig
 from jaxmoe.adapters.base import Adapter as Adapter
 from jaxmoe.adapters.base import TargetsConfig as TargetsConfig
 from jaxmoe.adapters.fold import folded as folded
@@ -23,5 +24,5 @@ from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
 
-Adapters = LoraConfig | SelectConfig
+Adapters = LoraConfig | SelectConfig | AdaLoraConfig
 """Union of the adapters, the registry that the command line reads."""

@@ -4,8 +4,8 @@
 
     used(params)                       parameters as the layers read them
     losses(params, placement)          {name: scalar} that a step adds to the loss
-    first_state(params, key)           `TrainState.adapter` before the first step
-    after_step(state, grads, placement)  the training state after an accepted update
+    first_state(params, table, key)    `TrainState.adapter` before the first step
+    after_step(state, grads, table, placement)  the training state after an accepted update
 
 Each is a no-op by default and leaves the compiled program as it is.
 """
@@ -154,19 +154,22 @@ class Adapter(abc.ABC):
         del params, placement
         return {}
 
-    def first_state(self, params: Any, key: Array) -> Any:
+    def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
         """Return what the adapter carries from step to step, `TrainState.adapter`; None for
         nothing.
 
         It is saved, restored and moved between meshes as the rest of the state.
 
         Args:
-            params: Initial parameters; their values may be replaced by those of the adapted model.
+            params: Initial parameters; those of the adapted model may be replaced afterwards.
+            table: Parameter table of the adapted model.
             key: PRNG key.
         """
-        del params, key
+        del params, table, key
 
-    def after_step(self, state: State, grads: Any, placement: Placement) -> State:
+    def after_step(
+        self, state: State, grads: Any, table: ParameterTable, placement: Placement
+    ) -> State:
         """Return the training state after the update of a step, and what the adapter does to it.
 
         It is called inside the compiled step, outside the gradient, after the optimiser. After an
@@ -179,9 +182,10 @@ class Adapter(abc.ABC):
                 run: fold `step` into it. `params` has all parameters; `opt_state` those trained.
             grads: Clipped gradients of the step, summed over its micro-batches, at the parameters
                 before it: a tree like the parameters with `optax.MaskedNode` for frozen ones.
+            table: Parameter table of the adapted model.
             placement: Layout rules; see `losses`.
         """
-        del grads, placement
+        del grads, table, placement
         return state
 
 

@@ -12,7 +12,15 @@ import pytest
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
-from jaxmoe.adapters import Adapters, LoraConfig, SelectConfig, TargetsConfig, folded, with_base
+from jaxmoe.adapters import (
+    AdaLoraConfig,
+    Adapters,
+    LoraConfig,
+    SelectConfig,
+    TargetsConfig,
+    folded,
+    with_base,
+)
 from jaxmoe.configs import registry_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import LatentAttentionConfig
@@ -45,6 +53,9 @@ LATENT = dataclasses.replace(
 EVERYWHERE = LoraConfig(rank=3, expert_rank=2, targets=TargetsConfig(roles=MATRICES))
 ADAPTERS = {
     "lora": EVERYWHERE,
+    "adalora": AdaLoraConfig(
+        rank=3, expert_rank=2, target_rank=1, targets=TargetsConfig(roles=MATRICES)
+    ),
     "select": SelectConfig(targets=TargetsConfig(roles=("norm", "expert_out"))),
 }
 MODELS = {
@@ -68,7 +79,7 @@ def drawn(model):
     """Parameters with an addition that is not zero."""
     params = traverse_util.flatten_dict(init_params(model, jax.random.key(0)), sep="/")
     keys = dict(zip(params, jax.random.split(jax.random.key(1), len(params)), strict=True))
-    for path in [path for path in params if path.endswith(":up")]:
+    for path in [path for path in params if path.endswith((":up", ":values"))]:
         params[path] = 0.3 * jax.random.normal(keys[path], params[path].shape)
     return traverse_util.unflatten_dict(params, sep="/")
 
@@ -114,8 +125,8 @@ def test_factors_equal_their_sum_with_the_weights(name):
 def test_an_adapter_begins_as_the_model_it_adapts(name):
     """Bitwise where experts are not adapted: those are multiplied in another order."""
     adapter = ADAPTERS[name]
-    if name == "lora":
-        adapter = LoraConfig(rank=3, targets=TargetsConfig(roles=MATRICES[:7]))
+    if name != "select":
+        adapter = dataclasses.replace(adapter, targets=TargetsConfig(roles=MATRICES[:7]))
     model = adapted(FULL, adapter)
     base = init_params(FULL, jax.random.key(3))
     params = with_base(init_params(model, jax.random.key(4)), base)
