@@ -31,7 +31,7 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.adapters.base import State
+from jaxmoe.adapters.base import State, StepGiven
 from jaxmoe.adapters.factors import FactorsConfig, factor_rows, values_row
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
@@ -120,9 +120,7 @@ class AdaLoraConfig(FactorsConfig):
         flats = {"sensitivity": zeros, "uncertainty": zeros, "live": live}
         return {name: traverse_util.unflatten_dict(one, sep="/") for name, one in flats.items()}
 
-    def after_step(
-        self, state: State, grads: Any, table: ParameterTable, placement: Placement
-    ) -> State:
+    def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with new averages, and now and then a choice of triplets."""
         step, params, own = state.step, *map(_flat, (state.params, state.adapter))
         slopes = _flat(grads)
@@ -135,7 +133,7 @@ class AdaLoraConfig(FactorsConfig):
                 (path, f"uncertainty/{name}"), self.averages(*wide, *olds), olds, strict=True
             ):
                 own[key] = jnp.where(is_open, new, old)
-        own |= self._chosen(own, table, step, placement)
+        own |= self._chosen(own, given.table, step, given.placement)
         is_masked = self._chooses(step) | (step > self.final)
         for path in _matrices(params):
             values = params[f"{path}:values"]

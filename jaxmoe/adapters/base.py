@@ -5,7 +5,7 @@
     used(params)                       parameters as the layers read them
     losses(params, placement)          {name: scalar} that a step adds to the loss
     first_state(params, table, key)    `TrainState.adapter` before the first step
-    after_step(state, grads, table, placement)  the training state after an accepted update
+    after_step(state, grads, given)    the training state after an accepted update
 
 Each is a no-op by default and leaves the compiled program as it is.
 """
@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxtyping import Array, Float
 
@@ -80,6 +80,17 @@ State = TypeVar("State")
 """`jaxmoe.training.state.TrainState`, which a package above this one defines."""
 
 
+class StepGiven(NamedTuple):
+    """What `Adapter.after_step` receives beside state and gradients."""
+
+    before: Any
+    """Training state before the step."""
+    table: ParameterTable
+    """Parameter table of the adapted model."""
+    placement: Placement
+    """Layout rules."""
+
+
 class Adapter(abc.ABC):
     """Base class of the configs of adapters."""
 
@@ -115,7 +126,7 @@ class Adapter(abc.ABC):
             ValueError: The model has none of the targets.
         """
 
-    def check(self, execution: ExecutionConfig) -> None:
+    def check_execution(self, execution: ExecutionConfig) -> None:
         """Refuse an execution that the adapter cannot be trained with, before anything is traced.
 
         Args:
@@ -167,9 +178,7 @@ class Adapter(abc.ABC):
         """
         del params, table, key
 
-    def after_step(
-        self, state: State, grads: Any, table: ParameterTable, placement: Placement
-    ) -> State:
+    def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the training state after the update of a step, and what the adapter does to it.
 
         It is called inside the compiled step, outside the gradient, after the optimiser. After an
@@ -182,10 +191,9 @@ class Adapter(abc.ABC):
                 run: fold `step` into it. `params` has all parameters; `opt_state` those trained.
             grads: Clipped gradients of the step, summed over its micro-batches, at the parameters
                 before it: a tree like the parameters with `optax.MaskedNode` for frozen ones.
-            table: Parameter table of the adapted model.
-            placement: Layout rules; see `losses`.
+            given: State before the step, parameter table and layout rules; see `losses` for these.
         """
-        del grads, table, placement
+        del grads, given
         return state
 
 

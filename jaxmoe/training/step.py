@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe.adapters import StepGiven
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -95,7 +96,7 @@ class TrainStep:
         self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
         if self.model.adapter is not None:
-            self.model.adapter.check(self.execution)
+            self.model.adapter.check_execution(self.execution)
         check_parts(self.execution, self.optimizer)
         self.estimator.check_clip(self.clip)
         self.estimator.check(self.problem)
@@ -225,7 +226,7 @@ class TrainStep:
             worker_loss: Losses of the workers that are reported apart.
             estimator: State of the estimator after the step.
         """
-        statistics, grad_norm = summed.statistics, clipped.norm
+        statistics, grad_norm, before = summed.statistics, clipped.norm, state
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
@@ -247,8 +248,8 @@ class TrainStep:
         state = remember_layers(self.model, state, clipped.grads, is_good)
         if (adapter := self.model.adapter) is not None and adapter.has_after_step:
             assert self.table is not None  # made with an adapter
-            given = (self.table, self.execution.placement)
-            changed = adapter.after_step(state, clipped.grads, *given)
+            given = StepGiven(before, self.table, self.execution.placement)
+            changed = adapter.after_step(state, clipped.grads, given)
             state = select_changed(is_good, changed, state)
         metrics = StepMetrics(
             loss=summed.loss,

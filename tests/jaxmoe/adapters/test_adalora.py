@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxmoe.adapters import AdaLoraConfig, TargetsConfig
+from jaxmoe.adapters import AdaLoraConfig, StepGiven, TargetsConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.initialize import parameter_table
@@ -53,7 +53,7 @@ def first_state(params):
 @jax.jit
 def follow(state, params, grads):
     state = dataclasses.replace(state, step=state.step + 1, params=params)
-    return CONFIG.after_step(state, TABLE.trained(grads), TABLE, PLACEMENT)
+    return CONFIG.after_step(state, TABLE.trained(grads), StepGiven(None, TABLE, PLACEMENT))
 
 
 def flat(tree):

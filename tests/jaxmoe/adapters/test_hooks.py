@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.adapters import AdaLoraConfig, LoraConfig, TargetsConfig
+from jaxmoe.adapters import AdaLoraConfig, LoraConfig, SwitchLoraConfig, TargetsConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
 from jaxmoe.training.state import init_state
@@ -25,6 +25,9 @@ TARGETS = TargetsConfig(roles=("attention_in", "attention_out", "expert_in"))
 FOLLOWING = {
     "adalora": AdaLoraConfig(
         rank=4, expert_rank=2, target_rank=2, initial=0, final=4, interval=2, targets=TARGETS
+    ),
+    "switch_lora": SwitchLoraConfig(
+        rank=4, expert_rank=2, candidates=6, rate=0.3, pause=1, targets=TARGETS
     ),
 }
 OPTIMIZER = adamw(1e-2)
