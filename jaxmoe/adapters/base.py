@@ -8,7 +8,9 @@ import abc
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from jaxtyping import Array
 
 from jaxmoe.declarations import Role
 from jaxmoe.parameters import FROZEN, ParameterSpec, ParameterTable
@@ -74,6 +76,8 @@ class Adapter(abc.ABC):
     has_factors: ClassVar[bool] = False
     """Whether it adds products of two factors to matrices, all with ranks and scales as
     `LoraConfig` has them."""
+    has_view: ClassVar[bool] = False
+    """Whether it has `rewrite`, see `jaxmoe/adapters/view.py`."""
 
     @property
     @abc.abstractmethod
@@ -95,7 +99,44 @@ class Adapter(abc.ABC):
             ValueError: The model has none of the targets.
         """
 
+    def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
+        """Return the parameters that one layer, or one module outside the layers, computes with.
 
+        They may have factors (`:down`, `:up`, `:scale`), with which the products multiply. What is
+        not rewritten is returned as it came, so that a second call changes nothing.
+
+        Args:
+            params: Parameters of the part, nested dicts, with the adapter's own beside the matrices
+                (`q:name` beside `q`).
+            shared: Own parameters at the root of the model's, by name.
+            part: Path of the stack of the layer, or name of the module.
+        """
+        del shared, part
+        return params
+
+    def drawn(self, params: Any, layers: Layers, key: Array) -> Any:
+        """Return the parameters of one training step, with those drawn that are random.
+
+        Args:
+            params: Parameters of the adapted model, nested dicts.
+            layers: See `table`.
+            key: PRNG key of the step, the same for all its micro-batches.
+        """
+        del layers, key
+        return params
+
+    def begun(self, params: Any, key: Array) -> Any:
+        """Return the parameters before the first step, with own ones that depend on the base.
+
+        Args:
+            params: Parameters with the values of the model that is adapted.
+            key: PRNG key.
+        """
+        del key
+        return params
+
+
+Tree = dict[str, Any]
 Layers = tuple[tuple[str, tuple[int, ...]], ...]
 """Pairs (path of a stack of layers, numbers of its layers)."""
 

@@ -20,6 +20,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.adapters.view import adapted_view
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher, moves_tokens
 from jaxmoe.layers.gather import WHOLE
@@ -189,6 +190,12 @@ def forward(
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
+    if (adapter := model.adapter) is not None:
+        if given.get("train") and (key := given.get("key")) is not None:
+            params = adapter.drawn(params, model.layer_numbers, key)
+        if adapter.has_view:
+            scans = [scan.name for scan in model.scans]
+            params, view = adapted_view(adapter, params, view, scans)
     variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
     if view is not None:
         variables |= {VIEW: view.own}
