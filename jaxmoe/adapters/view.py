@@ -90,7 +90,7 @@ def _split(params: Tree) -> tuple[Tree, Tree]:
 def _both(
     adapter: Adapter, shared: Tree, view: View | None, params: Tree, own: Any, part: str
 ) -> Tree:
-    """Return the parameters of a part, rewritten by a view if it has some there, and the adapter."""
+    """Return the parameters of a part, rewritten by a view with own ones there, and the adapter."""
     if view is not None and own:
         params = view.rewrite(params, own, part)
     return adapter.rewrite(params, shared, part)

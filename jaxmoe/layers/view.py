@@ -25,6 +25,8 @@ import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmoe.execution import ExecutionConfig
+
 Tree = dict[str, Any]
 Rewrite = Callable[[Tree, Any, str], Tree]
 """(parameters of a part, own parameters of the view for the part, name of the part) -> parameters
@@ -107,3 +109,25 @@ class SaveOutsideViews:
             self._is_inside = name == VIEWING
             return False
         return not self._is_inside and self._policy(primitive, *avals, **given)
+
+
+def check_view(execution: ExecutionConfig) -> None:
+    """Refuse an execution that uses other arrays than the parameters that a view rewrites.
+
+    Args:
+        execution: How the model is computed.
+
+    Raises:
+        ValueError: The layout gathers parameters itself, or keeps them in host memory.
+    """
+    if execution.parameter_memory == "host":
+        raise ValueError(
+            "execution.parameter_memory=host fetches each layer by itself, and rewritten parameters"
+            " are made where they are used: set execution.parameter_memory to device"
+        )
+    if execution.state_layout.gathered != "layer":
+        raise ValueError(
+            f"execution.rules={execution.rules} gathers parameters before they are used, and"
+            " rewritten parameters are made where they are used: set execution.rules to"
+            " fully_sharded or data_parallel"
+        )

@@ -19,7 +19,7 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
-from jaxmoe.layers.view import VIEW, Rewrite, SaveOutsideViews, rewritten
+from jaxmoe.layers.view import VIEW, Rewrite, SaveOutsideViews, check_view, rewritten
 from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
@@ -131,28 +131,6 @@ def _streamed(
         any(execution.remat_of(kind.feed_forward.is_routed) == "offload" for kind in kinds),
         name=scan.name,
     )
-
-
-def check_view(execution: ExecutionConfig) -> None:
-    """Refuse an execution that uses other arrays than the parameters that a view rewrites.
-
-    Args:
-        execution: How the model is computed.
-
-    Raises:
-        ValueError: The layout gathers parameters itself, or keeps them in host memory.
-    """
-    if execution.parameter_memory == "host":
-        raise ValueError(
-            "execution.parameter_memory=host fetches each layer by itself, and rewritten parameters"
-            " are made where they are used: set execution.parameter_memory to device"
-        )
-    if execution.state_layout.gathered != "layer":
-        raise ValueError(
-            f"execution.rules={execution.rules} gathers parameters before they are used, and"
-            " rewritten parameters are made where they are used: set execution.rules to"
-            " fully_sharded or data_parallel"
-        )
 
 
 def _part_name(scan: Scan, place: int) -> str:

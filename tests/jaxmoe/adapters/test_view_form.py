@@ -8,20 +8,15 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import traverse_util
-from jax.sharding import NamedSharding
 
 from jaxmoe.adapters import LoraConfig, TargetsConfig, folded
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, LayerConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from sharding import MeshConfig
-from sharding.distributed import global_batch
-from tests.support.meshes import mesh_of
-from tests.support.models import FULL, TINY, WIDE
+from tests.support.models import FULL, TINY
 from tests.support.tolerances import assert_close
 
 MATRICES = (
