@@ -175,7 +175,7 @@ def _for_each_choice(row: ParameterSpec, rules: LogicalAxisRules) -> ParameterSp
     given = row.declaration
     shape = (given.shape[0], len(_CHOICES), *given.shape[1:])
     axes = (given.axes[0], ax.RANK, *given.axes[1:])
-    several = dataclasses.replace(given, shape=shape, axes=axes)
+    several = dataclasses.replace(given, shape=shape, axes=axes, share=1 / len(_CHOICES))
     return own_row(f"{row.path}s", several, row.hyper, rules)
 
 
