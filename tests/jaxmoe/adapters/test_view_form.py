@@ -31,6 +31,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.estimators.noise import noise_sum, noise_view
+from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig
@@ -113,6 +114,29 @@ def test_factor_view_and_folded_weights_are_equal(name):
     assert_close(found["view"], found["fold"], "end_to_end")
     assert_close(found["view"], found["factor"], "end_to_end")
     assert float(jnp.abs(found["view"][1]["embedding"]["weight:down"]).max()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [dataclasses.replace(WIDE, num_layers=1), FULL])
+def test_the_loss_of_training_reads_the_adapted_head(base):
+    """The head that the loss multiplies with by itself, and the embedding tied to it."""
+    given = GIVEN | {"targets": TargetsConfig(roles=("head", "embedding"))}
+    params, grads = drawn(adapted(base, LoraConfig(**given))), []
+    for config, is_folded in ((LoraConfig, False), (ViewedLora, False), (LoraConfig, True)):
+        model = adapted(base, config(**given))
+        table = parameter_table(model)
+
+        def loss(trained, model=model, table=table, is_folded=is_folded):
+            whole = table.merged(trained, params)
+            used = adapted(model, None) if is_folded else model
+            whole = folded(whole) if is_folded else whole
+            return forward_and_nll(used, ExecutionConfig(), whole, batch())[0]
+
+        grads.append(jax.jit(jax.grad(loss))(table.trained(params)))
+    assert_close(grads[0], grads[2], "end_to_end")
+    assert_close(grads[1], grads[2], "end_to_end")
+    module = "embedding" if base.has_tied_embeddings else "head"
+    assert float(jnp.abs(grads[0][module]["weight:up"]).max()) > 0
 
 
 @pytest.mark.slow
