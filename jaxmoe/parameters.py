@@ -97,9 +97,13 @@ class ParameterSpec:
         """Whether the parameter is not trained."""
         return self.hyper.group == FROZEN
 
+    def stored_dtype(self, dtype: Any) -> Any:
+        """Return the dtype of the values, where those of the model have the given one."""
+        return jnp.dtype(self.declaration.dtype or dtype)
+
     def initial_value(self, key: Array, dtype: Any) -> Array:
         """Return the initial value, which depends on the key and the path and not on the mesh."""
-        key = fold_path(key, self.path)
+        key, dtype = fold_path(key, self.path), self.stored_dtype(dtype)
         if self.declaration.init != "normal":
             return self.declaration.own_values(key).astype(dtype)
         if self.hyper.distribution == "uniform":

@@ -92,6 +92,7 @@ REGISTRIES = {
     "jaxmoe.adapters.average:AverageConfig": {"fixed", "balanced"},
     "jaxmoe.adapters:Adapters": {
         *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
+        *("lift", "quantised_choices"),
     },
     "jaxmoe.data:DATA_SOURCES": {
         *(

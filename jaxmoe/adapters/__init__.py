@@ -29,6 +29,18 @@ from jaxmoe.contrib.adapters.mixture_of_shards import (
     MixtureOfShardsConfig as MixtureOfShardsConfig,
 )
 from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
+from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
+from jaxmoe.contrib.adapters.quantised_choices import (
+    QuantisedChoicesConfig as QuantisedChoicesConfig,
+)
 
-Adapters = LoraConfig | SelectConfig | AdaLoraConfig | SwitchLoraConfig | MixtureOfShardsConfig
+Adapters = (
+    LoraConfig
+    | SelectConfig
+    | AdaLoraConfig
+    | SwitchLoraConfig
+    | MixtureOfShardsConfig
+    | LiftConfig
+    | QuantisedChoicesConfig
+)
 """Union of the adapters, the registry that the command line reads."""

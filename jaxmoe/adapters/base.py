@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines what every adapter has: the table of the adapted model, its targets, and hooks.
 
+    begun(params, layers, key)         parameters before the first step
+    drawn(params, layers, key)         parameters of one training step, random ones drawn
     used(params)                       parameters as the layers read them
+    rewrite(params, shared, part)      parameters of one layer as it reads them
     losses(params, placement)          {name: scalar} that a step adds to the loss
     first_state(params, table, key)    `TrainState.adapter` before the first step
     after_step(state, grads, given)    the training state after an accepted update
+    within(params, layers, budget)     parameters of a smaller model, for `convert --fold`
 
 Each is a no-op by default and leaves the compiled program as it is.
 """
@@ -22,6 +26,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Role
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.view import check_view
 from jaxmoe.parameters import FROZEN, ParameterSpec, ParameterTable
 from sharding.constrain import Placement
 from sharding.rules import LogicalAxisRules
@@ -56,6 +61,28 @@ class TargetsConfig:
         """Return whether a parameter is among the targets, whatever its layer."""
         is_named = self.pattern is None or fnmatch.fnmatchcase(row.path, self.pattern)
         return is_named and row.declaration.role in self.roles
+
+    def matrices_in(
+        self, base: ParameterTable, layers: Layers
+    ) -> list[tuple[ParameterSpec, tuple[bool, ...]]]:
+        """Return the matrices that are adapted, and for each which of its layers are.
+
+        Args:
+            base: Table of the model without an adapter.
+            layers: See `Adapter.table`.
+
+        Raises:
+            ValueError: The model has none of the targets.
+        """
+        targets = [row for row in base if self.has(row) and row.declaration.matrix is not None]
+        self.check_found(targets, base)
+        pairs = [(row, tuple(self.layers_in(layers_of(row, layers)))) for row in targets]
+        if not any(any(is_adapted) for _, is_adapted in pairs):
+            raise ValueError(
+                f"adapter.targets.layers={self.layers} names no layer with"
+                f" {' or '.join(self.roles)}: layers are numbered from 0"
+            )
+        return [pair for pair in pairs if any(pair[1])]
 
     def check_found(self, found: Sequence[ParameterSpec], base: ParameterTable) -> None:
         """Refuse targets that the model does not have.
@@ -101,6 +128,8 @@ class Adapter(abc.ABC):
     has_factors: ClassVar[bool] = False
     """Whether it adds products of two factors to matrices, all with ranks and scales as
     `LoraConfig` has them."""
+    has_view: ClassVar[bool] = False
+    """Whether it has `rewrite`, see `jaxmoe/adapters/view.py`."""
     has_after_step: ClassVar[bool] = False
     """Whether it has `first_state` and `after_step`."""
     moves_base: ClassVar[bool] = False
@@ -134,8 +163,10 @@ class Adapter(abc.ABC):
 
         Raises:
             ValueError: The state or the parameters wait in other memory, and `after_step` needs
-                them.
+                them; or the layout gathers parameters before a view could rewrite them.
         """
+        if self.has_view:
+            check_view(execution)
         for field in ("optimizer_memory", "parameter_memory"):
             where = getattr(execution, field)
             if self.has_after_step and where != "device":
@@ -196,7 +227,62 @@ class Adapter(abc.ABC):
         del grads, given
         return state
 
+    def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
+        """Return the parameters that one layer, or one module outside the layers, computes with.
 
+        They may have factors (`:down`, `:up`, `:scale`), with which the products multiply. What is
+        not rewritten is returned as it came, so that a second call changes nothing.
+
+        Args:
+            params: Parameters of the part, nested dicts, with the adapter's own beside the matrices
+                (`q:name` beside `q`).
+            shared: Own parameters at the root of the model's, by name.
+            part: Path of the stack of the layer, or name of the module.
+        """
+        del shared, part
+        return params
+
+    def drawn(self, params: Any, layers: Layers, key: Array) -> Any:
+        """Return the parameters of one training step, with those drawn that are random.
+
+        Args:
+            params: Parameters of the adapted model, nested dicts.
+            layers: See `table`.
+            key: PRNG key of the step, the same for all its micro-batches.
+        """
+        del layers, key
+        return params
+
+    def begun(self, params: Any, layers: Layers, key: Array) -> Any:
+        """Return the parameters before the first step, with own ones that depend on the base.
+
+        Args:
+            params: Parameters with the values of the model that is adapted.
+            layers: See `table`.
+            key: PRNG key.
+        """
+        del layers, key
+        return params
+
+    def within(self, params: Any, layers: Layers, budget: float) -> Any:
+        """Return the parameters of the member of a family of models that a budget has room for.
+
+        Args:
+            params: Parameters of the adapted model, nested dicts.
+            layers: See `table`.
+            budget: Mean of the bits of the adapted layers.
+
+        Raises:
+            ValueError: The adapter trains no family of models, or none is so small.
+        """
+        del params, layers
+        raise ValueError(
+            f"fold_bits={budget:g} chooses the bits of layers, which adapter:{self.name} does not"
+            " train for: leave it out"
+        )
+
+
+Tree = dict[str, Any]
 Layers = tuple[tuple[str, tuple[int, ...]], ...]
 """Pairs (path of a stack of layers, numbers of its layers)."""
 

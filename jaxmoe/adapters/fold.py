@@ -8,6 +8,8 @@ from typing import Any
 
 from flax import traverse_util
 
+from jaxmoe.adapters.base import Adapter, Layers
+from jaxmoe.adapters.view import viewed_everywhere
 from jaxmoe.declarations import FACTORS, VALUES
 from sharding.products.low_rank import LowRank
 
@@ -31,16 +33,20 @@ def plain(params: Any) -> Any:
 
 
 def is_factor(path: str) -> bool:
-    """Return whether a path is of a factor of an adapter."""
+    """Return whether a path is of an adapter's own parameter."""
     return ":" in path
 
 
-def folded(params: Any) -> Any:
+def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> Any:
     """Return plain parameters, W + s A diag(e) B for each adapted matrix; shapes [L *G *I *O].
 
     Args:
         params: Parameters of an adapted model, nested dicts of floating arrays.
+        adapter: Adapter whose `used` and view are applied first; None for plain factors.
+        layers: Numbers of the layers of each stack, by the path of the stack.
     """
+    if adapter is not None:
+        params = viewed_everywhere(adapter, adapter.used(params), layers)
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     own = {path: value for path, value in flat.items() if not is_factor(path)}
     for path in [path for path in flat if path.endswith(":down")]:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxmoe.adapters import folded
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.context import LayerContext
@@ -129,6 +130,13 @@ class Chain:
                 " sequence, and this mixer computes several: choose another mixer"
             )
         state = initial_router_state(model) if router_state is None else router_state
+        if model.adapter is not None and model.adapter.has_view:
+            params = jax.jit(folded, static_argnums=(1, 2))(
+                params, model.adapter, model.layer_numbers
+            )
+            model = dataclasses.replace(model, adapter=None)
+        elif model.adapter is not None:
+            params = model.adapter.used(params)
         execution = dataclasses.replace(any_memory(execution), telemetry="brief")
         store = ResidentLayers(params) if store is None else store
         given = {"params": params, "router_state": state, "store": store}

@@ -20,6 +20,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.adapters.view import adapted_view
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher, moves_tokens
 from jaxmoe.layers.gather import WHOLE
@@ -190,8 +191,13 @@ def forward(
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
-    adapter = model.adapter
-    used = params if adapter is None else adapter.used(params)
+    adapter, used = model.adapter, params
+    if adapter is not None:
+        if given.get("train") and (key := given.get("key")) is not None:
+            used = adapter.drawn(used, model.layer_numbers, key)
+        used = adapter.used(used)
+        if adapter.has_view:
+            used, view = adapted_view(adapter, used, view, [scan.name for scan in model.scans])
     variables = {"params": used} | ({} if whole is None else {WHOLE: whole})
     if view is not None:
         variables |= {VIEW: view.own}

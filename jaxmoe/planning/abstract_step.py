@@ -96,7 +96,9 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
     shapes, execution = plan.mesh, plan.execution
     dtype = execution.precision.parameter_dtype
     params = plan.table.tree(
-        lambda row: jax.ShapeDtypeStruct(row.shape, dtype, sharding=NamedSharding(shapes, row.spec))
+        lambda row: jax.ShapeDtypeStruct(
+            row.shape, row.stored_dtype(dtype), sharding=NamedSharding(shapes, row.spec)
+        )
     )
     with jax.sharding.use_abstract_mesh(shapes):
         key = jax.eval_shape(lambda: jax.random.key(0))

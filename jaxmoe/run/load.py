@@ -311,7 +311,9 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
         dtype = jax.numpy.dtype(precision.parameter_dtype)
         params = plan.table.tree(
             lambda row: jax.ShapeDtypeStruct(
-                row.shape, dtype, sharding=named_shardings(row.spec, assembly.mesh)
+                row.shape,
+                row.stored_dtype(dtype),
+                sharding=named_shardings(row.spec, assembly.mesh),
             )
         )
         return dataclasses.replace(state, params=params)

@@ -138,6 +138,8 @@ def state_around(
     opt_state, adapter, mean = {}, None, None
     if optimizer is not None:
         if model.adapter is not None:
+            own = jax.random.fold_in(key, 3)
+            params = model.adapter.begun(params, model.layer_numbers, own)
             own = jax.random.fold_in(key, 2)
             adapter = model.adapter.first_state(params, parameter_table(model), own)
         optimizer = trained_part(model, optimizer)

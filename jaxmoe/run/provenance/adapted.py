@@ -38,6 +38,11 @@ def base_of(assembly: Assembly) -> BaseModel | None:
     config = plan.config.checkpoint
     if plan.model.adapter is None:
         return None
+    left_out = frozenset(
+        row.path for row in plan.table if row.is_frozen and not is_factor(row.path)
+    )
+    if not left_out:
+        return None
     if config.initial is None:
         raise ValueError(
             f"model.adapter={plan.model.adapter.name} trains a part of a model that is there: name"
@@ -45,9 +50,6 @@ def base_of(assembly: Assembly) -> BaseModel | None:
         )
     if plan.model.adapter.moves_base:
         return None
-    left_out = frozenset(
-        row.path for row in plan.table if row.is_frozen and not is_factor(row.path)
-    )
     if is_huggingface(config.initial):
         read = functools.partial(_read_huggingface, assembly, config.initial)
         whole = {row.path: None for row in plan.table if row.path in left_out}
