@@ -24,7 +24,8 @@ from flax import struct
 from jaxtyping import Array
 
 from sharding import axes as ax
-from sharding.products.low_rank import LowRank
+from sharding.products.low_rank import Awaited, LowRank
+from sharding.products.mixtures import Mix
 from sharding.products.quantized import Packed, Weight
 
 Role = Literal[
@@ -63,6 +64,8 @@ _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
 FACTORS: Final = ("down", "up", "scale")
 """Parameters beside a matrix, named `<matrix>:<factor>`, of which an adapter makes an addition to
 it; see `sharding/products/low_rank.py`."""
+MIXED_FACTORS: Final = ("downs", "ups", "scale")
+"""Those of an adapter that makes several additions and mixes them for each token."""
 
 Dims = tuple[int, ...]
 MatrixAxes = tuple[Dims, Dims]
@@ -197,12 +200,31 @@ def _declared(module: nn.Module, name: str, declaration: Declaration) -> Any:
 
 def _adapted(module: nn.Module, name: str, weight: Any) -> Any:
     """Return a matrix with the addition of an adapter, if its factors are among the parameters."""
-    names = [f"{name}:{factor}" for factor in FACTORS]
+    is_mixed = module.has_variable("params", f"{name}:{MIXED_FACTORS[0]}")
+    names = [f"{name}:{factor}" for factor in (MIXED_FACTORS if is_mixed else FACTORS)]
     if not module.has_variable("params", names[0]):
         return weight
     given = [module.get_variable("params", one) for one in names]
-    read = [one.read(one.value, _FACTOR) if isinstance(one, Deferred) else one for one in given]
-    return LowRank(weight=weight, **dict(zip(FACTORS, read, strict=True)))
+    read = [_read(one) for one in given]
+    mix = Awaited() if is_mixed else None
+    return LowRank(weight=weight, mix=mix, **dict(zip(FACTORS, read, strict=True)))
+
+
+def own_of(module: nn.Module, name: str) -> dict[str, Array]:
+    """Return the parameters `<name>:<key>` of an adapter in a module, by key.
+
+    Args:
+        module: Linen module that holds them; it need not declare them.
+        name: What they stand beside: a parameter of the module, or a half of a layer.
+    """
+    held: Any = module.variables.get("params", {})
+    own = {path: value for path, value in held.items() if path.startswith(f"{name}:")}
+    return {path.removeprefix(f"{name}:"): _read(value) for path, value in own.items()}
+
+
+def _read(value: Any) -> Any:
+    """Return the value of a parameter of an adapter."""
+    return value.read(value.value, _FACTOR) if isinstance(value, Deferred) else value
 
 
 _FACTOR: Final = Declaration(shape=(), axes=(), role="adapter", matrix=None)
@@ -234,11 +256,17 @@ def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> We
     return _adapted(module, name, given)
 
 
-def as_factor(matrix: Weight, dtype: Any) -> Weight:
-    """Return a matrix in the dtype of the activations; a quantised one stays as it is."""
+def as_factor(matrix: Weight, dtype: Any, mix: Mix | None = None) -> Weight:
+    """Return a matrix in the dtype of the activations; a quantised one stays as it is.
+
+    Args:
+        matrix: Matrix in any form.
+        dtype: Dtype of the activations.
+        mix: How an adapter's additions are mixed for each token; see `TokenInputs.mix`.
+    """
     if isinstance(matrix, LowRank):
         weight = as_factor(matrix.weight, dtype)
-        return dataclasses.replace(matrix.factors_as(dtype), weight=weight)
+        return dataclasses.replace(matrix.factors_as(dtype), weight=weight).mixed_by(mix)
     return matrix if isinstance(matrix, Packed) else matrix.astype(dtype)
 
 

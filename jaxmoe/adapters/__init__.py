@@ -22,6 +22,7 @@ from jaxmoe.adapters.fold import plain as plain
 from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
+from jaxmoe.contrib.adapters.lora_mixer import LoraMixerConfig as LoraMixerConfig
 
-Adapters = LoraConfig | SelectConfig
+Adapters = LoraConfig | SelectConfig | LoraMixerConfig
 """Union of the adapters, the registry that the command line reads."""

@@ -74,6 +74,9 @@ class Adapter(abc.ABC):
     has_factors: ClassVar[bool] = False
     """Whether it adds products of two factors to matrices, all with ranks and scales as
     `LoraConfig` has them."""
+    has_mixing: ClassVar[bool] = False
+    """Whether it makes several additions to a matrix and mixes them for each token; it is then a
+    `jaxmoe.layers.mixing.Mixing`."""
 
     @property
     @abc.abstractmethod

@@ -31,8 +31,8 @@ def plain(params: Any) -> Any:
 
 
 def is_factor(path: str) -> bool:
-    """Return whether a path is of a factor of an adapter."""
-    return path.rpartition(":")[2] in FACTORS and ":" in path
+    """Return whether a path is of a parameter that an adapter has beside those of the model."""
+    return ":" in path.rpartition("/")[2]
 
 
 def folded(params: Any) -> Any:
@@ -40,9 +40,18 @@ def folded(params: Any) -> Any:
 
     Args:
         params: Parameters of an adapted model, nested dicts of floating arrays.
+
+    Raises:
+        ValueError: Additions are mixed for each token.
     """
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     own = {path: value for path, value in flat.items() if not is_factor(path)}
+    if mixed := [path for path in flat if path.endswith(":downs")]:
+        raise ValueError(
+            f"{mixed[0].removesuffix(':downs')} has several additions, and which of them a token"
+            " has depends on the token: there are no plain weights that equal them. Use the run as"
+            " it is, or train adapter:lora"
+        )
     for path in [path for path in flat if path.endswith(":down")]:
         base = path.removesuffix(":down")
         down, up, scale = (flat[f"{base}:{name}"] for name in FACTORS)

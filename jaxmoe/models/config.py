@@ -24,6 +24,7 @@ from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.models.loop import LoopConfig
@@ -234,6 +235,7 @@ def _context(model: ModelConfig) -> LayerContext:
         ),
         keeps_order=any(kind.feed_forward.keeps_order or kind.mixer.is_recurrent for kind in kinds),
         residual=model.residual,
+        mixing=model.adapter if has_mixing(model.adapter) else None,
     )
 
 
