@@ -82,11 +82,11 @@ class Declaration:
     matrix: MatrixAxes | None = ((-2,), (-1,))
     """Input and output dimensions of the matrix, negative; None for a vector of gains."""
     init: (
-        Literal["normal", "ones", "zeros", "fan_in", "log_range", "softplus_range"]
+        Literal["normal", "ones", "zeros", "near_zero", "fan_in", "log_range", "softplus_range"]
         | tuple[float, ...]
     ) = "normal"
     """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
-    +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse of softplus of
+    +-1e-3; uniform in +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse of softplus of
     values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of a vector."""
     share: float = 1.0
     """Part of the values that one token reads, where it looks up rows of a table."""
@@ -113,8 +113,8 @@ class Declaration:
             case "log_range":
                 numbers = jnp.arange(1, self.shape[-1] + 1, dtype=jnp.float32)
                 return jnp.broadcast_to(jnp.log(numbers), self.shape)
-            case "fan_in":
-                edge = 1.0 / math.sqrt(self.fan(0))
+            case "near_zero" | "fan_in":
+                edge = 1e-3 if self.init == "near_zero" else 1.0 / math.sqrt(self.fan(0))
                 return jax.random.uniform(key, self.shape, jnp.float32, minval=-edge, maxval=edge)
             case "softplus_range":
                 low, high = (math.log(end) for end in (1e-3, 0.1))

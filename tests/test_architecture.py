@@ -89,7 +89,9 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Every registry, or union of config classes that has none, and the names it must have.
 REGISTRIES = {
     "experiments.launch.config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
-    "jaxmoe.adapters:Adapters": {"lora", "select"},
+    "jaxmoe.adapters:Adapters": {
+        *("lora", "select", "task_lora", "lora_mixer", "multi_head_routing"),
+    },
     "jaxmoe.data:DATA_SOURCES": {
         *(
             "corpus",

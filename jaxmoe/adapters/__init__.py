@@ -22,7 +22,11 @@ from jaxmoe.adapters.fold import plain as plain
 from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
+from jaxmoe.adapters.task_lora import TaskLoraConfig as TaskLoraConfig
 from jaxmoe.contrib.adapters.lora_mixer import LoraMixerConfig as LoraMixerConfig
+from jaxmoe.contrib.adapters.multi_head_routing import (
+    MultiHeadRoutingConfig as MultiHeadRoutingConfig,
+)
 
-Adapters = LoraConfig | SelectConfig | LoraMixerConfig
+Adapters = LoraConfig | SelectConfig | TaskLoraConfig | LoraMixerConfig | MultiHeadRoutingConfig
 """Union of the adapters, the registry that the command line reads."""

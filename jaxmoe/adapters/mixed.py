@@ -18,7 +18,8 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
 from jaxmoe.declarations import Declaration, Role
@@ -97,6 +98,11 @@ class MixedAdapter(Adapter):
         """Return the mixture and losses of half a layer; see `jaxmoe.layers.mixing.Mixing`."""
 
     @property
+    def num_tasks(self) -> int:
+        """Number of tasks; 0 where the mixture does not depend on tasks."""
+        return 0
+
+    @property
     def trains_factors(self) -> bool:
         """Whether the additions themselves are trained, beside their mixture."""
         return True
@@ -170,6 +176,18 @@ class MixedAdapter(Adapter):
         )
         hyper = TRAINED if self.trains_factors else FIXED
         return {"downs": (down, hyper), "ups": (up, hyper), "scale": (scale, FIXED)}
+
+
+def task_ids(given: MixingInputs, task: int) -> Int[Array, "B S"]:
+    """Return the task of each token.
+
+    Args:
+        given: Input of half a layer.
+        task: Task of tokens where the batch names none.
+    """
+    if "task" in given.context:
+        return given.context["task"].astype(jnp.int32)
+    return jnp.zeros_like(given.context["index"]) + jnp.int32(task)
 
 
 def _width(row: ParameterSpec) -> int:

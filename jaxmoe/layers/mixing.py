@@ -9,7 +9,7 @@ layer, as `mixer:<name>` and `feed_forward:<name>`.
 from __future__ import annotations
 
 import typing
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Key
@@ -37,6 +37,7 @@ class MixingInputs:
     """PRNG key of this layer and step; None without noise."""
 
 
+@runtime_checkable
 class Mixing(Protocol):
     """Mixtures of low-rank additions: a config of `jaxmoe.adapters`."""
 

@@ -115,10 +115,10 @@ class Gates:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """The one of n additions that each token has."""
+    """The one of n additions that each token has, if any."""
 
     ids: Int[Array, "B S"] | Any
-    """m, in [0, n)."""
+    """m; a token with another number than 0 to n - 1 has no addition."""
 
     def for_matrix(self, inputs: Dims, outputs: Dims) -> Members:
         """Return the same: it does not depend on the matrix."""
@@ -134,6 +134,7 @@ class Members:
         """Return the additions of the tokens' members; see `Gates.added`."""
         count, rank = down.shape[-2:]
         ids = self.ids.reshape(-1)
+        ids = jnp.where((ids >= 0) & (ids < count), ids, count)  # last, in no group
         order = jnp.argsort(ids, stable=True)
         sizes = jnp.sum(jax.nn.one_hot(ids, count, dtype=jnp.int32), axis=0)
         rows = x.reshape(ids.shape[0], -1)[order]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA-Mixer: low-rank additions mixed by a router of the token (arXiv 2507.00029).
+"""LoRA-Mixer: low-rank additions mixed by a router of the token.
 
     y = x W + alpha / r sum_i f_i (x A_i) B_i          f = softmax(h P), h the normed input
     loss = a n sum_i p_i f_i + lambda mean_t H(f_t)    p_i mean gate, f_i share of tokens whose
