@@ -66,6 +66,8 @@ FACTORS: Final = ("down", "up", "scale")
 it; see `sharding/products/low_rank.py`."""
 MIXED_FACTORS: Final = ("downs", "ups", "scale")
 """Those of an adapter that makes several additions and mixes them for each token."""
+VALUES: Final = "values"
+"""A further factor, of each column of `down`, that some adapters have."""
 
 Dims = tuple[int, ...]
 MatrixAxes = tuple[Dims, Dims]
@@ -86,8 +88,9 @@ class Declaration:
         | tuple[float, ...]
     ) = "normal"
     """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
-    +-1e-3; uniform in +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse of softplus of
-    values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of a vector."""
+    +-1e-3; uniform in +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse
+    of softplus of values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of
+    a vector."""
     share: float = 1.0
     """Part of the values that one token reads, where it looks up rows of a table."""
 
@@ -204,10 +207,13 @@ def _adapted(module: nn.Module, name: str, weight: Any) -> Any:
     names = [f"{name}:{factor}" for factor in (MIXED_FACTORS if is_mixed else FACTORS)]
     if not module.has_variable("params", names[0]):
         return weight
+    if module.has_variable("params", f"{name}:{VALUES}"):
+        names.append(f"{name}:{VALUES}")
     given = [module.get_variable("params", one) for one in names]
-    read = [_read(one) for one in given]
+    down, up, scale, *values = map(_read, given)
     mix = Awaited() if is_mixed else None
-    return LowRank(weight=weight, mix=mix, **dict(zip(FACTORS, read, strict=True)))
+    added = LowRank(weight=weight, down=down, up=up, scale=scale, mix=mix)
+    return added.with_values(values[0] if values else None)
 
 
 def own_of(module: nn.Module, name: str) -> dict[str, Array]:

@@ -47,7 +47,7 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
             " fold it into the run that they were rounded from, with --checkpoint.initial"
         )
     with jax.set_mesh(assembly.mesh):
-        params = jax.jit(folded)(state.params)
+        params = jax.jit(lambda params: folded(adapter.used(params)))(state.params)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})

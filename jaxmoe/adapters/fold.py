@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import traverse_util
 
-from jaxmoe.declarations import FACTORS
+from jaxmoe.declarations import FACTORS, VALUES
 from sharding.products.low_rank import LowRank
 
 
@@ -32,11 +32,11 @@ def plain(params: Any) -> Any:
 
 def is_factor(path: str) -> bool:
     """Return whether a path is of a parameter that an adapter has beside those of the model."""
-    return ":" in path.rpartition("/")[2]
+    return ":" in path
 
 
 def folded(params: Any) -> Any:
-    """Return plain parameters, W + s A B for each adapted matrix; shapes [L *G *I *O].
+    """Return plain parameters, W + s A diag(e) B for each adapted matrix; shapes [L *G *I *O].
 
     Args:
         params: Parameters of an adapted model, nested dicts of floating arrays.
@@ -56,5 +56,6 @@ def folded(params: Any) -> Any:
         base = path.removesuffix(":down")
         down, up, scale = (flat[f"{base}:{name}"] for name in FACTORS)
         wide = scale.reshape(scale.shape + (1,) * (own[base].ndim - scale.ndim))
-        own[base] = LowRank(weight=own[base], down=down, up=up, scale=wide).merged()
+        addition = LowRank(weight=own[base], down=down, up=up, scale=wide)
+        own[base] = addition.with_values(flat.get(f"{base}:{VALUES}")).merged()
     return traverse_util.unflatten_dict(own, sep="/")

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
+from jaxmoe.adapters.factors import TRAINED, own_row
 from jaxmoe.declarations import Declaration, Role
 from jaxmoe.layers.mixing import Losses, MixingInputs
 from jaxmoe.layers.records import Half
@@ -31,10 +32,8 @@ from sharding.constrain import Placement
 from sharding.products.mixtures import Mix
 from sharding.rules import LogicalAxisRules
 
-TRAINED: Final = Hyperparameters(weight_decay_multiplier=0.0)
-"""Numbers of a parameter of an adapter that is trained."""
-FIXED: Final = Hyperparameters(weight_decay_multiplier=0.0, group=FROZEN)
-"""Numbers of one that is not."""
+FIXED: Final = dataclasses.replace(TRAINED, group=FROZEN)
+"""Numbers of a parameter of an adapter that is not trained."""
 Made = dict[str, tuple[Declaration, Hyperparameters]]
 """Parameters of half a layer, by name, without a dimension of layers."""
 
@@ -107,6 +106,11 @@ class MixedAdapter(Adapter):
         """Whether the additions themselves are trained, beside their mixture."""
         return True
 
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the initial value of each `:downs` is kept, as `:start`; that of `:ups` is 0."""
+        return False
+
     def half_parameters(self, width: int) -> Made:
         """Return the parameters on which the mixture of half a layer depends.
 
@@ -175,7 +179,8 @@ class MixedAdapter(Adapter):
             init=scales,
         )
         hyper = TRAINED if self.trains_factors else FIXED
-        return {"downs": (down, hyper), "ups": (up, hyper), "scale": (scale, FIXED)}
+        made = {"downs": (down, hyper), "ups": (up, hyper), "scale": (scale, FIXED)}
+        return made | ({"start": (down, FIXED)} if self.keeps_start else {})
 
 
 def task_ids(given: MixingInputs, task: int) -> Int[Array, "B S"]:
@@ -213,12 +218,8 @@ def _stacked(declaration: Declaration, row: ParameterSpec) -> Declaration:
 
 def _rows(path: str, made: Made, rules: LogicalAxisRules) -> list[ParameterSpec]:
     """Return the rows `<path>:<name>` of parameters beside one."""
+    rows = [own_row(f"{path}:{name}", *pair, rules) for name, pair in made.items()]
     return [
-        ParameterSpec(
-            path=f"{path}:{name}",
-            declaration=declaration,
-            hyper=hyper,
-            spec=rules.resolve(declaration.axes),
-        )
-        for name, (declaration, hyper) in made.items()
+        dataclasses.replace(row, drawn_as=f"{path}:downs") if row.path.endswith(":start") else row
+        for row in rows
     ]

@@ -5,9 +5,9 @@
     y = x W + alpha / r (x A_t) B_t          t the task of the token
 
 The task of a row is the number of its part in `data:mixture`, in the order of `data.mix`, or
-`Batch.extra["task"]` [B S]; rows without one have `adapter.task`. Rows of task -1 have no addition. The tokens of a batch are sorted
-by task for each product, so that n tasks cost what one LoRA does, and sequences of different tasks
-can share a batch.
+`Batch.extra["task"]` [B S]; rows without one have `adapter.task`, and those of task -1 have no
+addition. The tokens of a batch are sorted by task for each product: n tasks cost what one LoRA
+does, and sequences of different tasks can share a batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import ClassVar
 from jaxtyping import Array
 
 from jaxmoe.adapters.mixed import MixedAdapter, task_ids
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.mixing import Losses, MixingInputs
 from sharding.constrain import Placement
 from sharding.products.mixtures import Members
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskLoraConfig(MixedAdapter):
     """One LoRA for each part of data:mixture; all else is frozen."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxmoe.adapters import Adapters
 from jaxmoe.field_docs import with_field_docs
@@ -225,6 +225,7 @@ class ModelConfig:
 @functools.lru_cache(maxsize=64)
 def _context(model: ModelConfig) -> LayerContext:
     kinds = model.kinds
+    adapter: Any = model.adapter
     return LayerContext(
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
@@ -235,7 +236,7 @@ def _context(model: ModelConfig) -> LayerContext:
         ),
         keeps_order=any(kind.feed_forward.keeps_order or kind.mixer.is_recurrent for kind in kinds),
         residual=model.residual,
-        mixing=model.adapter if has_mixing(model.adapter) else None,
+        mixing=adapter if has_mixing(adapter) else None,
     )
 
 

@@ -59,7 +59,8 @@ class Output:
     logits: Float[Array, "B S V"] | None
     """Logits in f32; None with has_logits=False."""
     losses: dict[str, Float[Array, ""]]
-    """Losses of the balancers, weighted and summed over layers, to add to the cross-entropy."""
+    """Losses of the balancers, weighted and summed over layers, to add to the cross-entropy; in
+    training those of the adapter too."""
     statistics: RouterStatistics | None
     """Routing statistics of the global batch, stacked over MoE layers; None for a dense model."""
     router_state: Any
@@ -189,12 +190,17 @@ def forward(
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
-    variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
+    adapter = model.adapter
+    used = params if adapter is None else adapter.used(params)
+    variables = {"params": used} | ({} if whole is None else {WHOLE: whole})
     if view is not None:
         variables |= {VIEW: view.own}
         given |= {"rewrite": view.rewrite}
-    output = Transformer(model, execution).apply(variables, tokens, **given)
-    return cast(Output, output)
+    output = cast(Output, Transformer(model, execution).apply(variables, tokens, **given))
+    if adapter is not None and given.get("train"):
+        own = adapter.losses(params, execution.placement)
+        output = dataclasses.replace(output, losses=output.losses | own)
+    return output
 
 
 def balance_losses(

@@ -86,6 +86,13 @@ class LowRank:
             self, mix=mix.for_matrix(self.shape[:inputs], self.shape[inputs:])
         )
 
+    def with_values(self, values: Float[Array, "*G r"] | None) -> LowRank:
+        """Return W + s A diag(values) B; the same when None."""
+        if values is None:
+            return self
+        wide = values.reshape(values.shape + (1,) * (self.up.ndim - values.ndim))
+        return dataclasses.replace(self, up=self.up * wide.astype(self.up.dtype))
+
     def axes(self, weight: Any, axes: Axes) -> LowRank:
         """Return the logical axes of all parts.
 
@@ -153,7 +160,7 @@ class LowRank:
     @property
     def _mix(self) -> Mix:
         """The mixture, which the layer must have given."""
-        if not isinstance(self.mix, Awaited):
+        if isinstance(self.mix, Mix):
             return self.mix
         raise ValueError(
             f"a matrix {self.shape} has additions that are mixed for each token, and this layer"

@@ -94,11 +94,11 @@ class Gates:
             narrow = _into(x, down)
             return _out_of(self._weighted(weights[:, :, 0], narrow).astype(x.dtype), up)
         given, wanted = self.splits
-        hidden = 0.0
+        hidden = jnp.float32(0.0)
         for split in range(weights.shape[2]):
             narrow = _into(_only(x, given, split), down)
             hidden += jnp.einsum("bsn,bsnr->bsr", weights[:, :, split], narrow)
-        total = 0.0
+        total = jnp.float32(0.0)
         for split in range(weights.shape[2]):
             mixed = weights[:, :, split, :, None] * hidden[:, :, None, :]
             total += _only(_out_of(mixed.astype(x.dtype), up), wanted, split)

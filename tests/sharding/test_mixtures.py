@@ -110,7 +110,10 @@ def test_a_mixture_equals_a_merged_matrix_for_each_token(name, execution):
 def test_a_product_in_parts_of_its_rows_is_refused():
     execution = dataclasses.replace(SPLIT, tensor_products=RingProductsConfig())
     given = values_of("together")
-    with jax.set_mesh(mesh_of(execution)), pytest.raises(ValueError, match="tensor_products to whole"):
+    with (
+        jax.set_mesh(mesh_of(execution)),
+        pytest.raises(ValueError, match="tensor_products to whole"),
+    ):
         jax.eval_shape(functools.partial(fast, "together", execution), given)
 
 

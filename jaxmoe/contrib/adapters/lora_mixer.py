@@ -3,8 +3,8 @@
 """LoRA-Mixer: low-rank additions mixed by a router of the token.
 
     y = x W + alpha / r sum_i f_i (x A_i) B_i          f = softmax(h P), h the normed input
-    loss = a n sum_i p_i f_i + lambda mean_t H(f_t)    p_i mean gate, f_i share of tokens whose
-                                                       largest gate is i
+    loss = a n sum_i p_i g_i + lambda mean_t H(f_t)    p_i mean gate, g_i share of tokens whose
+         + beta |theta - theta_0|^2                    largest gate is i; theta the factors
 
 In training every token has all additions, at inference the `top_k` largest, whose gates are divided
 by their sum. The paper prints the entropy term with a minus, which rewards flat gates, and argues
@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.adapters.mixed import TRAINED, Made, MixedAdapter
+from jaxmoe.adapters.factors import TRAINED
+from jaxmoe.adapters.mixed import Made, MixedAdapter
 from jaxmoe.declarations import Declaration
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.mixing import Losses, MixingInputs
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -34,6 +37,7 @@ from sharding.products.tensor_parallel import Product, along_stream
 _STREAM = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraMixerConfig(MixedAdapter):
     """Low-rank additions mixed by a router of the token (LoRA-Mixer); all else is frozen."""
@@ -50,6 +54,9 @@ class LoraMixerConfig(MixedAdapter):
     """Coefficient of the mean entropy of the gates, nats."""
     entropy_sign: Literal["sharpen", "flatten"] = "sharpen"
     """Direction of the entropy loss: sharpen lowers the entropy; flatten raises it, as printed."""
+    anchor: float = 0.0
+    """Coefficient of the squared distance of all factors from their initial values, of which one
+    copy is kept if it is above 0."""
 
     def check(self) -> None:
         """Raise a ValueError for invalid values."""
@@ -57,15 +64,32 @@ class LoraMixerConfig(MixedAdapter):
             raise ValueError(
                 f"adapter.top_k={self.top_k} must be from 1 to adapter.members={self.members}"
             )
-        for field in ("balance", "entropy"):
+        for field in ("balance", "entropy", "anchor"):
             if not 0.0 <= (value := getattr(self, field)) < math.inf:
                 raise ValueError(f"adapter.{field}={value} must be at least 0")
 
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the initial factors are kept."""
+        return self.anchor > 0.0
+
+    def losses(self, params: Any, placement: Placement) -> Losses:
+        """Return the loss of the distance from the initial factors; see `Adapter.losses`."""
+        del placement
+        if not self.keeps_start:
+            return {}
+        flat: dict[str, Array] = traverse_util.flatten_dict(params, sep="/")
+        distance = jnp.float32(0.0)
+        for path, value in flat.items():
+            if path.endswith(":downs"):
+                distance += _squares(value - flat[f"{path.removesuffix(':downs')}:start"])
+            if path.endswith(":ups"):  # which are 0 at first
+                distance += _squares(value)
+        return {"adapter_anchor": self.anchor * distance}
+
     def half_parameters(self, width: int) -> Made:
         """Return the router P of half a layer."""
-        router = Declaration(
-            shape=(width, self.members), axes=(ax.EMBED, ax.RANK), role="adapter"
-        )
+        router = Declaration(shape=(width, self.members), axes=(ax.EMBED, ax.RANK), role="adapter")
         return {"gates": (router, TRAINED)}
 
     def mix(
@@ -106,6 +130,10 @@ class LoraMixerConfig(MixedAdapter):
             "adapter_balance": self.balance * self.members * jnp.sum(mean * share),
             "adapter_entropy": sign * self.entropy * entropy,
         }
+
+
+def _squares(x: Array) -> Float[Array, ""]:
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
 def largest(gates: Float[Array, "B S n"], top_k: int) -> Float[Array, "B S n"]:

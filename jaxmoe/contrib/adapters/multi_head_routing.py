@@ -28,8 +28,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jaxmoe.adapters.mixed import TRAINED, Made, MixedAdapter, task_ids
+from jaxmoe.adapters.factors import TRAINED
+from jaxmoe.adapters.mixed import Made, MixedAdapter, task_ids
 from jaxmoe.declarations import Declaration
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.mixing import Losses, MixingInputs
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -38,6 +40,7 @@ from sharding.products.mixtures import Gates
 _ROWS: Final = (ax.ACT_BATCH, ax.ACT_SEQ)
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MultiHeadRoutingConfig(MixedAdapter):
     """Low-rank additions averaged for each task (Poly, multi-head routing); all else is frozen."""

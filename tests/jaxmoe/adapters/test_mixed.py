@@ -12,8 +12,14 @@ import pytest
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
-from jaxmoe.adapters import LoraConfig, LoraMixerConfig, TargetsConfig, TaskLoraConfig, folded
-from jaxmoe.adapters import MultiHeadRoutingConfig
+from jaxmoe.adapters import (
+    LoraConfig,
+    LoraMixerConfig,
+    MultiHeadRoutingConfig,
+    TargetsConfig,
+    TaskLoraConfig,
+    folded,
+)
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.transformer import forward
@@ -36,7 +42,9 @@ DENSE = TargetsConfig(
 MIXED = {
     "lora_mixer": LoraMixerConfig(members=4, rank=2, top_k=2, targets=DENSE),
     "task_lora": TaskLoraConfig(members=3, rank=2, targets=DENSE),
-    "multi_head_routing": MultiHeadRoutingConfig(members=3, rank=2, tasks=3, splits=2, targets=DENSE),
+    "multi_head_routing": MultiHeadRoutingConfig(
+        members=3, rank=2, tasks=3, splits=2, targets=DENSE
+    ),
 }
 EXECUTIONS = {
     "data2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2)),
