@@ -77,9 +77,9 @@ class MixedAdapter(Adapter):
                 f" for each token, which {' and '.join(other)} cannot have: name some of"
                 f" {', '.join(_HALVES)}, or take adapter:lora"
             )
-        self.check()
+        self.check_fields()
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise a ValueError for invalid values of a member's own fields."""
 
     @property
@@ -105,6 +105,11 @@ class MixedAdapter(Adapter):
     def trains_factors(self) -> bool:
         """Whether the additions themselves are trained, beside their mixture."""
         return True
+
+    @property
+    def share(self) -> float:
+        """Part of the factors with which one token is multiplied."""
+        return 1.0
 
     @property
     def keeps_start(self) -> bool:
@@ -162,6 +167,7 @@ class MixedAdapter(Adapter):
             axes=(*given.axes[first], *axes),
             role="adapter",
             matrix=(tuple(range(-inputs - 2, -2)), (-2, -1)),
+            share=self.share,
         )
         up = Declaration(
             shape=(*given.shape[:batch], *inner, *given.shape[last]),
@@ -169,6 +175,7 @@ class MixedAdapter(Adapter):
             role="adapter",
             matrix=((-outputs - 2, -outputs - 1), tuple(range(-outputs, 0))),
             init="zeros",
+            share=self.share,
         )
         scales = tuple(self.alpha / self.rank if one else 0.0 for one in is_adapted)
         scale = Declaration(

@@ -40,7 +40,12 @@ class TaskLoraConfig(MixedAdapter):
         """Number of tasks."""
         return self.members
 
-    def check(self) -> None:
+    @property
+    def share(self) -> float:
+        """Part of the factors with which a token is multiplied."""
+        return 1.0 / self.members
+
+    def check_fields(self) -> None:
         """Raise a ValueError for invalid values."""
         if not -1 <= self.task < self.members:
             raise ValueError(

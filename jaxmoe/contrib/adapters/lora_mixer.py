@@ -58,7 +58,7 @@ class LoraMixerConfig(MixedAdapter):
     """Coefficient of the squared distance of all factors from their initial values, of which one
     copy is kept if it is above 0."""
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise a ValueError for invalid values."""
         if not 1 <= self.top_k <= self.members:
             raise ValueError(

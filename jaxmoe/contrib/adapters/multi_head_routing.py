@@ -71,7 +71,7 @@ class MultiHeadRoutingConfig(MixedAdapter):
         """Whether the additions are trained."""
         return self.trains != "logits"
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise a ValueError for invalid values."""
         for field in ("tasks", "splits"):
             if getattr(self, field) < 1:

@@ -12,7 +12,17 @@ import pytest
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
-from jaxmoe.adapters import Adapters, LoraConfig, SelectConfig, TargetsConfig, folded, with_base
+from jaxmoe.adapters import (
+    Adapters,
+    LoraConfig,
+    LoraMixerConfig,
+    MultiHeadRoutingConfig,
+    SelectConfig,
+    TargetsConfig,
+    TaskLoraConfig,
+    folded,
+    with_base,
+)
 from jaxmoe.configs import registry_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import LatentAttentionConfig
@@ -42,10 +52,14 @@ LATENT = dataclasses.replace(
     ),
     num_layers=2,
 )
+DENSE = TargetsConfig(roles=MATRICES[:7])
 EVERYWHERE = LoraConfig(rank=3, expert_rank=2, targets=TargetsConfig(roles=MATRICES))
 ADAPTERS = {
     "lora": EVERYWHERE,
     "select": SelectConfig(targets=TargetsConfig(roles=("norm", "expert_out"))),
+    "task_lora": TaskLoraConfig(rank=2, targets=DENSE),
+    "lora_mixer": LoraMixerConfig(rank=2, targets=DENSE),
+    "multi_head_routing": MultiHeadRoutingConfig(rank=2, splits=2, targets=DENSE),
 }
 MODELS = {
     "attention, dense, shared, experts": FULL,
@@ -115,7 +129,7 @@ def test_an_adapter_begins_as_the_model_it_adapts(name):
     """Bitwise where experts are not adapted: those are multiplied in another order."""
     adapter = ADAPTERS[name]
     if name == "lora":
-        adapter = LoraConfig(rank=3, targets=TargetsConfig(roles=MATRICES[:7]))
+        adapter = LoraConfig(rank=3, targets=DENSE)
     model = adapted(FULL, adapter)
     base = init_params(FULL, jax.random.key(3))
     params = with_base(init_params(model, jax.random.key(4)), base)
