@@ -78,7 +78,7 @@ class LoraMixerConfig(MixedAdapter):
         del placement
         if not self.keeps_start:
             return {}
-        flat: dict[str, Array] = traverse_util.flatten_dict(params, sep="/")
+        flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
         distance = jnp.float32(0.0)
         for path, value in flat.items():
             if path.endswith(":downs"):
