@@ -90,7 +90,8 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 REGISTRIES = {
     "experiments.launch.config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
     "jaxmoe.adapters:Adapters": {
-        *("lora", "select", "task_lora", "lora_mixer", "multi_head_routing"),
+        *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
+        *("task_lora", "lora_mixer", "multi_head_routing"),
     },
     "jaxmoe.data:DATA_SOURCES": {
         *(

@@ -35,7 +35,9 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
         ValueError: The run has no adapter, or its base is quantised.
     """
     source = run.directory
-    assembly, state, step = load_run(source, run.step, run.mesh, needs_data=False)
+    assembly, state, step = load_run(
+        source, run.step, run.mesh, needs_data=False, initial=run.initial
+    )
     given = assembly.plan.config
     if (adapter := given.model.adapter) is None:
         raise ValueError(
@@ -44,7 +46,7 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
     if (weights := given.execution.precision.weights) != "floating":
         raise ValueError(
             f"run.directory={source} adapts weights in {weights}, to which nothing can be added:"
-            " fold it into the run that they were rounded from, with --checkpoint.initial"
+            " use it as it is, or adapt the run that they were rounded from"
         )
     with jax.set_mesh(assembly.mesh):
         params = jax.jit(lambda params: folded(adapter.used(params)))(state.params)

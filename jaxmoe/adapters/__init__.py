@@ -14,7 +14,9 @@ To add an adapter: a file in jaxmoe/adapters with its config, a member of `Adapt
 jaxmoe/adapters/__init__.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapters.py.
 """
 
+from jaxmoe.adapters.adalora import AdaLoraConfig as AdaLoraConfig
 from jaxmoe.adapters.base import Adapter as Adapter
+from jaxmoe.adapters.base import StepGiven as StepGiven
 from jaxmoe.adapters.base import TargetsConfig as TargetsConfig
 from jaxmoe.adapters.fold import folded as folded
 from jaxmoe.adapters.fold import is_factor as is_factor
@@ -24,9 +26,22 @@ from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
 from jaxmoe.adapters.task_lora import TaskLoraConfig as TaskLoraConfig
 from jaxmoe.contrib.adapters.lora_mixer import LoraMixerConfig as LoraMixerConfig
+from jaxmoe.contrib.adapters.mixture_of_shards import (
+    MixtureOfShardsConfig as MixtureOfShardsConfig,
+)
 from jaxmoe.contrib.adapters.multi_head_routing import (
     MultiHeadRoutingConfig as MultiHeadRoutingConfig,
 )
+from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
 
-Adapters = LoraConfig | SelectConfig | TaskLoraConfig | LoraMixerConfig | MultiHeadRoutingConfig
+Adapters = (
+    LoraConfig
+    | SelectConfig
+    | AdaLoraConfig
+    | SwitchLoraConfig
+    | MixtureOfShardsConfig
+    | TaskLoraConfig
+    | LoraMixerConfig
+    | MultiHeadRoutingConfig
+)
 """Union of the adapters, the registry that the command line reads."""
