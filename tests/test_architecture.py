@@ -93,6 +93,7 @@ REGISTRIES = {
     "jaxmoe.adapters:Adapters": {
         *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
         *("lift", "quantised_choices"),
+        *("task_lora", "lora_mixer", "multi_head_routing"),
     },
     "jaxmoe.data:DATA_SOURCES": {
         *(

@@ -25,14 +25,19 @@ from jaxmoe.adapters.fold import plain as plain
 from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
+from jaxmoe.adapters.task_lora import TaskLoraConfig as TaskLoraConfig
+from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
+from jaxmoe.contrib.adapters.lora_mixer import LoraMixerConfig as LoraMixerConfig
 from jaxmoe.contrib.adapters.mixture_of_shards import (
     MixtureOfShardsConfig as MixtureOfShardsConfig,
 )
-from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
-from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
+from jaxmoe.contrib.adapters.multi_head_routing import (
+    MultiHeadRoutingConfig as MultiHeadRoutingConfig,
+)
 from jaxmoe.contrib.adapters.quantised_choices import (
     QuantisedChoicesConfig as QuantisedChoicesConfig,
 )
+from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
 
 Adapters = (
     LoraConfig
@@ -42,5 +47,8 @@ Adapters = (
     | MixtureOfShardsConfig
     | LiftConfig
     | QuantisedChoicesConfig
+    | TaskLoraConfig
+    | LoraMixerConfig
+    | MultiHeadRoutingConfig
 )
 """Union of the adapters, the registry that the command line reads."""

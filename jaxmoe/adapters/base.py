@@ -130,6 +130,9 @@ class Adapter(abc.ABC):
     `LoraConfig` has them."""
     has_view: ClassVar[bool] = False
     """Whether it has `rewrite`, see `jaxmoe/adapters/view.py`."""
+    has_mixing: ClassVar[bool] = False
+    """Whether it makes several additions to a matrix and mixes them for each token; it is then a
+    `jaxmoe.layers.mixing.Mixing`."""
     has_after_step: ClassVar[bool] = False
     """Whether it has `first_state` and `after_step`."""
     moves_base: ClassVar[bool] = False

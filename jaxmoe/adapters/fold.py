@@ -33,7 +33,7 @@ def plain(params: Any) -> Any:
 
 
 def is_factor(path: str) -> bool:
-    """Return whether a path is of an adapter's own parameter."""
+    """Return whether a path is of a parameter that an adapter has beside those of the model."""
     return ":" in path
 
 
@@ -44,11 +44,20 @@ def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> 
         params: Parameters of an adapted model, nested dicts of floating arrays.
         adapter: Adapter whose `used` and view are applied first; None for plain factors.
         layers: Numbers of the layers of each stack, by the path of the stack.
+
+    Raises:
+        ValueError: Additions are mixed for each token.
     """
     if adapter is not None:
         params = viewed_everywhere(adapter, adapter.used(params), layers)
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     own = {path: value for path, value in flat.items() if not is_factor(path)}
+    if mixed := [path for path in flat if path.endswith(":downs")]:
+        raise ValueError(
+            f"{mixed[0].removesuffix(':downs')} has several additions, and which of them a token"
+            " has depends on the token: there are no plain weights that equal them. Use the run as"
+            " it is, or train adapter:lora"
+        )
     for path in [path for path in flat if path.endswith(":down")]:
         base = path.removesuffix(":down")
         down, up, scale = (flat[f"{base}:{name}"] for name in FACTORS)

@@ -40,7 +40,7 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
             role == "embedding" and not model.has_tied_embeddings
         ):
             continue
-        if role == "adapter" and declaration.matrix is None:
+        if role == "adapter" and (declaration.matrix is None or row.drawn_as is not None):
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
             turns *= model.num_streams

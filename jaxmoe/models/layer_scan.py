@@ -247,9 +247,12 @@ def join_outputs(
         known = [o.indicators for o in stacks if o.indicators is not None]
         if known:
             indicators.append((interleave(known, scan.length), scan.num_layers))
+    for own in losses:
+        for name, value in own.items():
+            others.setdefault(name, []).append(value)
     return (
         _concatenate(statistics),
-        (_concatenate(losses) or {}) | {name: _concatenate(own) for name, own in others.items()},
+        {name: _concatenate(own) for name, own in others.items()},
         join_stacks(indicators) if indicators else None,
     )
 

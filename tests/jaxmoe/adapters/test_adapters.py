@@ -17,11 +17,14 @@ from jaxmoe.adapters import (
     Adapters,
     LiftConfig,
     LoraConfig,
+    LoraMixerConfig,
     MixtureOfShardsConfig,
+    MultiHeadRoutingConfig,
     QuantisedChoicesConfig,
     SelectConfig,
     SwitchLoraConfig,
     TargetsConfig,
+    TaskLoraConfig,
     folded,
     with_base,
 )
@@ -54,6 +57,7 @@ LATENT = dataclasses.replace(
     ),
     num_layers=2,
 )
+DENSE = TargetsConfig(roles=MATRICES[:7])
 EVERYWHERE = LoraConfig(rank=3, expert_rank=2, targets=TargetsConfig(roles=MATRICES))
 ADAPTERS = {
     "lora": EVERYWHERE,
@@ -73,6 +77,9 @@ ADAPTERS = {
         targets=TargetsConfig(roles=("attention_out", "expert_in", "head"), layers=(0, 2)),
     ),
     "quantised_choices": QuantisedChoicesConfig(rank=2, targets=TargetsConfig(roles=MATRICES)),
+    "task_lora": TaskLoraConfig(rank=2, targets=DENSE),
+    "lora_mixer": LoraMixerConfig(rank=2, targets=DENSE),
+    "multi_head_routing": MultiHeadRoutingConfig(rank=2, splits=2, targets=DENSE),
 }
 MODELS = {
     "attention, dense, shared, experts": FULL,
@@ -143,7 +150,7 @@ def test_an_adapter_begins_as_the_model_it_adapts(name):
     begin as the rounded model."""
     adapter = ADAPTERS[name]
     if name != "select":
-        adapter = dataclasses.replace(adapter, targets=TargetsConfig(roles=MATRICES[:7]))
+        adapter = dataclasses.replace(adapter, targets=DENSE)
     model = adapted(FULL, adapter)
     base = init_params(FULL, jax.random.key(3))
     params = with_base(init_params(model, jax.random.key(4)), base)
