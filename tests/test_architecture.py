@@ -133,7 +133,9 @@ REGISTRIES = {
         *("expert_choice", "soft_moe"),
     },
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
-    "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
+    "jaxmoe.training.estimators:ESTIMATORS": {
+        *("backprop", "spsa", "seed_pool", "evolution", "surrogate"),
+    },
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
         *("dadao", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),

@@ -84,7 +84,7 @@ class ConvertConfig:
     the channels with outliers, 4 for the others). fp8: both in float8_e4m3fn. bitstack: sums of
     small blocks, as many as --budget has a place for."""
     budget: str | None = None
-    """Largest size of the parameters of --quantise bitstack, such as 1.9MB; all blocks when None."""
+    """Largest size of the parameters with --quantise bitstack, as 1.9MB; all blocks when None."""
     bitstack: BitStackConfig = BitStackConfig()
     """Blocks of --quantise bitstack."""
     fold: bool | None = None
