@@ -63,6 +63,8 @@ _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
 FACTORS: Final = ("down", "up", "scale")
 """Parameters beside a matrix, named `<matrix>:<factor>`, of which an adapter makes an addition to
 it; see `sharding/products/low_rank.py`."""
+VALUES: Final = "values"
+"""A further factor, of each column of `down`, that some adapters have."""
 
 Dims = tuple[int, ...]
 MatrixAxes = tuple[Dims, Dims]
@@ -200,9 +202,14 @@ def _adapted(module: nn.Module, name: str, weight: Any) -> Any:
     names = [f"{name}:{factor}" for factor in FACTORS]
     if not module.has_variable("params", names[0]):
         return weight
+    if module.has_variable("params", f"{name}:{VALUES}"):
+        names.append(f"{name}:{VALUES}")
     given = [module.get_variable("params", one) for one in names]
-    read = [one.read(one.value, _FACTOR) if isinstance(one, Deferred) else one for one in given]
-    return LowRank(weight=weight, **dict(zip(FACTORS, read, strict=True)))
+    down, up, scale, *values = [
+        one.read(one.value, _FACTOR) if isinstance(one, Deferred) else one for one in given
+    ]
+    added = LowRank(weight=weight, down=down, up=up, scale=scale)
+    return added.with_values(values[0] if values else None)
 
 
 _FACTOR: Final = Declaration(shape=(), axes=(), role="adapter", matrix=None)

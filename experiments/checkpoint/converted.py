@@ -46,8 +46,9 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
             f"run.directory={source} adapts weights in {weights}, to which nothing can be added:"
             " fold it into the run that they were rounded from, with --checkpoint.initial"
         )
+    layers = given.model.layer_numbers
     with jax.set_mesh(assembly.mesh):
-        params = jax.jit(folded)(state.params)
+        params = jax.jit(lambda params: folded(params, adapter, layers))(state.params)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})

@@ -1,6 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Defines what every adapter has: the table of the adapted model, and its targets."""
+"""Defines what every adapter has: the table of the adapted model, its targets, and hooks.
+
+    begun(params, key)                 parameters before the first step
+    drawn(params, layers, key)         parameters of one training step, random ones drawn
+    used(params)                       parameters as the layers read them
+    rewrite(params, shared, part)      parameters of one layer as it reads them
+    losses(params, placement)          {name: scalar} that a step adds to the loss
+    first_state(params, key)           `TrainState.adapter` before the first step
+    after_step(state, grads, placement)  the training state after an accepted update
+
+Each is a no-op by default and leaves the compiled program as it is.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +19,15 @@ import abc
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Role
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.view import check_view
 from jaxmoe.parameters import FROZEN, ParameterSpec, ParameterTable
+from sharding.constrain import Placement
 from sharding.rules import LogicalAxisRules
 
 
@@ -64,6 +80,10 @@ class TargetsConfig:
             )
 
 
+State = TypeVar("State")
+"""`jaxmoe.training.state.TrainState`, which a package above this one defines."""
+
+
 class Adapter(abc.ABC):
     """Base class of the configs of adapters."""
 
@@ -74,6 +94,12 @@ class Adapter(abc.ABC):
     has_factors: ClassVar[bool] = False
     """Whether it adds products of two factors to matrices, all with ranks and scales as
     `LoraConfig` has them."""
+    has_view: ClassVar[bool] = False
+    """Whether it has `rewrite`, see `jaxmoe/adapters/view.py`."""
+    has_after_step: ClassVar[bool] = False
+    """Whether it has `first_state` and `after_step`."""
+    moves_base: ClassVar[bool] = False
+    """Whether `after_step` changes frozen parameters: checkpoints then hold all parameters."""
 
     @property
     @abc.abstractmethod
@@ -95,7 +121,115 @@ class Adapter(abc.ABC):
             ValueError: The model has none of the targets.
         """
 
+    def check(self, execution: ExecutionConfig) -> None:
+        """Refuse an execution that the adapter cannot be trained with, before anything is traced.
 
+        Args:
+            execution: Execution with every size of the mesh filled in.
+
+        Raises:
+            ValueError: The state or the parameters wait in other memory, and `after_step` needs
+                them; or the layout gathers parameters before a view could rewrite them.
+        """
+        if self.has_view:
+            check_view(execution)
+        for field in ("optimizer_memory", "parameter_memory"):
+            where = getattr(execution, field)
+            if self.has_after_step and where != "device":
+                raise ValueError(
+                    f"execution.{field}={where}: adapter:{self.name} changes the state after each"
+                    f" step, which must be on the device: set execution.{field} to device"
+                )
+
+    def used(self, params: Any) -> Any:
+        """Return the parameters with those that the layers read (`:down`, `:up`, `:scale`).
+
+        The forward pass calls it first, of training and of inference; gradients go through it.
+
+        Args:
+            params: Parameters of the adapted model, nested dicts.
+        """
+        return params
+
+    def losses(self, params: Any, placement: Placement) -> dict[str, Float[Array, ""]]:
+        """Return losses by name; a training step adds them to the cross-entropy and reports them.
+
+        Args:
+            params: Parameters of the adapted model, nested dicts of arrays that are cut as the
+                mesh has it: `placement.place(array, (None,) * array.ndim)` is whole everywhere.
+            placement: Layout rules.
+        """
+        del params, placement
+        return {}
+
+    def first_state(self, params: Any, key: Array) -> Any:
+        """Return what the adapter carries from step to step, `TrainState.adapter`; None for
+        nothing.
+
+        It is saved, restored and moved between meshes as the rest of the state.
+
+        Args:
+            params: Initial parameters; their values may be replaced by those of the adapted model.
+            key: PRNG key.
+        """
+        del params, key
+
+    def after_step(self, state: State, grads: Any, placement: Placement) -> State:
+        """Return the training state after the update of a step, and what the adapter does to it.
+
+        It is called inside the compiled step, outside the gradient, after the optimiser. After an
+        update that the guard refuses its result is dropped, so that nothing changes. Leaves that
+        are returned as they came cost nothing.
+
+        Args:
+            state: `jaxmoe.training.state.TrainState` with the new parameters and moments. `step`
+                counts this step; `adapter` is of `first_state`; `rng` is the constant key of the
+                run: fold `step` into it. `params` has all parameters; `opt_state` those trained.
+            grads: Clipped gradients of the step, summed over its micro-batches, at the parameters
+                before it: a tree like the parameters with `optax.MaskedNode` for frozen ones.
+            placement: Layout rules; see `losses`.
+        """
+        del grads, placement
+        return state
+
+    def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
+        """Return the parameters that one layer, or one module outside the layers, computes with.
+
+        They may have factors (`:down`, `:up`, `:scale`), with which the products multiply. What is
+        not rewritten is returned as it came, so that a second call changes nothing.
+
+        Args:
+            params: Parameters of the part, nested dicts, with the adapter's own beside the matrices
+                (`q:name` beside `q`).
+            shared: Own parameters at the root of the model's, by name.
+            part: Path of the stack of the layer, or name of the module.
+        """
+        del shared, part
+        return params
+
+    def drawn(self, params: Any, layers: Layers, key: Array) -> Any:
+        """Return the parameters of one training step, with those drawn that are random.
+
+        Args:
+            params: Parameters of the adapted model, nested dicts.
+            layers: See `table`.
+            key: PRNG key of the step, the same for all its micro-batches.
+        """
+        del layers, key
+        return params
+
+    def begun(self, params: Any, key: Array) -> Any:
+        """Return the parameters before the first step, with own ones that depend on the base.
+
+        Args:
+            params: Parameters with the values of the model that is adapted.
+            key: PRNG key.
+        """
+        del key
+        return params
+
+
+Tree = dict[str, Any]
 Layers = tuple[tuple[str, tuple[int, ...]], ...]
 """Pairs (path of a stack of layers, numbers of its layers)."""
 

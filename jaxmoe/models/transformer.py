@@ -20,6 +20,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.adapters.view import adapted_view
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher, moves_tokens
 from jaxmoe.layers.gather import WHOLE
@@ -59,7 +60,8 @@ class Output:
     logits: Float[Array, "B S V"] | None
     """Logits in f32; None with has_logits=False."""
     losses: dict[str, Float[Array, ""]]
-    """Losses of the balancers, weighted and summed over layers, to add to the cross-entropy."""
+    """Losses of the balancers, weighted and summed over layers, to add to the cross-entropy; in
+    training those of the adapter too."""
     statistics: RouterStatistics | None
     """Routing statistics of the global batch, stacked over MoE layers; None for a dense model."""
     router_state: Any
@@ -189,12 +191,22 @@ def forward(
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
-    variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
+    adapter, used = model.adapter, params
+    if adapter is not None:
+        if given.get("train") and (key := given.get("key")) is not None:
+            used = adapter.drawn(used, model.layer_numbers, key)
+        used = adapter.used(used)
+        if adapter.has_view:
+            used, view = adapted_view(adapter, used, view, [scan.name for scan in model.scans])
+    variables = {"params": used} | ({} if whole is None else {WHOLE: whole})
     if view is not None:
         variables |= {VIEW: view.own}
         given |= {"rewrite": view.rewrite}
-    output = Transformer(model, execution).apply(variables, tokens, **given)
-    return cast(Output, output)
+    output = cast(Output, Transformer(model, execution).apply(variables, tokens, **given))
+    if adapter is not None and given.get("train"):
+        own = adapter.losses(params, execution.placement)
+        output = dataclasses.replace(output, losses=output.losses | own)
+    return output
 
 
 def balance_losses(

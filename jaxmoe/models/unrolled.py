@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmoe.adapters import folded
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.norms import rms_norm
@@ -105,6 +106,11 @@ class UnrolledModel:
                 " and the connection's streams lie around a whole turn: leave the connection out"
             )
         state = initial_router_state(model) if router_state is None else router_state
+        if model.adapter is not None and model.adapter.has_view:
+            params = jax.jit(folded, static_argnums=(1, 2))(
+                params, model.adapter, model.layer_numbers
+            )
+            model = dataclasses.replace(model, adapter=None)
         execution = dataclasses.replace(any_memory(execution), telemetry="brief")
         return cls(model=model, execution=execution, params=params, router_state=state)
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.adapters.view import viewed_outside
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import Order, current_order, lay_out
@@ -137,6 +138,7 @@ def forward_and_row_nll(
     """
     level = None if batch.level is None else jnp.max(jnp.asarray(batch.level))
     batch, order = lay_out_batch(batch, model, execution, level)
+    params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
     output = forward(
         model,
         execution,

@@ -59,6 +59,8 @@ class TrainState:
     `jaxmoe/training/workers/state.py`."""
     estimator: Any = None
     """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
+    adapter: Any = None
+    """State of the adapter beside its parameters; None for most. See `jaxmoe.adapters.base`."""
 
 
 def init_state(
@@ -124,8 +126,11 @@ def state_around(
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
         estimator: Function that returns the state of the estimator; None for none.
     """
-    opt_state = {}
+    opt_state, adapter = {}, None
     if optimizer is not None:
+        if model.adapter is not None:
+            params = model.adapter.begun(params, jax.random.fold_in(key, 3))
+            adapter = model.adapter.first_state(params, jax.random.fold_in(key, 2))
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)
         held = jax.device_put(held, jax.memory.Space.Device)
@@ -141,6 +146,7 @@ def state_around(
         recent_norms=no_norms(),
         layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
         estimator=None if estimator is None else estimator(),
+        adapter=adapter,
     )
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimiser step: gradients over micro-batches, clipping, update, guard.
 
-    loss  = sum of weighted nll / sum of weights  +  the balancers' losses
+    loss  = sum of weighted nll / sum of weights  +  the balancers' losses  +  the adapter's
     guard : loss, gradient norm and new state all finite, the norm not far above those of the steps
             before (`jaxmoe.training.guard`), or else nothing changes
 
@@ -38,7 +38,14 @@ from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.estimators import BackpropConfig, GradientsConfig, Problem
-from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
+from jaxmoe.training.guard import (
+    all_finite,
+    check_ratio,
+    norm_limit,
+    remember,
+    select,
+    select_changed,
+)
 from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.measures.levels import level_measures
@@ -84,8 +91,12 @@ class TrainStep:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0, or None not to clip")
         check_ratio(self.max_norm_ratio)
-        self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
+        adapter = self.model.adapter
+        has_factors = adapter is not None and not adapter.has_view
+        self.execution.precision.check_trains(has_adapter=has_factors)
         self.objective.check(self.model)
+        if self.model.adapter is not None:
+            self.model.adapter.check(self.execution)
         check_parts(self.execution, self.optimizer)
         self.estimator.check_clip(self.clip)
         self.estimator.check(self.problem)
@@ -235,6 +246,9 @@ class TrainStep:
             estimator=None if estimator is None else select(is_good, estimator, state.estimator),
         )
         state = remember_layers(self.model, state, clipped.grads, is_good)
+        if (adapter := self.model.adapter) is not None and adapter.has_after_step:
+            changed = adapter.after_step(state, clipped.grads, self.execution.placement)
+            state = select_changed(is_good, changed, state)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,

@@ -61,6 +61,13 @@ class LowRank:
         """Return the same with factors of a dtype."""
         return dataclasses.replace(self, down=self.down.astype(dtype), up=self.up.astype(dtype))
 
+    def with_values(self, values: Float[Array, "*G r"] | None) -> LowRank:
+        """Return W + s A diag(values) B; the same when None."""
+        if values is None:
+            return self
+        wide = values.reshape(values.shape + (1,) * (self.up.ndim - values.ndim))
+        return dataclasses.replace(self, up=self.up * wide.astype(self.up.dtype))
+
     def axes(self, weight: Any, axes: Axes) -> LowRank:
         """Return the logical axes of all parts.
 
