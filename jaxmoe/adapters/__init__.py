@@ -22,6 +22,7 @@ from jaxmoe.adapters.fold import plain as plain
 from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
+from jaxmoe.contrib.adapters.shared_store import SharedStoreConfig as SharedStoreConfig
 
-Adapters = LoraConfig | SelectConfig
+Adapters = LoraConfig | SelectConfig | SharedStoreConfig
 """Union of the adapters, the registry that the command line reads."""
