@@ -87,6 +87,8 @@ class Declaration:
     """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
     +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse of softplus of
     values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of a vector."""
+    dtype: Literal["int32"] | None = None
+    """Dtype of the stored values; that of the model's parameters when None."""
     share: float = 1.0
     """Part of the values that one token reads, where it looks up rows of a table."""
 

@@ -99,7 +99,7 @@ class ParameterSpec:
 
     def initial_value(self, key: Array, dtype: Any) -> Array:
         """Return the initial value, which depends on the key and the path and not on the mesh."""
-        key = fold_path(key, self.path)
+        key, dtype = fold_path(key, self.path), self.declaration.dtype or dtype
         if self.declaration.init != "normal":
             return self.declaration.own_values(key).astype(dtype)
         if self.hyper.distribution == "uniform":

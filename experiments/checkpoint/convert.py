@@ -89,6 +89,9 @@ class ConvertConfig:
     """Blocks of --quantise bitstack."""
     fold: bool | None = None
     """Whether the adapter of a fine-tuned run is added to the weights that it adapts."""
+    fold_bits: float | None = None
+    """Largest mean of the bits of layers with --fold, of adapter:quantised_choices, from 2 to 4;
+    that of its evaluation when None."""
     mixed: MixedConfig = MixedConfig()
     """Blocks and calibration of --quantise w4ax."""
     to_huggingface: ExportFamily | None = None
@@ -164,6 +167,8 @@ def convert(config: ConvertConfig) -> str:
             f"--budget and --bitstack change nothing without --quantise {STACKED}: leave them out,"
             f" or ask for {STACKED}"
         )
+    if config.fold_bits is not None and not config.fold:
+        raise ValueError("--fold_bits changes nothing without --fold True: leave it out")
     if jax.process_count() > 1:
         raise ValueError("convert runs in one process: start it on one host")
     if config.from_huggingface is not None:
@@ -181,7 +186,7 @@ def convert(config: ConvertConfig) -> str:
     if config.to_huggingface is not None:
         return export_run(source, run.step, target, config.to_huggingface, config.exported)
     if config.fold:
-        return fold_run(config.run, target)
+        return fold_run(config.run, target, config.fold_bits)
     assert form is not None  # the remaining mode
     _check_source(source, form)
     if form == STACKED:

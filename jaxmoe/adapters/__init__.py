@@ -22,7 +22,11 @@ from jaxmoe.adapters.fold import plain as plain
 from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
+from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
+from jaxmoe.contrib.adapters.quantised_choices import (
+    QuantisedChoicesConfig as QuantisedChoicesConfig,
+)
 from jaxmoe.contrib.adapters.shared_store import SharedStoreConfig as SharedStoreConfig
 
-Adapters = LoraConfig | SelectConfig | SharedStoreConfig
+Adapters = LoraConfig | SelectConfig | LiftConfig | QuantisedChoicesConfig | SharedStoreConfig
 """Union of the adapters, the registry that the command line reads."""

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines what every adapter has: the table of the adapted model, its targets, and hooks.
 
-    begun(params, key)                 parameters before the first step
+    begun(params, layers, key)         parameters before the first step
     drawn(params, layers, key)         parameters of one training step, random ones drawn
     used(params)                       parameters as the layers read them
     rewrite(params, shared, part)      parameters of one layer as it reads them
     losses(params, placement)          {name: scalar} that a step adds to the loss
     first_state(params, key)           `TrainState.adapter` before the first step
     after_step(state, grads, placement)  the training state after an accepted update
+    within(params, layers, budget)     parameters of a smaller model, for `convert --fold`
 
 Each is a no-op by default and leaves the compiled program as it is.
 """
@@ -61,6 +62,28 @@ class TargetsConfig:
         is_named = self.pattern is None or fnmatch.fnmatchcase(row.path, self.pattern)
         return is_named and row.declaration.role in self.roles
 
+    def matrices_in(
+        self, base: ParameterTable, layers: Layers
+    ) -> list[tuple[ParameterSpec, tuple[bool, ...]]]:
+        """Return the matrices that are adapted, and for each which of its layers are.
+
+        Args:
+            base: Table of the model without an adapter.
+            layers: See `Adapter.table`.
+
+        Raises:
+            ValueError: The model has none of the targets.
+        """
+        targets = [row for row in base if self.has(row) and row.declaration.matrix is not None]
+        self.check_found(targets, base)
+        pairs = [(row, tuple(self.layers_in(layers_of(row, layers)))) for row in targets]
+        if not any(any(is_adapted) for _, is_adapted in pairs):
+            raise ValueError(
+                f"adapter.targets.layers={self.layers} names no layer with"
+                f" {' or '.join(self.roles)}: layers are numbered from 0"
+            )
+        return [pair for pair in pairs if any(pair[1])]
+
     def check_found(self, found: Sequence[ParameterSpec], base: ParameterTable) -> None:
         """Refuse targets that the model does not have.
 
@@ -98,6 +121,8 @@ class Adapter(abc.ABC):
     """Whether it has `rewrite`, see `jaxmoe/adapters/view.py`."""
     has_after_step: ClassVar[bool] = False
     """Whether it has `first_state` and `after_step`."""
+    makes_matrices: ClassVar[bool] = False
+    """Whether the table lacks matrices, which `rewrite` makes."""
     moves_base: ClassVar[bool] = False
     """Whether `after_step` changes frozen parameters: checkpoints then hold all parameters."""
 
@@ -218,15 +243,33 @@ class Adapter(abc.ABC):
         del layers, key
         return params
 
-    def begun(self, params: Any, key: Array) -> Any:
+    def begun(self, params: Any, layers: Layers, key: Array) -> Any:
         """Return the parameters before the first step, with own ones that depend on the base.
 
         Args:
             params: Parameters with the values of the model that is adapted.
+            layers: See `table`.
             key: PRNG key.
         """
-        del key
+        del layers, key
         return params
+
+    def within(self, params: Any, layers: Layers, budget: float) -> Any:
+        """Return the parameters of the member of a family of models that a budget has room for.
+
+        Args:
+            params: Parameters of the adapted model, nested dicts.
+            layers: See `table`.
+            budget: Mean of the bits of the adapted layers.
+
+        Raises:
+            ValueError: The adapter trains no family of models, or none is so small.
+        """
+        del params, layers
+        raise ValueError(
+            f"fold_bits={budget:g} chooses the bits of layers, which adapter:{self.name} does not"
+            " train for: leave it out"
+        )
 
 
 Tree = dict[str, Any]

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
+from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen
 from jaxmoe.declarations import Declaration
 from jaxmoe.parameters import FROZEN, Hyperparameters, ParameterSpec, ParameterTable
 from sharding import axes as ax
@@ -71,17 +71,7 @@ class FactorsConfig(Adapter):
         Raises:
             ValueError: The model has none of the targets.
         """
-        targets = [
-            row for row in base if self.targets.has(row) and row.declaration.matrix is not None
-        ]
-        self.targets.check_found(targets, base)
-        pairs = [(row, tuple(self.targets.layers_in(layers_of(row, layers)))) for row in targets]
-        if not any(any(is_adapted) for _, is_adapted in pairs):
-            raise ValueError(
-                f"adapter.targets.layers={self.targets.layers} names no layer with"
-                f" {' or '.join(self.targets.roles)}: layers are numbered from 0"
-            )
-        return [pair for pair in pairs if any(pair[1])]
+        return self.targets.matrices_in(base, layers)
 
     @abc.abstractmethod
     def rows_of(

@@ -129,7 +129,7 @@ def state_around(
     opt_state, adapter = {}, None
     if optimizer is not None:
         if model.adapter is not None:
-            params = model.adapter.begun(params, jax.random.fold_in(key, 3))
+            params = model.adapter.begun(params, model.layer_numbers, jax.random.fold_in(key, 3))
             adapter = model.adapter.first_state(params, jax.random.fold_in(key, 2))
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, UInt32
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, Tree
 from jaxmoe.declarations import Declaration
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import FROZEN, Hyperparameters, ParameterSpec, ParameterTable
 from sharding import axes as ax
 from sharding.rules import LogicalAxisRules
@@ -36,16 +37,17 @@ STORE: Final = "adapter:store"
 CELLS: Final = "cells"
 MARK: Final = ":stored_"
 """Middle of the name of what a matrix reads from the store."""
-DIGITS: Final = 4
-"""Digits of base 256 of a number of a weight; each is exact in bfloat16."""
+DIGITS: Final = 4  # of base 256, each exact in bfloat16
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SharedStoreConfig(Adapter):
     """Matrices made of fewer trained cells, from the first step on (STABLE-RPS)."""
 
     name: ClassVar[str] = "shared_store"
     has_view: ClassVar[bool] = True
+    makes_matrices: ClassVar[bool] = True
 
     compression: float = 4.0
     """Weights per cell; 1 has as many cells as weights."""

@@ -8,15 +8,37 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxmoe.adapters import LoraConfig, TargetsConfig, folded
+from jaxmoe.adapters import (
+    LiftConfig,
+    LoraConfig,
+    QuantisedChoicesConfig,
+    TargetsConfig,
+    folded,
+)
+from jaxmoe.adapters.base import frozen
+from jaxmoe.adapters.factors import TRAINED, own_row
+from jaxmoe.declarations import Declaration
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import AttentionConfig, LayerConfig
+from jaxmoe.layers.view import view_outside
+from jaxmoe.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from jaxmoe.models.transformer import forward
+from jaxmoe.optim import adamw
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from tests.support.models import FULL, TINY
+from jaxmoe.training.estimators.noise import noise_sum, noise_view
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import make_train_step
+from sharding import MeshConfig
+from sharding import axes as ax
+from sharding.distributed import global_batch
+from tests.support.meshes import mesh_of
+from tests.support.models import FULL, TINY, WIDE
+from tests.support.one_step import batch
 from tests.support.tolerances import assert_close
 
 MATRICES = (
@@ -91,3 +113,134 @@ def test_factor_view_and_folded_weights_are_equal(name):
     assert_close(found["view"], found["fold"], "end_to_end")
     assert_close(found["view"], found["factor"], "end_to_end")
     assert float(jnp.abs(found["view"][1]["embedding"]["weight:down"]).max()) > 0
+
+
+@pytest.mark.slow
+def test_noise_of_an_estimator_reaches_own_parameters_before_they_are_used():
+    model = adapted(CYCLE, ViewedLora(**GIVEN))
+    params, ids, key = drawn(model), tokens(CYCLE), jax.random.key(5)
+    table, names = parameter_table(model), [scan.name for scan in model.scans]
+
+    def perturbed(params):
+        view = noise_view(table, model.scans, key, jnp.float32(0.1))
+        outside, layers = view_outside(params, view, names)
+        return forward(model, ExecutionConfig(), outside, ids, view=layers).logits
+
+    def moved(params):
+        z = noise_sum(table, params, key[None], jnp.full((1,), 0.1))
+        moved = jax.tree.map(jnp.add, table.trained(params), table.trained(z))
+        whole = folded(table.merged(moved, params), model.adapter, model.layer_numbers)
+        return forward(CYCLE, ExecutionConfig(), whole, ids).logits
+
+    assert_close(jax.jit(perturbed)(params), jax.jit(moved)(params), "end_to_end")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SharedShift(ViewedLora):
+    """One vector at the root, which is added to the values of all layers."""
+
+    def table(self, base, rules, layers):
+        """Return the table with the vector."""
+        del layers
+        given = Declaration(shape=(6,), axes=(ax.RANK,), role="adapter", matrix=None, init="ones")
+        row = own_row("adapter:shift", given, TRAINED, rules)
+        return ParameterTable((row, *(frozen(row) for row in base)))
+
+    def rewrite(self, params, shared, part):
+        """Return the part with the vector in `v`."""
+        if "attention" not in params:
+            return params
+        added = params["attention"]["v"] + shared["adapter:shift"][None, None, :]
+        return params | {"attention": params["attention"] | {"v": added}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_share_own_parameters_at_the_root(remat):
+    model = adapted(FULL, SharedShift())
+    params, ids = init_params(model, jax.random.key(0)), tokens(FULL)
+    run = functools.partial(loss_and_gradients, model, ExecutionConfig(remat=remat))
+    found = jax.jit(run)(params, ids)
+    wanted = jax.jit(functools.partial(run, is_folded=True))(params, ids)
+    assert_close(found, wanted, "end_to_end")
+    assert float(jnp.abs(found[1]["adapter:shift"]).min()) > 0
+
+
+LIFT = LiftConfig(rank=1, approximation_rank=4, refresh_every=2, targets=GIVEN["targets"])
+MEMBERS = {
+    "lora": ViewedLora(**GIVEN),
+    "lift": LIFT,
+    "quantised_choices": QuantisedChoicesConfig(
+        rank=2, targets=TargetsConfig(roles=MATRICES[:-1]), mean_bits=2.6
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize("name", ["lora", "lift"])
+def test_rewritten_weights_are_not_kept_for_the_backward_pass(name, remat):
+    """Less temporary memory than to train all parameters, in spite of one more array for each."""
+    base = ModelConfig(
+        vocab_size=32,
+        num_layers=8,
+        embed_dim=128,
+        attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32),
+        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=128),
+    )
+    targets = TargetsConfig(roles=("attention_in", "attention_out", "expert_in", "expert_out"))
+    adapter = dataclasses.replace(MEMBERS[name], rank=4, targets=targets)
+    ids = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def memory(model):
+        shapes = parameter_table(model).tree(
+            lambda row: jax.ShapeDtypeStruct(row.shape, row.declaration.dtype or "float32")
+        )
+        run = functools.partial(loss_and_gradients, model, ExecutionConfig(remat=remat))
+        compiled = jax.jit(run).lower(shapes, ids).compile().memory_analysis()
+        return compiled.temp_size_in_bytes
+
+    assert memory(adapted(base, adapter)) < memory(base)
+
+
+MESHES = {
+    "data2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2)),
+    "data4": ExecutionConfig(mesh=MeshConfig(data=4)),
+    "data2_expert2": ExecutionConfig(mesh=MeshConfig(data=2, expert=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("name", MEMBERS)
+def test_steps_on_a_mesh_equal_those_of_one_device(name, sizes):
+    """Two steps, with a choice of entries before the first and after the second."""
+    model, optimizer, rows = adapted(WIDE, MEMBERS[name]), adamw(1e-2), batch()
+    ends = []
+    for execution in (ExecutionConfig(), MESHES[sizes]):
+        mesh = mesh_of(execution)
+        state = init_state(model, optimizer, jax.random.key(0), execution=execution, mesh=mesh)
+        step, placed = (
+            make_train_step(model, optimizer, execution=execution),
+            global_batch(rows, mesh),
+        )
+        with jax.set_mesh(mesh):
+            for _ in range(2):
+                state, metrics = step(state, placed)
+        assert int(state.skipped) == 0
+        ends.append((metrics.loss, jax.tree.map(np.asarray, state.params)))
+    assert_close(ends[1], ends[0], "end_to_end")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rules": "zero2"}, "rules=zero2 gathers parameters before they are used"),
+        ({"optimizer_memory": "host"}, "changes the state after each step"),
+        ({"precision": PrecisionPolicy(weights="w4a16")}, "weights='w4a16' is for inference"),
+    ],
+)
+def test_executions_that_a_view_does_not_fit_are_refused(given, message):
+    model = adapted(TINY, LiftConfig())
+    with pytest.raises(ValueError, match=message):
+        make_train_step(model, adamw(1e-2), execution=ExecutionConfig(**given))
