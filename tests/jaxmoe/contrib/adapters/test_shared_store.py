@@ -7,7 +7,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import traverse_util
 
@@ -15,6 +14,7 @@ from jaxmoe.adapters import SharedStoreConfig, TargetsConfig, folded
 from jaxmoe.contrib.adapters.shared_store import CELLS, STORE, places_of, uses_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
+from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
@@ -103,7 +103,7 @@ def test_gradient_of_a_cell_is_the_mean_over_its_uses():
 @pytest.mark.slow
 def test_as_many_cells_as_weights_train_bitwise_like_the_plain_model():
     """Adam without clipping, whose update of a value depends on no other value."""
-    model, optimizer = stored(1.0), optax.adam(1e-2)
+    model, optimizer = stored(1.0), adamw(1e-2)
     state = init_state(model, optimizer, jax.random.key(0))
     base = jax.tree.map(np.asarray, plain_of(model, state.params))
     plain = init_state(TINY, optimizer, jax.random.key(0))
