@@ -72,6 +72,7 @@ def test_two_seeds_make_other_weights_of_equal_cells():
             assert abs(std / row.init_std - 1.0) < 0.15, (row.path, std, row.init_std)
 
 
+@pytest.mark.slow
 def test_gradient_of_a_cell_is_the_mean_over_its_uses():
     model = stored(3.0)
     table, params = parameter_table(model), init_params(model, jax.random.key(0))
