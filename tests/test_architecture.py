@@ -93,7 +93,7 @@ REGISTRIES = {
     "jaxmoe.adapters:Adapters": {
         *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
         *("lift", "quantised_choices"),
-        *("task_lora", "lora_mixer", "multi_head_routing"),
+        *("task_lora", "lora_mixer", "multi_head_routing", "shared_store"),
     },
     "jaxmoe.data:DATA_SOURCES": {
         *(
@@ -141,7 +141,9 @@ REGISTRIES = {
     "jaxmoe.serve.policies.dispatch:DISPATCH": {"round_robin", "least_loaded"},
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
-    "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
+    "jaxmoe.training.estimators:ESTIMATORS": {
+        *("backprop", "spsa", "seed_pool", "evolution", "surrogate"),
+    },
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
         *("dadao", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),

@@ -63,7 +63,8 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
     model = dataclasses.replace(given.model, adapter=None)
     checkpoint = dataclasses.replace(given.checkpoint, initial=None, initial_step=None)
     # The optimiser of the adapter may lack the groups of the others.
-    optimizer = saved_config(str(given.checkpoint.initial)).optimizer
+    initial = given.checkpoint.initial
+    optimizer = given.optimizer if initial is None else saved_config(initial).optimizer
     config = dataclasses.replace(given, model=model, checkpoint=checkpoint, optimizer=optimizer)
     summary = {
         "status": "converted",

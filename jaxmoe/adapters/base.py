@@ -135,6 +135,8 @@ class Adapter(abc.ABC):
     `jaxmoe.layers.mixing.Mixing`."""
     has_after_step: ClassVar[bool] = False
     """Whether it has `first_state` and `after_step`."""
+    makes_matrices: ClassVar[bool] = False
+    """Whether the table lacks matrices, which `rewrite` makes."""
     moves_base: ClassVar[bool] = False
     """Whether `after_step` changes frozen parameters: checkpoints then hold all parameters."""
 

@@ -114,7 +114,7 @@ class Chain:
                     f"execution.mesh.{axis}={getattr(sizes, axis)}: layers are called one by one on"
                     f" whole rows: choose --run.mesh.data and leave {axis} at 1"
                 )
-        if execution.precision.weights != "floating":
+        if not execution.precision.has_floating_weights:
             raise ValueError(
                 f"execution.precision.weights={execution.precision.weights}: layers are called one"
                 " by one with floating-point weights: take the run before its conversion"

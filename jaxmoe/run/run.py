@@ -369,7 +369,7 @@ class Run:
             )
         loaded = self._load(step, needs_data=True)
         execution = loaded.assembly.execution
-        if execution.mesh.stage > 1 and execution.precision.weights != "floating":
+        if execution.mesh.stage > 1 and not execution.precision.has_floating_weights:
             raise ConfigurationError(
                 f"run.directory={self.directory.path} holds weights={execution.precision.weights},"
                 f" which cannot be computed on execution.mesh.stage={execution.mesh.stage}: give a"
