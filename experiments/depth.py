@@ -98,7 +98,7 @@ def _measure(config: DepthConfig) -> tuple[DepthMeasures, dict[str, Any]]:
             f"the layers of a run are measured in one process, and there are {jax.process_count()}:"
             " start it on one host, with --run.mesh.data for its devices"
         )
-    assembly, state, step = load_run(given.directory, given.step, given.mesh)
+    assembly, state, step = load_run(given.directory, given.step, given.mesh, initial=given.initial)
     model = _unrolled(assembly, state)
     if config.sweeps:
         parallel_scan(model.model)

@@ -41,6 +41,9 @@ class FinishedRunConfig:
     """Step of the checkpoint; the newest when None."""
     mesh: MeshConfig | None = None
     """Mesh to use; the one of the training when None."""
+    initial: str | None = None
+    """Model that an adapter was trained on, where it has moved; the one that the run names when
+    None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
             data=config.data,
             sequence_length=config.sequence_length,
             batches=config.batches,
+            initial=config.run.initial,
         )
         result = run.evaluate(step=config.run.step)
         if config.routing == "detailed":

@@ -4,6 +4,7 @@
 
     python -m experiments.generate --run.directory runs/pretrain/tiny --prompt "def main("
     python -m experiments.generate --run.directory RUN --prompt "def f(" "class A" --top_p 0.9
+    python -m experiments.generate --run.directory RUN --prompts questions.jsonl --to answers.jsonl
     python -m experiments.generate --run.directory allenai/OLMoE-1B-7B-0924 --prompt "Once"
     python -m experiments.generate --run.directory runs/finetune/chats-lora --chat True
 
@@ -22,6 +23,8 @@ in 4 bits. `--run.mesh.data 1` loads the run on another number of devices than t
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +39,7 @@ from jaxmoe.data.chat import ConversationError, TemplateName
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
 from jaxmoe.generation.text import GenerationConfig, Sample
+from jaxmoe.json_bounds import parse_json
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends
@@ -51,6 +55,12 @@ class GenerateConfig:
     """Trained run and checkpoint."""
     prompt: tuple[str, ...] = ("def ",)
     """Text to continue; several texts, of any lengths, are continued together."""
+    prompts: str | None = None
+    """File with a prompt in each line, instead of --prompt; the field "prompt" of each object in
+    a .jsonl file."""
+    to: str | None = None
+    """File for the samples, an object with "prompt" and "text" in each line; it must not exist.
+    They are printed when None."""
     length: int = 300
     """Largest number of tokens to generate."""
     temperature: float = 0.8
@@ -80,6 +90,8 @@ class GenerateConfig:
     def __post_init__(self):
         if not self.prompt or not all(self.prompt):
             raise ValueError("prompt is empty: give at least one character")
+        if self.to is not None and pathlib.Path(self.to).exists():
+            raise ValueError(f"to={self.to} exists: choose a new file")
         sampling = SamplingConfig(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
@@ -92,9 +104,15 @@ def main(argv: Sequence[str]) -> int:
     config = flags.parse_flags(GenerateConfig(), argv, prog, __doc__ or "")
     announce(f"generating with {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
+        prompts = list(config.prompt) if config.prompts is None else _read(config.prompts)
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):
-        run = Run.open(config.run.directory, mesh=config.run.mesh, cache=config.cache)
+        run = Run.open(
+            config.run.directory,
+            mesh=config.run.mesh,
+            cache=config.cache,
+            initial=config.run.initial,
+        )
         given = {
             "length": config.length,
             "temperature": config.temperature,
@@ -109,15 +127,58 @@ def main(argv: Sequence[str]) -> int:
         if config.chat:
             _talk(open_chat(run, system=config.system, template=config.template), given)
             return int(ExitCode.DONE)
-        if len(config.prompt) == 1:
-            _print_streamed(run, config.prompt[0], given)
+        if len(prompts) == 1 and config.to is None:
+            _print_streamed(run, prompts[0], given)
             return int(ExitCode.DONE)
-        samples = run.generate(config.prompt, **given)
+        samples = run.generate(prompts, **given)
     if samples[0].precision:
         write(samples[0].precision)
+    if config.to is not None:
+        _write(samples, config.to)
+        write(f"{len(samples)} samples are in {config.to}")
+        return int(ExitCode.DONE)
     for sample in samples:
         write(str(sample))
     return int(ExitCode.DONE)
+
+
+def _read(path: str) -> list[str]:
+    """Return the prompts of a file.
+
+    Raises:
+        ValueError: It cannot be read, has no prompt, or a line holds none.
+    """
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts={path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompt: Any = line
+        if path.endswith(".jsonl"):
+            try:
+                value = parse_json(line)
+            except ValueError as error:
+                raise ValueError(f"prompts={path} line {number} is not JSON: {error}") from error
+            prompt = value.get("prompt") if isinstance(value, dict) else None
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(
+                f"prompts={path} line {number} must be an object with a text in the field"
+                f" 'prompt', found {line[:40]!r}"
+            )
+        found.append(prompt)
+    if not found:
+        raise ValueError(f"prompts={path} is empty: write a prompt into each line")
+    return found
+
+
+def _write(samples: Sequence[Sample], path: str) -> None:
+    """Write an object for each sample."""
+    lines = [json.dumps({"prompt": one.prompt, "text": one.text}) + "\n" for one in samples]
+    with pathlib.Path(path).open("x", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def _talk(chat: Chat, given: dict[str, Any]) -> None:

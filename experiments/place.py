@@ -118,7 +118,8 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"tables={config.tables} exists: choose a new file")
         run = None
         if config.trace is None:
-            run = load_run(config.run.directory, config.run.step, config.run.mesh)
+            given = config.run
+            run = load_run(given.directory, given.step, given.mesh, initial=given.initial)
             trace = _record(*run[:2])
         else:
             trace = load_trace(config.trace)

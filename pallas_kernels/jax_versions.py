@@ -11,6 +11,7 @@ To add a name: a function in `pallas_kernels/jax_versions.py` that names the ver
 
 import importlib
 import inspect
+import time
 from typing import Any
 
 import jax
@@ -148,6 +149,31 @@ def coordination_client() -> Any:
     JAX has it under a private name only, the same in 0.10 to 0.12.
     """
     return importlib.import_module("jax._src.distributed").global_state.client
+
+
+def delay_coordination_shutdown(seconds: float) -> None:
+    """Let the coordination service, if this process has it, end some time after its last client.
+
+    JAX ends both at once when the interpreter exits. A call of a client that arrives meanwhile
+    makes gRPC abort the process ("Check failed: queue.Pop() == nullptr"), whatever its exit code.
+
+    Args:
+        seconds: Time for the last calls of the clients.
+    """
+    state = importlib.import_module("jax._src.distributed").global_state
+    if state.service is not None:
+        state.service = _DelayedService(state.service, seconds)
+
+
+class _DelayedService:
+    """A coordination service that waits before it ends."""
+
+    def __init__(self, service: Any, seconds: float):
+        self._service, self._seconds = service, seconds
+
+    def shutdown(self) -> None:
+        time.sleep(self._seconds)
+        self._service.shutdown()
 
 
 def loop_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -33,9 +33,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.jax_versions import delay_coordination_shutdown
 from sharding.axes import BATCH_AXES, pieces
 
 Tree = TypeVar("Tree")
+
+_LAST_CALLS = 1.0
+"""Seconds that the coordination service waits for the last calls of its clients when a job ends."""
 
 
 def start_processes(
@@ -100,6 +104,7 @@ def start_processes(
             f"the processes of this job cannot join ({error}): set JAX_COORDINATOR_ADDRESS,"
             " JAX_NUM_PROCESSES and JAX_PROCESS_ID, or start it with srun or on a TPU pod"
         ) from error
+    delay_coordination_shutdown(_LAST_CALLS)
 
 
 def num_hosts(environment: Mapping[str, str]) -> int:

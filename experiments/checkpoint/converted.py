@@ -38,7 +38,9 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
             without a choice.
     """
     source = run.directory
-    assembly, state, step = load_run(source, run.step, run.mesh, needs_data=False)
+    assembly, state, step = load_run(
+        source, run.step, run.mesh, needs_data=False, initial=run.initial
+    )
     given = assembly.plan.config
     if (adapter := given.model.adapter) is None:
         raise ValueError(
@@ -47,7 +49,7 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
     if (weights := given.execution.precision.weights) != "floating":
         raise ValueError(
             f"run.directory={source} adapts weights in {weights}, to which nothing can be added:"
-            " fold it into the run that they were rounded from, with --checkpoint.initial"
+            " use it as it is, or adapt the run that they were rounded from"
         )
     layers = given.model.layer_numbers
     with jax.set_mesh(assembly.mesh):

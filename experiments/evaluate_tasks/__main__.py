@@ -109,7 +109,9 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
             " --include DIR reads yours"
         )
     path = model_directory(config.run.directory, "run.directory")
-    assembly, state, _ = load_run(path, config.run.step, config.run.mesh, needs_data=False)
+    assembly, state, _ = load_run(
+        path, config.run.step, config.run.mesh, needs_data=False, initial=config.run.initial
+    )
     usual = min(length_of(RunDirectory(path), assembly.plan.config), _MOST)
     text = text_tokens(assembly.source)
     with jax.set_mesh(assembly.mesh):

@@ -14,7 +14,9 @@ To add an adapter: a file in jaxmoe/adapters with its config, a member of `Adapt
 jaxmoe/adapters/__init__.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapters.py.
 """
 
+from jaxmoe.adapters.adalora import AdaLoraConfig as AdaLoraConfig
 from jaxmoe.adapters.base import Adapter as Adapter
+from jaxmoe.adapters.base import StepGiven as StepGiven
 from jaxmoe.adapters.base import TargetsConfig as TargetsConfig
 from jaxmoe.adapters.fold import folded as folded
 from jaxmoe.adapters.fold import is_factor as is_factor
@@ -23,9 +25,21 @@ from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
 from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
+from jaxmoe.contrib.adapters.mixture_of_shards import (
+    MixtureOfShardsConfig as MixtureOfShardsConfig,
+)
 from jaxmoe.contrib.adapters.quantised_choices import (
     QuantisedChoicesConfig as QuantisedChoicesConfig,
 )
+from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
 
-Adapters = LoraConfig | SelectConfig | LiftConfig | QuantisedChoicesConfig
+Adapters = (
+    LoraConfig
+    | SelectConfig
+    | AdaLoraConfig
+    | SwitchLoraConfig
+    | MixtureOfShardsConfig
+    | LiftConfig
+    | QuantisedChoicesConfig
+)
 """Union of the adapters, the registry that the command line reads."""

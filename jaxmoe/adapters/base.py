@@ -7,8 +7,8 @@
     used(params)                       parameters as the layers read them
     rewrite(params, shared, part)      parameters of one layer as it reads them
     losses(params, placement)          {name: scalar} that a step adds to the loss
-    first_state(params, key)           `TrainState.adapter` before the first step
-    after_step(state, grads, placement)  the training state after an accepted update
+    first_state(params, table, key)    `TrainState.adapter` before the first step
+    after_step(state, grads, given)    the training state after an accepted update
     within(params, layers, budget)     parameters of a smaller model, for `convert --fold`
 
 Each is a no-op by default and leaves the compiled program as it is.
@@ -20,7 +20,7 @@ import abc
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxtyping import Array, Float
 
@@ -107,6 +107,17 @@ State = TypeVar("State")
 """`jaxmoe.training.state.TrainState`, which a package above this one defines."""
 
 
+class StepGiven(NamedTuple):
+    """What `Adapter.after_step` receives beside state and gradients."""
+
+    before: Any
+    """Training state before the step."""
+    table: ParameterTable
+    """Parameter table of the adapted model."""
+    placement: Placement
+    """Layout rules."""
+
+
 class Adapter(abc.ABC):
     """Base class of the configs of adapters."""
 
@@ -144,7 +155,7 @@ class Adapter(abc.ABC):
             ValueError: The model has none of the targets.
         """
 
-    def check(self, execution: ExecutionConfig) -> None:
+    def check_execution(self, execution: ExecutionConfig) -> None:
         """Refuse an execution that the adapter cannot be trained with, before anything is traced.
 
         Args:
@@ -185,19 +196,20 @@ class Adapter(abc.ABC):
         del params, placement
         return {}
 
-    def first_state(self, params: Any, key: Array) -> Any:
+    def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
         """Return what the adapter carries from step to step, `TrainState.adapter`; None for
         nothing.
 
         It is saved, restored and moved between meshes as the rest of the state.
 
         Args:
-            params: Initial parameters; their values may be replaced by those of the adapted model.
+            params: Initial parameters; those of the adapted model may be replaced afterwards.
+            table: Parameter table of the adapted model.
             key: PRNG key.
         """
-        del params, key
+        del params, table, key
 
-    def after_step(self, state: State, grads: Any, placement: Placement) -> State:
+    def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the training state after the update of a step, and what the adapter does to it.
 
         It is called inside the compiled step, outside the gradient, after the optimiser. After an
@@ -210,9 +222,9 @@ class Adapter(abc.ABC):
                 run: fold `step` into it. `params` has all parameters; `opt_state` those trained.
             grads: Clipped gradients of the step, summed over its micro-batches, at the parameters
                 before it: a tree like the parameters with `optax.MaskedNode` for frozen ones.
-            placement: Layout rules; see `losses`.
+            given: State before the step, parameter table and layout rules; see `losses` for these.
         """
-        del grads, placement
+        del grads, given
         return state
 
     def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:

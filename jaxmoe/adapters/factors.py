@@ -158,17 +158,21 @@ def values_row(
         rules: Logical to mesh axes.
         init: Initial values.
     """
-    given = row.declaration
-    assert given.matrix is not None  # targets are matrices
-    batch = len(given.shape) - sum(map(len, given.matrix))
+    batch = batch_of(row)
     declaration = Declaration(
-        shape=(*given.shape[:batch], rank),
-        axes=(*given.axes[:batch], ax.RANK),
+        shape=(*batch, rank),
+        axes=(*row.declaration.axes[: len(batch)], ax.RANK),
         role="adapter",
         matrix=None,
         init=init,
     )
     return own_row(f"{row.path}:values", declaration, TRAINED, rules)
+
+
+def batch_of(row: ParameterSpec) -> tuple[int, ...]:
+    """Return the sizes of the dimensions of layers and experts of a matrix."""
+    assert row.declaration.matrix is not None  # targets are matrices
+    return row.shape[: len(row.shape) - sum(map(len, row.declaration.matrix))]
 
 
 def own_row(

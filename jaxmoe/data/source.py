@@ -66,6 +66,15 @@ class SourceKind:
         """Return the config that holds out all of its data, where it can; else itself."""
         return self
 
+    def chat_template(self, separator: str) -> str | None:
+        """Return the chat_template.jinja by which the data writes conversations; None without any.
+
+        Args:
+            separator: Text of the id between documents.
+        """
+        del separator
+        return None
+
     def with_tokenizer(self, path: pathlib.Path) -> Any:
         """Return the config with a copy of its tokenizer.json: itself, where it reads none.
 

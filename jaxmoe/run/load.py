@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -40,17 +41,22 @@ BATCHES, BATCH_SIZE, SEQUENCE_LENGTH = 8, 8, 128
 """Held-out batches, their sequences and their tokens, for models that were imported."""
 
 
-def saved_config(path: str | os.PathLike[str]) -> PretrainConfig:
+def saved_config(path: str | os.PathLike[str], initial: str | None = None) -> PretrainConfig:
     """Return the configuration of a run directory, or of a directory of a Hugging Face model.
 
     Args:
         path: Directory.
+        initial: Model that the adapter of the run was trained on, where it has moved; None: the one
+            that the run names.
 
     Raises:
-        ValueError: There is neither a run nor a model that this library computes.
+        ValueError: There is neither a run nor a model that this library computes, or `initial` is
+            given for a run without an adapter.
     """
     if not is_huggingface(path):
-        return RunDirectory(path).load_config(PretrainConfig)
+        return _on_base(RunDirectory(path).load_config(PretrainConfig), path, initial)
+    if initial is not None:
+        raise ValueError(f"run.initial={initial}: {path} is no run with an adapter: leave it out")
     place = pathlib.Path(path)
     model, _ = open_huggingface(place)
     config = PretrainConfig(
@@ -65,6 +71,19 @@ def saved_config(path: str | os.PathLike[str]) -> PretrainConfig:
     return dataclasses.replace(
         config, training=dataclasses.replace(config.training, batch_size=rows)
     )
+
+
+def _on_base(config: PretrainConfig, path: Any, initial: str | None) -> PretrainConfig:
+    """Return a configuration with another path of the model that the adapter was trained on."""
+    if initial is None:
+        return config
+    if config.model.adapter is None:
+        raise ValueError(
+            f"run.initial={initial}: {path} has no adapter, its checkpoints hold all parameters:"
+            " leave it out"
+        )
+    checkpoint = dataclasses.replace(config.checkpoint, initial=initial)
+    return dataclasses.replace(config, checkpoint=checkpoint)
 
 
 def at_execution(
@@ -168,7 +187,12 @@ def assemble_run(path: str, mesh: MeshConfig | None = None) -> Assembly:
 
 
 def load_run(
-    path: str, step: int | None, mesh: MeshConfig | None = None, *, needs_data: bool = True
+    path: str,
+    step: int | None,
+    mesh: MeshConfig | None = None,
+    *,
+    needs_data: bool = True,
+    initial: str | None = None,
 ) -> tuple[Assembly, TrainState, int]:
     """Assemble a trained run and restore one of its checkpoints; writes nothing.
 
@@ -177,6 +201,7 @@ def load_run(
         step: Step of the checkpoint; the newest when None.
         mesh: Mesh to use; the one of the run when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone.
+        initial: Model that the adapter of the run was trained on, where it has moved.
 
     Returns:
         The assembly, the state, and the step of the checkpoint.
@@ -185,7 +210,7 @@ def load_run(
         ValueError: There is no run or no checkpoint, or the data differ from those of the training.
     """
     path = model_directory(path, "run.directory")
-    config = at_execution(saved_config(path), path, mesh)
+    config = at_execution(saved_config(path, initial), path, mesh)
     return restore_run(config, RunDirectory(path), step, needs_data=needs_data)
 
 

@@ -106,6 +106,7 @@ class Run:
         data: DataConfig | None = None,
         sequence_length: int | None = None,
         batches: int | None = None,
+        initial: str | None = None,
     ) -> Run:
         """Open a finished or interrupted run by its directory.
 
@@ -116,13 +117,14 @@ class Run:
             data: Held-out data of `evaluate`, in the tokens of the run; its own when None.
             sequence_length: Tokens of a held-out sequence; those of a training row when None.
             batches: Number of held-out batches; that of the run when None.
+            initial: Model that the adapter of the run was trained on, where it has moved.
 
         Raises:
             ConfigurationError: There is no run, or `cache` or `data` does not fit the model.
         """
         with configuration_errors():
             path = model_directory(directory, "run.directory")
-            saved = saved_config(path)
+            saved = saved_config(path, initial)
             config = on_data(saved, RunDirectory(path), data, sequence_length, batches)
             run = cls(at_execution(config, path, mesh, cache), path)
         run._has_own_data = config == saved

@@ -17,6 +17,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxmoe.data.batch import check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
@@ -130,7 +131,8 @@ def state_around(
     if optimizer is not None:
         if model.adapter is not None:
             params = model.adapter.begun(params, model.layer_numbers, jax.random.fold_in(key, 3))
-            adapter = model.adapter.first_state(params, jax.random.fold_in(key, 2))
+            own = jax.random.fold_in(key, 2)
+            adapter = model.adapter.first_state(params, parameter_table(model), own)
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)
         held = jax.device_put(held, jax.memory.Space.Device)
@@ -201,6 +203,22 @@ def _moved(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) 
         return opt_state
     # Counters stay on the device: a program cannot branch or index by values in host memory.
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if leaf.ndim else leaf, opt_state)
+
+
+class CheckedStep:
+    """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
+
+    def __init__(self, jitted: Any, vocab_size: int):
+        self._jitted, self._vocab_size, self._has_run = jitted, vocab_size, False
+        self.lower, self.trace = jitted.lower, jitted.trace
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Return the next state and metrics."""
+        if not isinstance(state, TrainState):
+            raise ValueError(f"state has type {type(state).__name__}: give that of init_state")
+        check_batch(batch, self._vocab_size, has_ids=not self._has_run)
+        self._has_run = True
+        return self._jitted(state, batch)
 
 
 class UpdatedState(abc.ABC):

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.data.batch import Batch, check_batch
+from jaxmoe.adapters import StepGiven
+from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import ProbingTransformation
@@ -55,6 +56,7 @@ from jaxmoe.training.optimizer_files.step import FilesStep
 from jaxmoe.training.optimizer_parts import check_parts, modules_of, update_in_parts
 from jaxmoe.training.pipeline import remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.state import CheckedStep as CheckedStep
 from jaxmoe.training.state import (
     Clipped,
     TrainState,
@@ -96,7 +98,7 @@ class TrainStep:
         self.execution.precision.check_trains(has_adapter=has_factors)
         self.objective.check(self.model)
         if self.model.adapter is not None:
-            self.model.adapter.check(self.execution)
+            self.model.adapter.check_execution(self.execution)
         check_parts(self.execution, self.optimizer)
         self.estimator.check_clip(self.clip)
         self.estimator.check(self.problem)
@@ -226,7 +228,7 @@ class TrainStep:
             worker_loss: Losses of the workers that are reported apart.
             estimator: State of the estimator after the step.
         """
-        statistics, grad_norm = summed.statistics, clipped.norm
+        statistics, grad_norm, before = summed.statistics, clipped.norm, state
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
@@ -247,7 +249,9 @@ class TrainStep:
         )
         state = remember_layers(self.model, state, clipped.grads, is_good)
         if (adapter := self.model.adapter) is not None and adapter.has_after_step:
-            changed = adapter.after_step(state, clipped.grads, self.execution.placement)
+            assert self.table is not None  # made with an adapter
+            given = StepGiven(before, self.table, self.execution.placement)
+            changed = adapter.after_step(state, clipped.grads, given)
             state = select_changed(is_good, changed, state)
         metrics = StepMetrics(
             loss=summed.loss,
@@ -334,22 +338,6 @@ def make_train_step(
         files=files,
     )
     return one_step.jitted()
-
-
-class CheckedStep:
-    """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
-
-    def __init__(self, jitted: Any, vocab_size: int):
-        self._jitted, self._vocab_size, self._has_run = jitted, vocab_size, False
-        self.lower, self.trace = jitted.lower, jitted.trace
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Return the next state and metrics."""
-        if not isinstance(state, TrainState):
-            raise ValueError(f"state has type {type(state).__name__}: give that of init_state")
-        check_batch(batch, self._vocab_size, has_ids=not self._has_run)
-        self._has_run = True
-        return self._jitted(state, batch)
 
 
 def update_params(

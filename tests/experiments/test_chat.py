@@ -3,6 +3,7 @@
 """Conversations in the terminal: history, ends, interrupts, and runs without a template."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -82,3 +83,39 @@ def test_a_run_without_a_template_is_refused(finished, capsys):
         generate.main(["--run.directory", str(finished), "--chat", "True"])
     assert ended.value.code == ExitCode.BAD_CONFIGURATION
     assert "has tokens without text" in capsys.readouterr().err
+
+
+def test_prompts_of_a_file_are_continued_into_another(finished, tmp_path, capsys):
+    given = tmp_path / "given.jsonl"
+    given.write_text('{"prompt": "1 2"}\n\n{"prompt": "3"}\n')
+    to = tmp_path / "written.jsonl"
+    words = ["--run.directory", str(finished), "--length", "3", "--temperature", "0"]
+    assert generate.main([*words, "--prompts", str(given), "--to", str(to)]) == ExitCode.DONE
+    written = [json.loads(line) for line in to.read_text().splitlines()]
+    capsys.readouterr()
+    assert generate.main([*words, "--prompt", "1 2", "3"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert [one["prompt"] for one in written] == ["1 2", "3"]
+    assert all(f"--- continued\n{one['text']}\n" in shown for one in written)
+    with pytest.raises(SystemExit):
+        generate.main([*words, "--prompts", str(given), "--to", str(to)])
+    assert f"to={to} exists: choose a new file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty: write a prompt into each line"),
+        ('{"prompt": "1"}\n{"text": "1"}', "line 2 must be an object with a text in the field"),
+        ("{", "line 1 is not JSON"),
+        (None, "cannot be read"),
+    ],
+)
+def test_files_without_prompts_are_refused(text, message, tmp_path, capsys):
+    given = tmp_path / "given.jsonl"
+    if text is not None:
+        given.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--prompts", str(given)])
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION
+    assert message in capsys.readouterr().err

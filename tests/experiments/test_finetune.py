@@ -150,3 +150,19 @@ def test_another_base_is_refused(finished, tuned, tmp_path, capsys):
         finetune.main(flags(other, tuned, 4))
     message = capsys.readouterr().err
     assert "holds other parameters: name the model that was adapted" in message
+
+
+def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(tuned, moved)
+    text = (moved / "config.json").read_text()
+    (moved / "config.json").write_text(text.replace(str(finished), str(tmp_path / "gone")))
+    with pytest.raises(ValueError, match="gone"):
+        load_run(str(moved), None, needs_data=False)
+    found, wanted = (
+        load_run(*where, needs_data=False, initial=initial)[1]
+        for where, initial in (((str(moved), 4), str(finished)), ((str(tuned), 4), None))
+    )
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    with pytest.raises(ValueError, match="has no adapter, its checkpoints hold all parameters"):
+        load_run(str(finished), None, needs_data=False, initial=str(tuned))

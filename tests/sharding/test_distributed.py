@@ -5,8 +5,11 @@
 That they then train as one is proved in tests/experiments/test_processes.py.
 """
 
+import importlib
 import re
 import socket
+import time
+import types
 
 import jax
 import pytest
@@ -167,6 +170,18 @@ def test_incomplete_environment_raises_with_the_way_out(joined, monkeypatch):
     text = "the processes of this job cannot join (coordinator_address should be defined.): set JAX"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         start_processes()
+
+
+def test_service_ends_after_the_last_calls_of_its_clients(joined, monkeypatch):
+    """Ended at once, gRPC aborts the process if such a call arrives meanwhile."""
+    events, state = [], importlib.import_module("jax._src.distributed").State()
+    state.client = types.SimpleNamespace(shutdown=lambda: events.append("client"))
+    state.service = types.SimpleNamespace(shutdown=lambda: events.append("service"))
+    monkeypatch.setattr("jax._src.distributed.global_state", state)
+    monkeypatch.setattr(time, "sleep", lambda seconds: events.append(seconds))
+    joined(LOOPBACK | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"})
+    state.shutdown()
+    assert events == ["client", 1.0, "service"]
 
 
 # Devices of a process, and the mesh axes across processes.

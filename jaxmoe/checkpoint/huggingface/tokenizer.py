@@ -34,8 +34,9 @@ from jaxmoe.json_bounds import parse_json
 TOKENIZER = "tokenizer.json"
 _MAX_BYTES, _MAX_VALUES = 1 << 28, 1 << 24  # an object or a list for each merge
 _SETTINGS = "tokenizer_config.json"
+_JINJA = "chat_template.jinja"
 _BESIDE = (
-    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", _JINJA),
     *("vocab.json", "merges.txt"),
 )
 
@@ -67,7 +68,7 @@ def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
     if kind.is_bytes:
         texts = {TOKENIZER: _dump(byte_tokenizer()), _SETTINGS: _dump(_settings())}
         words = "tokens are the bytes of UTF-8, documents are separated by byte 0"
-        return TokenizerFiles(texts, 0, words)
+        return TokenizerFiles(texts | _template(data, "\0"), 0, words)
     if kind.is_trained:
         source: Any = data.build(seed)
         read = source.tokenizer  # read from the cache, or trained again
@@ -75,7 +76,15 @@ def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
         read = kind.build(lambda: (), pathlib.Path())
     assert isinstance(read, SubwordTokenizer)
     words = f"documents are separated by {read.separator_token!r} (id {read.separator})"
-    return TokenizerFiles(tokenizer_texts(read, is_trained=kind.is_trained), read.separator, words)
+    texts = tokenizer_texts(read, is_trained=kind.is_trained)
+    texts |= _template(data, read.separator_token)
+    return TokenizerFiles(texts, read.separator, words)
+
+
+def _template(data: DataConfig, separator: str) -> dict[str, str]:
+    """Return the file of the chat template by which the data writes conversations, if it does."""
+    text = data.chat_template(separator)
+    return {} if text is None else {_JINJA: text}
 
 
 def tokenizer_texts(tokenizer: SubwordTokenizer, *, is_trained: bool) -> dict[str, str]:

@@ -122,9 +122,9 @@ class LiftConfig(Adapter):
         del layers
         return self._refreshed(params, {}, key)[0]
 
-    def after_step(self, state: State, grads: Any, placement: Any) -> State:
+    def after_step(self, state: State, grads: Any, given: Any) -> State:
         """Return the state with entries chosen anew, every `refresh_every` steps."""
-        del grads, placement
+        del grads, given
         now: Any = state
         paths, structure = jax.tree_util.tree_flatten_with_path(now.opt_state)
         names = ["/".join(str(getattr(k, "key", "")) for k in path) for path, _ in paths]

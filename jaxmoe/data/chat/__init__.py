@@ -121,6 +121,10 @@ class ChatConfig(ReadingConfig):
         """Return the config that holds out all files, unless it names held-out files."""
         return dataclasses.replace(self, validation_path=self.validation_path or self.path)
 
+    def chat_template(self, separator: str) -> str:
+        """Return the text of the template; see `SourceKind.chat_template`."""
+        return self.build_template().jinja(separator)
+
     def build_template(self) -> ChatTemplate:
         """Return the template of prompts and conversations.
 

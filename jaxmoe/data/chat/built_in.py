@@ -55,6 +55,11 @@ class ChatML:
             if np.array_equal(ids, tokenizer.encode_controls(mark))
         ]
 
+    def jinja(self, separator: str) -> str:
+        """Return the template in the language of jinja2; see `ChatTemplate.jinja`."""
+        turn = f"'{_BEGIN.text}' + message.role + '\\n' + message.content + '{_END.text}\\n'"
+        return _written(separator, turn, f"'{_BEGIN.text}{ANSWER}\\n'")
+
     def identity(self) -> dict[str, Any]:
         """Return name and version."""
         return {"template": "chatml", "version": 1}
@@ -86,6 +91,26 @@ class Plain:
         del tokenizer
         return ()
 
+    def jinja(self, separator: str) -> str:
+        """Return the template in the language of jinja2; see `ChatTemplate.jinja`."""
+        end = f"({_quoted(separator)} if message.role == '{ANSWER}' else '\\n\\n')"
+        turn = f"message.role | capitalize + ':\\n' + message.content + {end}"
+        return _written(separator, turn, f"'{ANSWER.capitalize()}:\\n'")
+
     def identity(self) -> dict[str, Any]:
         """Return name and version."""
         return {"template": "plain", "version": 1}
+
+
+def _written(separator: str, turn: str, prompt: str) -> str:
+    """Return a template of jinja2 that writes a separator, turns, and the begin of an answer."""
+    return (
+        f"{{{{ {_quoted(separator)} }}}}"
+        f"{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {prompt} }}}}{{% endif %}}"
+    )
+
+
+def _quoted(text: str) -> str:
+    """Return a literal of jinja2, whose escapes are those of Python."""
+    return "'" + text.encode("unicode_escape").decode().replace("'", "\\'") + "'"

@@ -51,6 +51,14 @@ class ChatTemplate(Protocol):
         """Return texts that a message must not spell, because they would be read as control."""
         ...
 
+    def jinja(self, separator: str) -> str:
+        """Return the template as chat_template.jinja of a tokenizer holds it.
+
+        Args:
+            separator: Text of the id between documents.
+        """
+        ...
+
     def identity(self) -> dict[str, Any]:
         """Return what determines the text, as JSON values."""
         ...

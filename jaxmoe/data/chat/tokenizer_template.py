@@ -78,6 +78,11 @@ class TokenizerTemplate:
         """Return all special tokens, because text and control are one piece."""
         return tokenizer.special_tokens
 
+    def jinja(self, separator: str) -> str:
+        """Return its own text."""
+        del separator
+        return self.source
+
     def identity(self) -> dict[str, Any]:
         """Return name and sha256."""
         content = json.dumps([self.source, self.special]).encode()

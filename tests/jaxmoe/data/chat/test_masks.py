@@ -7,9 +7,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxmoe.data.chat import ConversationError, Message, masked, render, stop_sequences
+from jaxmoe.checkpoint.huggingface.tokenizer import tokenizer_files
+from jaxmoe.data.chat import ChatConfig, ConversationError, Message, masked, render, stop_sequences
 from jaxmoe.data.chat.built_in import ChatML, Plain
-from jaxmoe.data.chat.tokenizer_template import read_template
+from jaxmoe.data.chat.tokenizer_template import TokenizerTemplate, read_template
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig
 from tests.jaxmoe.data.chat.tokenizers_with_templates import (
     DATED,
@@ -206,6 +207,33 @@ def test_ids_equal_those_of_transformers(tmp_path, text, is_prompt):
     found = render(_messages(*turns), template, ours, add_generation_prompt=is_prompt)
     assert found.tolist() == list(wanted)
     assert stop_sequences(template, ours) == ((theirs.eos_token_id,),)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_exported_template_writes_the_same_text(name):
+    """As jinja2 renders it in the sandbox that transformers has too."""
+    ours = TEMPLATES[name]
+    exported = TokenizerTemplate(ours.jinja("\0"), (), "chat_template.jinja")
+    turns = ("system: it's {{ 1 }}", "user: the\n\\n quick", "assistant: \U0001f914", "user: ")
+    for is_prompt in (False, True):
+        wanted, found = (
+            render(_messages(*turns), one, BYTES, add_generation_prompt=is_prompt)
+            for one in (ours, exported)
+        )
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_exported_tokenizer_writes_conversations_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    for name, text in tokenizer_files(ChatConfig(path=("none",))).texts.items():
+        (tmp_path / name).write_text(text)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    turns = ("user: the quick\n\u00ef", "assistant: fox", "user: and")
+    given = [{"role": m.role, "content": m.content} for m in _messages(*turns)]
+    found = theirs.apply_chat_template(given, add_generation_prompt=True, return_dict=False)
+    wanted = render(_messages(*turns), ChatML(), BYTES, add_generation_prompt=True)
+    assert list(found) == wanted.tolist()
 
 
 def test_rendering_does_not_depend_on_the_day(tmp_path):
