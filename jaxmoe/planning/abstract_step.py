@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxmoe.adapters.average import Averaging
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -58,6 +59,7 @@ class StepPlan:
     objective: ObjectiveConfig | None = None
     skipping: SkippingConfig | None = None
     gradients: GradientsConfig = BackpropConfig()
+    average: Averaging | None = None
 
     @property
     def paths(self) -> Paths | None:
@@ -109,6 +111,7 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
                 key,
                 keeps_layer_norms,
                 partial(plan.gradients.init, plan.table),
+                plan.average,
             ),
             params,
             key,
@@ -166,6 +169,7 @@ def planned_step(plan: StepPlan) -> Any:
         table=plan.table,
         skipping=plan.skipping,
         gradients=plan.gradients,
+        average=plan.average,
     )
 
 

@@ -85,6 +85,7 @@ class Assembly:
             table=plan.table,
             estimator=training.gradients,
             files=self.files,
+            average=training.averaging,
         )
 
     def with_files(self, directory: pathlib.Path) -> Assembly:
@@ -200,6 +201,7 @@ class Assembly:
             mesh=self.mesh,
             keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
             estimator=self.plan.init_estimator,
+            average=self.plan.config.training.averaging,
         )
         precision, table = self.execution.precision, self.plan.table
         if precision.weights == "floating":

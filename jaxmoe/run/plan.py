@@ -65,6 +65,7 @@ class Plan:
             objective=training.objective,
             skipping=training.skipping,
             gradients=training.gradients,
+            average=training.averaging,
         )
 
     def init_estimator(self) -> Any:

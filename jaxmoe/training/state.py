@@ -17,6 +17,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxmoe.adapters.average import Averaging
 from jaxmoe.data.batch import check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -62,6 +63,8 @@ class TrainState:
     """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
     adapter: Any = None
     """State of the adapter beside its parameters; None for most. See `jaxmoe.adapters.base`."""
+    average: Any = None
+    """Average of the trained parameters; None without. See `jaxmoe.adapters.average`."""
 
 
 def init_state(
@@ -74,6 +77,7 @@ def init_state(
     mesh: Mesh | None = None,
     keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
+    average: Averaging | None = None,
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -86,6 +90,7 @@ def init_state(
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
         estimator: Function that returns the state of the estimator; None for none.
+        average: Average of the trained parameters; None for none.
     """
     execution = execution or ExecutionConfig()
     params = init_params(
@@ -99,7 +104,8 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        return state_around(model, optimizer, execution, params, key, keeps_layer_norms, estimator)
+        given = (execution, params, key, keeps_layer_norms, estimator, average)
+        return state_around(model, optimizer, *given)
 
     if mesh is None:
         return jax.jit(rest)(params)
@@ -115,6 +121,7 @@ def state_around(
     key: Key[Array, ""],
     keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
+    average: Averaging | None = None,
 ) -> TrainState:
     """The state before the first step of parameters that are there.
 
@@ -126,8 +133,9 @@ def state_around(
         key: as for `init_state`.
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
         estimator: Function that returns the state of the estimator; None for none.
+        average: Average of the trained parameters; None for none.
     """
-    opt_state, adapter = {}, None
+    opt_state, adapter, mean = {}, None, None
     if optimizer is not None:
         if model.adapter is not None:
             params = model.adapter.begun(params, model.layer_numbers, jax.random.fold_in(key, 3))
@@ -136,6 +144,7 @@ def state_around(
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)
         held = jax.device_put(held, jax.memory.Space.Device)
+        mean = None if average is None else average.config.begin(held)
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -149,6 +158,7 @@ def state_around(
         layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
         estimator=None if estimator is None else estimator(),
         adapter=adapter,
+        average=mean,
     )
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.adapters import StepGiven
+from jaxmoe.adapters import Averaging, StepGiven
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -86,6 +86,7 @@ class TrainStep:
     skipping: SkippingConfig | None = None
     estimator: GradientsConfig = BackpropConfig()
     files: PartFiles | None = None
+    average: Averaging | None = None
 
     def __post_init__(self):
         if self.accumulation < 1:
@@ -93,12 +94,11 @@ class TrainStep:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0, or None not to clip")
         check_ratio(self.max_norm_ratio)
-        adapter = self.model.adapter
-        has_factors = adapter is not None and not adapter.has_view
-        self.execution.precision.check_trains(has_adapter=has_factors)
+        self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
-        if self.model.adapter is not None:
-            self.model.adapter.check_execution(self.execution)
+        for own in (self.model.adapter, self.average):
+            if own is not None:
+                own.check_execution(self.execution)
         check_parts(self.execution, self.optimizer)
         self.estimator.check_clip(self.clip)
         self.estimator.check(self.problem)
@@ -248,11 +248,13 @@ class TrainStep:
             estimator=None if estimator is None else select(is_good, estimator, state.estimator),
         )
         state = remember_layers(self.model, state, clipped.grads, is_good)
+        table = self.table or parameter_table(self.model)
         if (adapter := self.model.adapter) is not None and adapter.has_after_step:
-            assert self.table is not None  # made with an adapter
-            given = StepGiven(before, self.table, self.execution.placement)
+            given = StepGiven(before, table, self.execution.placement)
             changed = adapter.after_step(state, clipped.grads, given)
             state = select_changed(is_good, changed, state)
+        if self.average is not None:
+            state = self.average.after_step(state, clipped.grads, is_good, table)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,
@@ -293,6 +295,7 @@ def make_train_step(
     skipping: SkippingConfig | None = None,
     gradients: GradientsConfig | None = None,
     files: PartFiles | None = None,
+    average: Averaging | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
@@ -314,6 +317,7 @@ def make_train_step(
         gradients: How the gradient is estimated; by backpropagation when None.
         files: Files of the optimiser state, for `execution.optimizer_memory` files; see
             `jaxmoe.training.optimizer_files.step.open_files`.
+        average: Average of the trained parameters, of which the state has been made; None for none.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
@@ -336,6 +340,7 @@ def make_train_step(
         skipping=skipping,
         estimator=gradients or BackpropConfig(),
         files=files,
+        average=average,
     )
     return one_step.jitted()
 

@@ -17,7 +17,16 @@ from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
 from tests.support.runs import logged_losses, saved_leaves
 
-ADAPTER = ("adapter:lora", "--adapter.rank", "2", "--adapter.targets.roles", "attention_in")
+TARGETS = ("--adapter.targets.roles", "attention_in")
+ADAPTER = ("adapter:lora", "--adapter.rank", "2", *TARGETS)
+OTHERS = {
+    "adalora": (
+        *("--adapter.rank", "4", "--adapter.target_rank", "2", "--adapter.initial", "0"),
+        *("--adapter.final", "3", "--adapter.interval", "1"),
+    ),
+    "switch_lora": ("--adapter.rank", "2", "--adapter.rate", "0.5", "--adapter.candidates", "4"),
+    "mixture_of_shards": ("--adapter.rank", "4"),
+}
 
 
 def flags(base, directory, steps, *more, adapter=ADAPTER):
@@ -65,8 +74,28 @@ def test_resumed_in_the_middle_it_ends_bitwise_alike(finished, tuned, tmp_path):
     assert logged_losses(stopped) == logged_losses(tuned)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_adapters_resume_bitwise_and_fold(name, finished, tmp_path, capsys):
+    adapter = (f"adapter:{name}", *OTHERS[name], *TARGETS)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for directory in (whole, stopped):
+        assert finetune.main(flags(finished, directory, 4, adapter=adapter)) == ExitCode.DONE
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    assert finetune.main(flags(finished, stopped, 4, adapter=adapter)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (whole, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    moves = name == "switch_lora"
+    assert (read_manifest(whole / "checkpoints" / "4").base is None) == moves
+    check_fold(whole, tmp_path / "folded", capsys)
+
+
 def test_folded_weights_compute_what_the_adapter_does(tuned, tmp_path, capsys):
-    folded = tmp_path / "folded"
+    check_fold(tuned, tmp_path / "folded", capsys)
+
+
+def check_fold(tuned, folded, capsys):
+    """Folded weights have the loss of the adapter."""
     convert = ["convert", "--run.directory", str(tuned), "--fold", "True", "--to", str(folded)]
     assert checkpoint.main(convert) == ExitCode.DONE
     capsys.readouterr()
