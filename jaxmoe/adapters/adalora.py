@@ -28,11 +28,10 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.adapters.base import State, StepGiven
-from jaxmoe.adapters.factors import FactorsConfig, factor_rows, values_row
+from jaxmoe.adapters.factors import FactorsConfig, by_path, factor_rows, nested, values_row
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from sharding.constrain import Placement, place_like
@@ -97,7 +96,7 @@ class AdaLoraConfig(FactorsConfig):
         """Return the loss of factors that are not orthonormal; see `Adapter.losses`."""
         if not self.orthogonality:
             return {}
-        flat = traverse_util.flatten_dict(params, sep="/")
+        flat = by_path(params)
         total, number = jnp.zeros(()), jnp.zeros(())
         for path in _matrices(flat):
             scale = flat[f"{path}:scale"]
@@ -112,35 +111,38 @@ class AdaLoraConfig(FactorsConfig):
     def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
         """Return averages of zero and all triplets in; see `Adapter.first_state`."""
         del table, key
-        flat = traverse_util.flatten_dict(params, sep="/")
+        flat = by_path(params)
         paths = _matrices(flat)
         own = [f"{path}:{name}" for path in paths for name in ("down", "up", "values")]
-        zeros = {path: jnp.zeros_like(flat[path], jnp.float32) for path in own}
+        kinds = ("sensitivity", "uncertainty")
+        # Arrays of their own: a step donates both.
+        zeros = {
+            kind: {path: jnp.zeros_like(flat[path], jnp.float32) for path in own} for kind in kinds
+        }
         live = {path: jnp.ones_like(flat[f"{path}:values"], bool) for path in paths}
-        flats = {"sensitivity": zeros, "uncertainty": zeros, "live": live}
-        return {name: traverse_util.unflatten_dict(one, sep="/") for name, one in flats.items()}
+        flats = zeros | {"live": live}
+        return {name: nested(one) for name, one in flats.items()}
 
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with new averages, and now and then a choice of triplets."""
-        step, params, own = state.step, *map(_flat, (state.params, state.adapter))
-        slopes = _flat(grads)
+        now: Any = state
+        step, params, own = now.step, by_path(now.params), by_path(now.adapter)
+        slopes = by_path(grads)
+        is_open = step < self.final
         for path in [path for path in own if path.startswith("sensitivity/")]:
             name = path.removeprefix("sensitivity/")
-            wide = [one[name].astype(jnp.float32) for one in (params, slopes)]
-            olds = own[path], own[f"uncertainty/{name}"]
-            is_open = step < self.final
-            for key, new, old in zip(
-                (path, f"uncertainty/{name}"), self.averages(*wide, *olds), olds, strict=True
-            ):
-                own[key] = jnp.where(is_open, new, old)
+            weight, slope = (one[name].astype(jnp.float32) for one in (params, slopes))
+            other = f"uncertainty/{name}"
+            first, second = self.averages(weight, slope, own[path], own[other])
+            own[path] = jnp.where(is_open, first, own[path])
+            own[other] = jnp.where(is_open, second, own[other])
         own |= self._chosen(own, given.table, step, given.placement)
         is_masked = self._chooses(step) | (step > self.final)
         for path in _matrices(params):
             values = params[f"{path}:values"]
             keeps = own[f"live/{path}"] | ~is_masked
             params[f"{path}:values"] = jnp.where(keeps, values, jnp.zeros_like(values))
-        nested = [traverse_util.unflatten_dict(one, sep="/") for one in (params, own)]
-        return dataclasses.replace(state, params=nested[0], adapter=nested[1])
+        return dataclasses.replace(now, params=nested(params), adapter=nested(own))
 
     def averages(
         self, weight: Array, slope: Array, sensitivity: Array, uncertainty: Array
@@ -223,10 +225,6 @@ class AdaLoraConfig(FactorsConfig):
             new = jnp.where(self._chooses(step), place_like(part, before), before)
             found[f"live/{path}"] = new
         return found
-
-
-def _flat(tree: Any) -> dict[str, Any]:
-    return traverse_util.flatten_dict(tree, sep="/")
 
 
 def _matrices(flat: dict[str, Any]) -> list[str]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from flax import traverse_util
 
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen
 from jaxmoe.declarations import Declaration
@@ -167,6 +170,16 @@ def values_row(
         init=init,
     )
     return own_row(f"{row.path}:values", declaration, TRAINED, rules)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of nested dicts by path, in a dict of its own."""
+    return dict(traverse_util.flatten_dict(tree, sep="/"))
+
+
+def nested(flat: Mapping[str, Any]) -> Any:
+    """Return the inverse of `by_path`."""
+    return traverse_util.unflatten_dict(dict(flat), sep="/")
 
 
 def batch_of(row: ParameterSpec) -> tuple[int, ...]:

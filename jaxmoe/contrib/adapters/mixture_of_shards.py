@@ -25,11 +25,18 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from jaxtyping import Int
 
 from jaxmoe.adapters.base import Layers
-from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, factor_rows, own_row
+from jaxmoe.adapters.factors import (
+    TRAINED,
+    FactorsConfig,
+    batch_of,
+    by_path,
+    factor_rows,
+    nested,
+    own_row,
+)
 from jaxmoe.declarations import Declaration
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
@@ -68,11 +75,9 @@ class MixtureOfShardsConfig(FactorsConfig):
                 f"adapter.private={least} must be 0 or more and below adapter.equivalent_rank="
                 f"{rank}, so that shards are left to share; all three ranks may be equal"
             )
-        if self.shards < 1 or self.seed < 0:
-            raise ValueError(
-                f"adapter.shards={self.shards} must be at least 1, and adapter.seed={self.seed} 0"
-                " or more"
-            )
+        shards, seed = self.shards, self.seed
+        if shards < 1 or seed < 0:
+            raise ValueError(f"adapter.{shards=} must be at least 1, adapter.{seed=} 0 or more")
 
     def check_execution(self, execution: ExecutionConfig) -> None:
         """Refuse layouts in which layers are not computed from all parameters."""
@@ -111,34 +116,29 @@ class MixtureOfShardsConfig(FactorsConfig):
 
     def used(self, params: Any) -> Any:
         """Return the parameters with factors in place of the pools; see `Adapter.used`."""
-        flat = dict(traverse_util.flatten_dict(params, sep="/"))
+        flat = by_path(params)
         groups: dict[str, list[tuple[str, int]]] = {}
-        for path in [path.removesuffix(":scale") for path in flat if path.endswith(":scale")]:
+        for path in sorted(path.removesuffix(":scale") for path in flat if path.endswith(":scale")):
             stacked = flat[f"{path}:scale"].ndim
             groups.setdefault(_group(path, flat[path].shape[stacked:]), []).append((path, stacked))
         for name, members in groups.items():
             pools = [flat.pop(f"{name}:{side}") for side in ("down", "up")]
             inputs, outputs = (pool.ndim - 1 for pool in pools)
-            number, at = pools[0].shape[0] // self.shards, 0
-            shapes = {path: flat[path].shape for path, _ in members}
-            batches = {
-                path: shape[: len(shape) - inputs - outputs] for path, shape in shapes.items()
-            }
-            places = sum(math.prod(batch) for batch in batches.values())
-            for path, stacked in sorted(members):
-                batch, shape = batches[path], shapes[path]
-                rank = self._rank(batch[stacked:])
-                count, own = math.prod(batch), shape[len(batch) :]
-                ends = own[:inputs], own[inputs:]
-                for side, pool, end in zip(("down", "up"), pools, ends, strict=True):
-                    ids = self.ids(f"{name}:{side}", places, rank, number // places)
-                    chosen = jnp.asarray(ids[at : at + count].reshape(*batch, rank, self.shards))
-                    vectors = jnp.take(pool, chosen, axis=0).reshape(*batch, rank, *end)
-                    is_up = side == "up"
-                    turned = vectors if is_up else jnp.moveaxis(vectors, len(batch), -1)
-                    flat[f"{path}:{side}"] = turned
-                at += count
-        return traverse_util.unflatten_dict(flat, sep="/")
+            batches = [flat[path].shape[: -inputs - outputs] for path, _ in members]
+            places, at = sum(map(math.prod, batches)), 0
+            equivalent = pools[0].shape[0] // self.shards // places
+            for (path, stacked), batch in zip(members, batches, strict=True):
+                rank, own = self._rank(batch[stacked:]), flat[path].shape[len(batch) :]
+                end = at + math.prod(batch)
+                for side, pool in zip(("down", "up"), pools, strict=True):
+                    ids = self.ids(f"{name}:{side}", places, rank, equivalent)[at:end]
+                    chosen = jnp.asarray(ids.reshape(*batch, rank, self.shards))
+                    shape = own[inputs:] if side == "up" else own[:inputs]
+                    vectors = jnp.take(pool, chosen, axis=0).reshape(*batch, rank, *shape)
+                    last = len(batch) if side == "up" else -1
+                    flat[f"{path}:{side}"] = jnp.moveaxis(vectors, len(batch), last)
+                at = end
+        return nested(flat)
 
     def rank_of(self, row: ParameterSpec) -> int:
         """Return the inner width of the factors of a target."""
@@ -157,7 +157,7 @@ class MixtureOfShardsConfig(FactorsConfig):
         number = sum(math.prod(batch_of(row)) for row in rows) * self.shards
         number *= max(1, self.equivalent_rank * rank // self.rank)
         for side, end in enumerate(("down", "up")):
-            width = given.fan(side)
+            width = (given.fan(0), given.fan(1))[side]
             if width % self.shards:
                 raise ValueError(
                     f"adapter.shards={self.shards} must divide the {('inputs', 'outputs')[side]} of"

@@ -25,12 +25,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxmoe.adapters.base import State, StepGiven
-from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, factor_rows
+from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, by_path, factor_rows, nested
 from jaxmoe.adapters.moments import without_moments
 from jaxmoe.declarations import fold_path
 from jaxmoe.execution import ExecutionConfig
@@ -93,7 +92,7 @@ class SwitchLoraConfig(FactorsConfig):
 
     def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
         """Return the candidates [*G c n], and no pauses [*G r]; see `Adapter.first_state`."""
-        flat, found = traverse_util.flatten_dict(params, sep="/"), {}
+        flat, found = by_path(params), {}
         for row in [row for row in table if f"{row.path}:down" in flat]:
             rank = flat[f"{row.path}:down"].shape[-1]
             for name, side, deviation in zip(_NAMES, (0, 1), _deviations(row, rank), strict=True):
@@ -102,15 +101,14 @@ class SwitchLoraConfig(FactorsConfig):
                 drawn = jax.random.normal(fold_path(key, path), shape, jnp.float32)
                 found[f"{path}/waiting"] = deviation * drawn
                 found[f"{path}/paused"] = jnp.zeros((*batch, rank), jnp.int32)
-        return traverse_util.unflatten_dict(found, sep="/")
+        return nested(found)
 
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with paused vectors as before, and some swapped."""
         del grads
         now: Any = state
         held, before, own = (
-            dict(traverse_util.flatten_dict(tree, sep="/"))
-            for tree in (now.params, given.before.params, now.adapter)
+            by_path(tree) for tree in (now.params, given.before.params, now.adapter)
         )
         key, stopped = jax.random.fold_in(now.rng, now.step), {}
         chance = self.rate * _FALL ** (now.step.astype(jnp.float32) / (_SPAN * self.steps))
@@ -129,8 +127,8 @@ class SwitchLoraConfig(FactorsConfig):
             own |= dict(zip(mine, news[2:], strict=True))
             stopped |= dict(zip(names, masks, strict=True))
         moments = without_moments(now.opt_state, held, stopped)
-        params, adapter = (traverse_util.unflatten_dict(one, sep="/") for one in (held, own))
-        return dataclasses.replace(now, params=params, adapter=adapter, opt_state=moments)
+        changed = {"params": nested(held), "adapter": nested(own), "opt_state": moments}
+        return dataclasses.replace(now, **changed)
 
     def _followed(
         self, changed: list[Array], olds: list[Array], chance: Array, key: Array

@@ -55,6 +55,7 @@ def trained(adapter, *, steps=3, execution=None, accumulation=1, bad=()):
             with jax.set_mesh(mesh):
                 state, metrics = step(state, global_batch(rows, mesh))
         states.append(jax.tree.map(np.asarray, (state.params, state.opt_state, state.adapter)))
+    assert metrics is not None
     return states, metrics
 
 
