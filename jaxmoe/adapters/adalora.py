@@ -114,9 +114,13 @@ class AdaLoraConfig(FactorsConfig):
         flat = by_path(params)
         paths = _matrices(flat)
         own = [f"{path}:{name}" for path in paths for name in ("down", "up", "values")]
-        zeros = {path: jnp.zeros_like(flat[path], jnp.float32) for path in own}
+        kinds = ("sensitivity", "uncertainty")
+        # Arrays of their own: a step donates both.
+        zeros = {
+            kind: {path: jnp.zeros_like(flat[path], jnp.float32) for path in own} for kind in kinds
+        }
         live = {path: jnp.ones_like(flat[f"{path}:values"], bool) for path in paths}
-        flats = {"sensitivity": zeros, "uncertainty": zeros, "live": live}
+        flats = zeros | {"live": live}
         return {name: nested(one) for name, one in flats.items()}
 
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:

@@ -168,10 +168,12 @@ class Adapter(abc.ABC):
 
         Raises:
             ValueError: The state or the parameters wait in other memory, and `after_step` needs
-                them; or the layout gathers parameters before a view could rewrite them.
+                them; or the layout gathers parameters before a view could rewrite them, or
+                keeps them in few bits.
         """
         if self.has_view:
             check_view(execution)
+            execution.precision.check_trains()
         for field in ("optimizer_memory", "parameter_memory"):
             where = getattr(execution, field)
             if self.has_after_step and where != "device":

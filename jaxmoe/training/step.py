@@ -94,9 +94,7 @@ class TrainStep:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0, or None not to clip")
         check_ratio(self.max_norm_ratio)
-        adapter = self.model.adapter
-        has_factors = adapter is not None and not adapter.has_view
-        self.execution.precision.check_trains(has_adapter=has_factors)
+        self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
         for own in (self.model.adapter, self.average):
             if own is not None:

@@ -101,8 +101,8 @@ class LiftConfig(Adapter):
             init=tuple(map(float, is_adapted)),
         )
         indices = dataclasses.replace(vector, dtype="int32")
-        own = zip(_NAMES, (vector, indices, used), (TRAINED, _FIXED, _FIXED), strict=True)
-        return [own_row(f"{row.path}:{name}", *given, rules) for name, *given in own]
+        rows = zip(_NAMES, (vector, indices, used), (TRAINED, _FIXED, _FIXED), strict=True)
+        return [own_row(f"{row.path}:{name}", own, hyper, rules) for name, own, hyper in rows]
 
     def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
         """Return the parameters of a part with the entries added to its matrices."""
@@ -130,7 +130,7 @@ class LiftConfig(Adapter):
         names = ["/".join(str(getattr(k, "key", "")) for k in path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
         moments: dict[str, dict[int, Array]] = {}
-        held = traverse_util.flatten_dict(now.params, sep="/")
+        held: dict[str, Any] = traverse_util.flatten_dict(now.params, sep="/")
         for path in _targets(held):
             entries = held[f"{path}:entries"]
             moments[path] = {
@@ -138,9 +138,10 @@ class LiftConfig(Adapter):
                 for place, (name, leaf) in enumerate(zip(names, leaves, strict=True))
                 if name.endswith(f"/{path}:entries") and leaf.shape == entries.shape
             }
+        key = jax.random.fold_in(now.rng, now.step)
         params, moments = jax.lax.cond(
             now.step % self.refresh_every == 0,
-            lambda given: self._refreshed(*given, jax.random.fold_in(now.rng, now.step)),
+            lambda given: self._refreshed(given[0], given[1], key),
             lambda given: given,
             (now.params, moments),
         )
@@ -155,7 +156,7 @@ class LiftConfig(Adapter):
         for path in _targets(flat):
             names = (path, f"{path}:entries", f"{path}:places")
             given = (*(flat[name] for name in names), moments.get(path, {}))
-            run = self._chosen_anew
+            run: Any = self._chosen_anew
             if surroundings() == "explicit":
                 specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, given)
                 axes = jax.sharding.get_abstract_mesh().axis_names
