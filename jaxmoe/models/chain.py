@@ -203,10 +203,6 @@ class Chain:
         cache, stream = stream.cache, dataclasses.replace(stream, cache=None)
         return _call(*program, params, self.router_state, numbers, stream, about, cache)
 
-    def parameters(self, stack: LayerStack) -> Any:
-        """Return the parameters of a stack of layers."""
-        return stack_parameters(self.params, stack)
-
     def hidden(self, stream: Stream) -> Float[Array, "B S D"]:
         """Return the residual stream as if no layer followed, before the final norm."""
         return _end(self.model, stream)

@@ -26,7 +26,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
-from jaxmoe.models.chain import Chain, layer_inputs
+from jaxmoe.models.chain import Chain, layer_inputs, stack_parameters
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import LayerCall, LayerStack, Scan
 from sharding import axes as ax
@@ -81,7 +81,9 @@ def sweep_streams(
     estimate = jnp.broadcast_to(stream.x[None], (stack.num_layers, *stream.x.shape))
     found, sizes = [], (model.model.context, model.execution, stack)
     for _ in range(sweeps):
-        estimate, last = _sweep(*sizes, model.parameters(stack), inputs, stream, about, estimate)
+        estimate, last = _sweep(
+            *sizes, stack_parameters(model.params, stack), inputs, stream, about, estimate
+        )
         found.append(_in_order(model, model.model.scans[index + 1 :], last, about))
     return found
 

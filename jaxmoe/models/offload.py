@@ -17,6 +17,7 @@ Source: the memory window of TPI-LLM, arXiv 2410.00531, section 3.3.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 from typing import Any
 
@@ -206,9 +207,9 @@ def _decoded(
     caches = dict(cache)
     for call in chain.calls:
         before = stream.x
-        stream = chain.call(call, stream.replace(cache=caches[call.stack.path]), about)
+        stream = chain.call(call, dataclasses.replace(stream, cache=caches[call.stack.path]), about)
         caches[call.stack.path] = stream.cache
-        stream = stream.replace(cache=None)
+        stream = dataclasses.replace(stream, cache=None)
         jax.block_until_ready(before)  # the layer before is free now
     return chain.logits(stream, at)[:, -1], caches
 

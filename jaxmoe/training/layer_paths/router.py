@@ -13,7 +13,7 @@ Division by the root mean square is a choice made here.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,7 @@ def train_router(
         seed: Seed of initial weights and of the order.
     """
     number, layers, _, width = windows.shape
-    router = new_router(jax.random.key(seed), layers, width)
+    router: Any = new_router(jax.random.key(seed), layers, width)
     size = min(_BATCH, number)
     steps = epochs * (number // size)
     schedule = optax.warmup_constant_schedule(0.0, _RATE, max(steps // 10, 1))
@@ -132,7 +132,7 @@ def train_router(
     weights = jnp.asarray(class_weights(paths))
 
     @jax.jit
-    def step(router, state, windows, labels):
+    def step(router: Any, state: Any, windows: Array, labels: Array) -> Any:
         def loss_of(router):
             return focal_loss(path_logits(router, windows), labels, weights)
 

@@ -141,7 +141,7 @@ def _where_rows(is_on: Any, after: Stream, before: Stream) -> Stream:
 @jax.jit
 def _losses(logits: Float[Array, "B S V"], batch: Batch, is_prompt: Bool[Array, "B S"]) -> Array:
     weights = _weights(batch, is_prompt)
-    nll = token_nll(logits, batch.targets)
+    nll = token_nll(logits, jnp.asarray(batch.targets))
     return jnp.sum(nll * weights, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1e-9)
 
 
