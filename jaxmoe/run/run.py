@@ -53,6 +53,7 @@ from jaxmoe.run.reporting.report import rebuild_report
 from jaxmoe.run.results import EvaluateResult, TrainedStep, TrainResult
 from jaxmoe.run.supervision import Supervision, library_supervision
 from jaxmoe.run.train import train_steps
+from jaxmoe.serve.offline import continue_together
 from jaxmoe.tracking.jsonl import Series, read_metrics
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.loop import drain
@@ -231,7 +232,7 @@ class Run:
             top_k: Number of most likely tokens to choose from; all when None.
             top_p: Probability that the most likely tokens to choose from have together.
             min_p: Smallest probability to choose from, divided by the largest.
-            seed: Seed of the sampling.
+            seed: Seed of the sampling; of several prompts the i-th has seed + i.
             stop: Strings that end a text, which is cut before them.
             eos: Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for
                 Hugging Face models, and for those imported without data of their own.
@@ -261,7 +262,9 @@ class Run:
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
             given = dataclasses.replace(given, eos_ids=ends)
             precision = assembly.execution.precision
-            samples = continue_texts(
+            alone = {"on_sample": on_sample, "programs": programs}
+            alone = alone if len(prompts) == 1 or any(alone.values()) else {}
+            samples = (continue_texts if alone else continue_together)(
                 assembly.plan.model,
                 source,
                 jax.device_get(loaded.state.params),
@@ -271,9 +274,8 @@ class Run:
                 execution=ExecutionConfig(
                     precision=PrecisionPolicy(weights=precision.weights, cache=precision.cache)
                 ),
-                on_sample=on_sample,
                 precision=describe_precision(assembly),
-                programs=programs,
+                **alone,
             )
         return samples[0] if isinstance(prompt, str | np.ndarray) else samples
 

@@ -8,16 +8,23 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxmoe.errors import JaxmoeError
-from jaxmoe.generation.text import Codec
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.generation.text import Codec, GenerationConfig, Sample, continue_texts
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.answers import Ended, Generated
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.executor import ExecutorConfig
+from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.serve.engine import Engine, EngineConfig, Executor
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import EndReason, Sampling
 
 _PIECE, _SHORTEST = 64, 256
+_LENGTHS, _MOST = 128, 16
+"""Multiple to which lengths are rounded up, and prompts that are continued at a time at most."""
 
 
 class ServingError(JaxmoeError, RuntimeError):
@@ -83,6 +90,75 @@ def answer_all(
     with Engine(executor, config, codec=codec) as engine:
         streams = [engine.submit(one.tokens, one.sampling, stop=one.stop) for one in given]
         return [_whole(list[Any](stream)) for stream in streams]
+
+
+def continue_together(
+    model: ModelConfig,
+    codec: Codec,
+    params: Any,
+    router_state: Any,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    given: GenerationConfig,
+    *,
+    execution: ExecutionConfig | None = None,
+    precision: str = "",
+) -> list[Sample]:
+    """Continue prompts of any lengths, each as if it were alone, with the seeds seed, seed + 1, ...
+
+    A prompt that ends makes room for the next. Models that the engine does not serve are continued
+    by `continue_texts`, with one key for all prompts.
+
+    Args:
+        model: Model of the parameters.
+        codec: Decoder of tokens.
+        params: Parameters of the model, on one device.
+        router_state: Router state.
+        prompts: Token ids of each prompt.
+        given: Length, sampling and ends.
+        execution: Execution of the model; defaults when None.
+        precision: Formats of weights and cache, for the samples.
+    """
+    execution = execution or ExecutionConfig()
+    if why_not_served(model, execution, None) is not None:
+        settings: dict[str, Any] = {"execution": execution, "precision": precision}
+        return continue_texts(model, codec, params, router_state, prompts, given, **settings)
+    longest = max(len(prompt) for prompt in prompts) + given.length
+    sizes = sizes_for(
+        max_length=-(-longest // _LENGTHS) * _LENGTHS,
+        batch_size=min(1 << (len(prompts) - 1).bit_length(), _MOST),
+    )
+    executor = ModelExecutor(model, params, router_state or None, config=sizes, execution=execution)
+    asked = [
+        Prompt(
+            tokens=tuple(map(int, prompt)),
+            sampling=_sampling(given, row),
+            stop=given.stop,
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    return [
+        Sample(
+            prompt=codec.decode(np.asarray(prompt, np.int32)),
+            text=answer.text,
+            precision=precision,
+            token_ids=tuple(token for token in answer.tokens if token not in given.eos_ids),
+        )
+        for prompt, answer in zip(prompts, answer_all(executor, asked, codec), strict=True)
+    ]
+
+
+def _sampling(given: GenerationConfig, row: int) -> Sampling:
+    """Return how one of several prompts is continued."""
+    sampling = given.sampling
+    return Sampling(
+        max_tokens=given.length,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        min_p=sampling.min_p or 0.0,
+        seed=(given.seed + row) % 2**31,
+        stop_ids=given.eos_ids,
+    )
 
 
 def _whole(events: Sequence[Generated | Ended]) -> WholeAnswer:

@@ -271,7 +271,9 @@ class ModelExecutor:
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
-        if self._mesh is None or self.execution.precision.weights != "floating":
+        if self._mesh is None:
+            return jax.device_put(params)
+        if self.execution.precision.weights != "floating":
             return params
         with self._in_mesh():
             return lay_out(self.model, params, rules=self.execution.axis_rules)

@@ -11,16 +11,7 @@ from jaxmoe.serve import Sampling
 from jaxmoe.serve.answers import Ended, Generated
 from jaxmoe.serve.engine import Engine, EngineConfig
 from tests.support.serving import SIZES, Smaller, check_answers
-
-
-class Letters:
-    """A codec with a letter for each token."""
-
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text]
-
-    def decode(self, tokens):
-        return "".join(chr(ord("a") + int(token)) for token in tokens)
+from tests.support.texts import Letters
 
 
 def read(stream):
