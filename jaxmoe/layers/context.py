@@ -102,6 +102,7 @@ class AttentionMixer:
     is_recurrent: ClassVar[bool] = False
     shares_keys: ClassVar[bool] = False
     merges_streams: ClassVar[bool] = False
+    can_select_pages: ClassVar[bool] = False
     num_streams: int = 1
     window: int | None = None
 
@@ -110,6 +111,11 @@ class AttentionMixer:
         """Head counts and mask."""
         names = (field.name for field in dataclasses.fields(AttentionHeads))
         return AttentionHeads(**{name: getattr(self, name) for name in names})
+
+    @property
+    def key_features(self) -> int:
+        """Features of the keys of one token."""
+        return self.heads.num_kv_heads * self.heads.head_dim
 
     def flops_per_token(self, length: int) -> float:
         """Return the FLOPs per token beyond the parameters', forward and backward.
@@ -147,6 +153,8 @@ class RecurrentMixer:
     is_recurrent: ClassVar[bool] = True
     shares_keys: ClassVar[bool] = False
     merges_streams: ClassVar[bool] = False
+    can_select_pages: ClassVar[bool] = False
+    key_features: ClassVar[int] = 0
     num_streams: ClassVar[int] = 1
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False

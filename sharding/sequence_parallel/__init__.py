@@ -22,18 +22,22 @@ from sharding.sequence_parallel.cache_formats import bytes_per_token as bytes_pe
 from sharding.sequence_parallel.cache_formats import empty_slots as empty_slots
 from sharding.sequence_parallel.cached import CACHE_AXES as CACHE_AXES
 from sharding.sequence_parallel.cached import KVCache as KVCache
-from sharding.sequence_parallel.cached import attend_cached as attend_cached
 from sharding.sequence_parallel.cached_latent import LATENT_CACHE_AXES as LATENT_CACHE_AXES
 from sharding.sequence_parallel.cached_latent import attend_latent as attend_latent
 from sharding.sequence_parallel.form import Choice as Choice
 from sharding.sequence_parallel.form import SequenceForm as SequenceForm
 from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules
 from sharding.sequence_parallel.none import NoSequenceParallelConfig as NoSequenceParallelConfig
+from sharding.sequence_parallel.page_selection import (
+    PageSelectionConfig as PageSelectionConfig,
+)
+from sharding.sequence_parallel.paged_cache import PagedCache as PagedCache
 from sharding.sequence_parallel.ring import RingConfig as RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
 from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig
 from sharding.sequence_parallel.ulysses import UlyssesConfig as UlyssesConfig
 from sharding.sequence_parallel.usp import UlyssesRingConfig as UlyssesRingConfig
+from sharding.sequence_parallel.whole_cache import WholeCacheConfig as WholeCacheConfig
 
 SequenceParallelConfig = (
     NoSequenceParallelConfig
@@ -46,3 +50,9 @@ SequenceParallelConfig = (
     | LevelsConfig
 )
 """How attention spreads the positions of a sequence."""
+
+CacheReading = WholeCacheConfig | PageSelectionConfig
+"""Which part of a cache a generated token attends to; a selection changes what is generated."""
+
+WHOLE_CACHE = WholeCacheConfig()
+"""The usual reading: all of the cache."""

@@ -38,9 +38,9 @@ from sharding.sequence_parallel import (
     CACHE_AXES,
     AttentionRules,
     KVCache,
+    PagedCache,
     as_cached,
     attend,
-    attend_cached,
     bytes_per_token,
     empty_slots,
 )
@@ -54,6 +54,7 @@ class AttentionConfig(AttentionMixer):
     name: ClassVar[str] = "grouped_query"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     can_quantize: ClassVar[bool] = True
+    can_select_pages: ClassVar[bool] = True
 
     num_heads: int = 4
     """Query heads (N)."""
@@ -125,7 +126,7 @@ class AttentionConfig(AttentionMixer):
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
-    ) -> KVCache:
+    ) -> KVCache | PagedCache:
         """Return an empty cache, cut as the mesh is.
 
         Args:
@@ -141,7 +142,7 @@ class AttentionConfig(AttentionMixer):
             slots = empty_slots(shape, precision.cache, precision.compute_dtype)
             return jax.tree.map(lambda part: placement.place(part, CACHE_AXES), slots)
 
-        return KVCache(k=empty(), v=empty())
+        return execution.cache_reading.initial(KVCache(k=empty(), v=empty()), placement)
 
     def build(
         self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
@@ -180,7 +181,7 @@ class Attention(nn.Module):
             last: Keys and values of a layer before, for a mixer that shares them.
 
         Returns:
-            The output [B S D] in the compute dtype, and the new `KVCache` and indicators.
+            The output [B S D] in the compute dtype, and the new cache and indicators.
         """
         positions = tokens.positions
         config, placement = self.config, self.execution.placement
@@ -235,7 +236,7 @@ class Attention(nn.Module):
         v: Array,
         tokens: TokenInputs,
         cache: LayerCache | None,
-    ) -> tuple[Array, dict[str, Array], KVCache | None]:
+    ) -> tuple[Array, dict[str, Array], KVCache | PagedCache | None]:
         """Compute the softmax, over the tokens themselves or over a cache."""
         config, placement = self.config, self.execution.placement
         positions, segment_ids = tokens.positions, tokens.segment_ids
@@ -272,8 +273,10 @@ class Attention(nn.Module):
                 "model.attention.is_causal=False: without causality a token's keys and values"
                 " change with every later token, and a cache of them would be wrong"
             )
-        given = {"placement": placement, "positions": positions, "rules": rules}
-        return attend_cached(q, k, v, cache.entries, cache.layer, **given)
+        given: Any = {"placement": placement, "positions": positions, "rules": rules}
+        given["token_mask"] = tokens.token_mask
+        reading = self.execution.cache_reading
+        return reading.attend(q, k, v, cache.entries, cache.layer, **given)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Weight:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)
