@@ -148,6 +148,7 @@ REGISTRIES = {
     },
     "sharding.products.collective:TensorProductsConfig": {"whole", "ring"},
     "sharding.pipeline:PIPELINES": {"interleaved", "gpipe"},
+    "sharding.sequence_parallel:CacheReading": {"whole", "pages"},
     "sharding.sequence_parallel:SequenceParallelConfig": {
         *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring", "levels"),
     },
