@@ -16,7 +16,7 @@ from jaxmoe.models.decode import cache_length
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.load import describe_precision
-from jaxmoe.training.decoded_loss import DecodedLoss, compare_readings
+from jaxmoe.training.measures.decoded_loss import DecodedLoss, compare_readings
 from jaxmoe.training.state import TrainState
 from sharding.sequence_parallel import WHOLE_CACHE, CacheReading
 

@@ -18,7 +18,7 @@ from jaxmoe.models.cache import bytes_read, initial_cache
 from jaxmoe.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import cache_length, generate
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.decoded_loss import compare_readings
+from jaxmoe.training.measures.decoded_loss import compare_readings
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import (
     WHOLE_CACHE,

@@ -10,6 +10,7 @@ attend as generated tokens do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,6 +70,7 @@ def compare_readings(
     return DecodedLoss(selected=selected, whole=whole)
 
 
+@functools.lru_cache(maxsize=4)
 def make_decoded_loss(
     model: ModelConfig, execution: WholeRowsConfig
 ) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
