@@ -132,7 +132,7 @@ REGISTRIES = {
         *("hash", "uniform_random", "forced_balance", "progressive_topk", "moe_plus_plus"),
         *("expert_choice", "soft_moe"),
     },
-    "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
+    "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion", "swept_layers"},
     "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
