@@ -8,7 +8,9 @@
 
 `--data.path` evaluates on other text than the run's own, in its tokens; a Hugging Face model has
 no data of its own. `--cache int4` rounds keys and values like a 4-bit cache; the loss is then that
-of decoding with one. `--run.mesh.data 1` evaluates on another number of devices than the training
+of decoding with one. `--cache_pages 16` adds the loss of the second half of each row, decoded while
+each token reads 16 pages of the cache beside the first and the latest, and with the whole cache.
+`--run.mesh.data 1` evaluates on another number of devices than the training
 used.
 """
 
@@ -28,7 +30,7 @@ from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
 from jaxmoe.run.diagnostics.router_details import format_router_details
 from sharding.mesh import MeshConfig
-from sharding.sequence_parallel import CacheFormat
+from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,12 @@ class EvaluateConfig:
     two sizes, the best choice for each budget."""
     cache: CacheFormat = "compute"
     """Format that keys and values are rounded to; compute does not round."""
+    cache_pages: int | None = None
+    """Pages of keys and values with the largest scores that a decoded token reads, beside the
+    first and the latest; all when None. It changes its loss."""
+    reading: CacheReading = WHOLE_CACHE
+    """Part of the cache that a decoded token reads: whole, or pages with their size, score and
+    eviction; --cache_pages is the short form."""
     data: DataConfig | None = None
     """Data to evaluate on, all of it where it is files; the run's held-out data when None."""
     sequence_length: int | None = None
@@ -65,12 +73,26 @@ class EvaluateConfig:
     batches: int | None = None
     """Number of held-out batches; that of the run when None."""
 
+    def __post_init__(self):
+        part_of_cache(self.reading, self.cache_pages)
+
+
+def part_of_cache(reading: CacheReading, pages: int | None) -> CacheReading:
+    """Return the part of the cache that is read, with the number of pages of `--cache_pages`.
+
+    Args:
+        reading: Choice of `--reading`.
+        pages: Number of pages with the largest scores; that of `reading` when None.
+    """
+    return reading if pages is None else reading.with_kept(pages)
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.evaluate"
     config = flags.parse_flags(EvaluateConfig(), argv, prog, __doc__ or "")
-    details = None
+    details = decoded = None
+    reading = part_of_cache(config.reading, config.cache_pages)
     announce(f"evaluating {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
         start_process()
@@ -87,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
         result = run.evaluate(step=config.run.step)
         if config.routing == "detailed":
             details = run.router_details(step=config.run.step)
+        if reading.selects:
+            decoded = run.measure_reading(reading, step=config.run.step)
     per_byte = ""
     if result.bits_per_byte is not None:
         per_byte = f" eval/bits_per_byte={result.bits_per_byte!r}"
@@ -95,6 +119,8 @@ def main(argv: Sequence[str]) -> int:
         f" eval/bits_per_token={result.bits_per_token!r}{per_byte}"
         + (f" {result.precision}" if result.precision else "")
     )
+    if decoded is not None:
+        print(decoded)
     if details is not None:
         print(format_router_details(details))
     return int(ExitCode.DONE)

@@ -17,9 +17,10 @@ about the same length compile nothing.
 the tokenizer, or by `--template`.
 
 Works for quantised runs too (experiments.checkpoint convert); `--cache int4` keeps keys and values
-in 4 bits. `--layers window:4` keeps four layers on the device, reads the others from host memory
-while it computes, and prints what was moved. `--run.mesh.data 1` loads the run on another number of
-devices than the training used.
+in 4 bits. `--cache_pages 16` lets each token read 16 pages of them, chosen for it, beside the first
+and the latest; `--reading.size`, `--reading.score` and others set how. `--layers window:4` keeps
+four layers on the device, reads the others from host memory while it computes, and prints what was
+moved. `--run.mesh.data 1` loads the run on another number of devices than the training used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce, dropped_output, say, write
 from experiments.cli.process import start_process
-from experiments.evaluate import FinishedRunConfig
+from experiments.evaluate import FinishedRunConfig, part_of_cache
 from jaxmoe.data.chat import ConversationError, TemplateName
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
@@ -46,7 +47,7 @@ from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends
 from jaxmoe.run.provenance.chat import open_chat
-from sharding.sequence_parallel import CacheFormat
+from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,12 @@ class GenerateConfig:
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
     layers: str | None = None
     """Layers on the device, such as window:4, while the others stay in host memory; None: all."""
+    cache_pages: int | None = None
+    """Pages of keys and values with the largest scores that a generated token reads, beside the
+    first and the latest; all when None. It changes the text."""
+    reading: CacheReading = WHOLE_CACHE
+    """Part of the cache that a generated token reads: whole, or pages with their size, score and
+    eviction; --cache_pages is the short form."""
     chat: bool = False
     """Whether to talk in the terminal, line by line, instead of continuing a prompt."""
     system: str | None = None
@@ -102,6 +109,7 @@ class GenerateConfig:
         GenerationConfig(length=self.length, sampling=sampling, stop=self.stop)
         if self.layers is not None:
             parse_window(self.layers)
+        part_of_cache(self.reading, self.cache_pages)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,6 +139,7 @@ def main(argv: Sequence[str]) -> int:
             "eos": config.eos,
             "step": config.run.step,
             "programs": window,
+            "reading": part_of_cache(config.reading, config.cache_pages),
         }
         if config.chat:
             _talk(open_chat(run, system=config.system, template=config.template), given)

@@ -25,6 +25,8 @@ from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
+    WHOLE_CACHE,
+    CacheReading,
     NoSequenceParallelConfig,
     SequenceParallelConfig,
 )
@@ -272,6 +274,11 @@ class ExecutionConfig:
         return _state_layout(self.rules, self.mesh, self.mesh_fold)
 
     @property
+    def cache_reading(self) -> CacheReading:
+        """Part of the cache that a generated token attends to; all of it, except in decoding."""
+        return WHOLE_CACHE
+
+    @property
     def mesh_fold(self) -> MoEMesh | None:
         """Fold of the mesh: `fold`, and the cuts of mesh.seq that `sequence_parallel` needs."""
         return self.sequence_parallel.mesh_fold(self.fold, self.mesh.seq)
@@ -303,13 +310,27 @@ class WholeRowsConfig(ExecutionConfig):
     several devices at once.
     """
 
+    reading: CacheReading = WHOLE_CACHE
+    """Part of the cache that a generated token attends to. Other than whole, it changes the loss of
+    generated tokens, and is therefore no field of `ExecutionConfig`."""
+
     @classmethod
-    def of(cls, execution: ExecutionConfig) -> WholeRowsConfig:
-        """Return an execution whose rows are whole."""
+    def of(cls, execution: ExecutionConfig, reading: CacheReading | None = None) -> WholeRowsConfig:
+        """Return an execution whose rows are whole.
+
+        Args:
+            execution: How the model is computed.
+            reading: Part of the cache that is read; that of `execution` when None.
+        """
         fields = dataclasses.fields(ExecutionConfig)
         given: dict[str, Any] = {field.name: getattr(execution, field.name) for field in fields}
         given["dispatcher"], given["halves"] = LocalConfig(), 1
-        return cls(**given)
+        return cls(**given, reading=execution.cache_reading if reading is None else reading)
+
+    @property
+    def cache_reading(self) -> CacheReading:
+        """Part of the cache that a generated token attends to."""
+        return self.reading
 
     @property
     def axis_rules(self) -> LogicalAxisRules:

@@ -140,7 +140,7 @@ REGISTRIES = {
     "jaxmoe.serve.policies.batching:BATCHING": {"split_fuse", "prefill_first"},
     "jaxmoe.serve.policies.dispatch:DISPATCH": {"round_robin", "least_loaded"},
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
-    "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
+    "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion", "swept_layers"},
     "jaxmoe.training.estimators:ESTIMATORS": {
         *("backprop", "spsa", "seed_pool", "evolution", "surrogate"),
     },
@@ -158,6 +158,7 @@ REGISTRIES = {
     },
     "sharding.products.collective:TensorProductsConfig": {"whole", "ring"},
     "sharding.pipeline:PIPELINES": {"interleaved", "gpipe"},
+    "sharding.sequence_parallel:CacheReading": {"whole", "pages"},
     "sharding.sequence_parallel:SequenceParallelConfig": {
         *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring", "levels"),
     },

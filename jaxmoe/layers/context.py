@@ -104,6 +104,7 @@ class AttentionMixer:
     shares_keys: ClassVar[bool] = False
     merges_streams: ClassVar[bool] = False
     has_pages: ClassVar[bool] = False
+    can_select_pages: ClassVar[bool] = False
     num_streams: int = 1
     window: int | None = None
 
@@ -112,6 +113,11 @@ class AttentionMixer:
         """Head counts and mask."""
         names = (field.name for field in dataclasses.fields(AttentionHeads))
         return AttentionHeads(**{name: getattr(self, name) for name in names})
+
+    @property
+    def key_features(self) -> int:
+        """Features of the keys of one token."""
+        return self.heads.num_kv_heads * self.heads.head_dim
 
     def flops_per_token(self, length: int) -> float:
         """Return the FLOPs per token beyond the parameters', forward and backward.
@@ -150,6 +156,8 @@ class RecurrentMixer:
     shares_keys: ClassVar[bool] = False
     merges_streams: ClassVar[bool] = False
     has_pages: ClassVar[bool] = False
+    can_select_pages: ClassVar[bool] = False
+    key_features: ClassVar[int] = 0
     num_streams: ClassVar[int] = 1
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False

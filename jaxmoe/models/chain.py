@@ -207,6 +207,11 @@ class Chain:
         """Return the residual stream as if no layer followed, before the final norm."""
         return _end(self.model, stream)
 
+    def normed(self, stream: Stream) -> Float[Array, "B S D"]:
+        """Return the activations after the final norm of a stream after the last layer."""
+        gain = self.params["final_norm"]["gain"]
+        return rms_norm(self.hidden(stream), gain, self.model.norm_epsilon)
+
     def logits(self, stream: Stream, at: Any = None) -> Float[Array, "B S V"]:
         """Return the logits of a stream after the last layer, f32.
 

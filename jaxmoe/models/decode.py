@@ -12,6 +12,8 @@ of the cache: the slots are cut over `seq`, the heads over `tensor`. The tokens 
 device. A prompt is therefore computed `seq` times, except its attention, and experts are gathered
 to the tokens with any dispatcher.
 
+`WholeRowsConfig.reading` may select pages of the cache that a generated token reads.
+
 Weights (`jaxmoe.models.quantize`) and the cache (`execution.precision.cache`) may be quantised on
 any mesh.
 """
@@ -28,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
-from jaxmoe.models.cache import Cache, initial_cache
+from jaxmoe.models.cache import Cache, check_reading, initial_cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.sampling import Limits, SamplingConfig, choose
 from jaxmoe.models.transformer import forward
@@ -139,6 +141,7 @@ def stream(
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: generation needs a token to generate")
     execution = WholeRowsConfig.of(execution or ExecutionConfig())
+    check_reading(model, execution)
     if execution.placement.mesh_axes(ax.ACT_BATCH):
         sizes = jax.sharding.get_abstract_mesh().shape
         axes = (ax.ACT_BATCH, None)
@@ -166,7 +169,7 @@ def _stream(
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     num_keys = _rounded(num_tokens)
-    capacity = tokens.shape[1] + num_keys
+    capacity = cache_length(int(lengths.max()), num_tokens)
     programs = make(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
     limits = sampling.limits(model.vocab_size)
     keys, ends = jax.random.split(key, num_keys), np.asarray(eos_ids, np.int32)
@@ -297,6 +300,16 @@ def _rows(prompt: Any, vocab_size: int) -> list[np.ndarray]:
                 f" {row.min()} to {row.max()} ({row.dtype})"
             )
     return rows
+
+
+def cache_length(longest: int, num_tokens: int) -> int:
+    """Return the positions of the cache of `generate`.
+
+    Args:
+        longest: Tokens of the longest prompt.
+        num_tokens: Tokens to generate.
+    """
+    return _rounded(longest) + _rounded(num_tokens)
 
 
 def _rounded(length: int) -> int:

@@ -60,7 +60,12 @@ def parallel_scan(model: ModelConfig) -> Scan:
 
 
 def sweep_streams(
-    model: Chain, tokens: Array, segment_ids: Array | None, sweeps: int
+    model: Chain,
+    tokens: Array,
+    segment_ids: Array | None,
+    sweeps: int,
+    *,
+    is_batched: bool = True,
 ) -> list[Stream]:
     """Return the stream after the last layer for 1, 2, ... sweeps over the longest scan.
 
@@ -69,6 +74,8 @@ def sweep_streams(
         tokens: Ids [B S].
         segment_ids: Documents [B S], 0 for padding; one a row when None.
         sweeps: Largest number of sweeps.
+        is_batched: Whether the layers of a sweep are computed together; False computes the same
+            one after the other, and needs no single device.
     """
     scan = parallel_scan(model.model)
     stream, about = model.begin(tokens, segment_ids)
@@ -79,7 +86,7 @@ def sweep_streams(
     numbers = np.array([(call.cache_layer, call.moe_layer) for call in calls], np.int32)
     inputs = jax.vmap(functools.partial(layer_inputs, stack.kind, model.router_state))(*numbers.T)
     estimate = jnp.broadcast_to(stream.x[None], (stack.num_layers, *stream.x.shape))
-    found, sizes = [], (model.model.context, model.execution, stack)
+    found, sizes = [], (model.model.context, model.execution, stack, is_batched)
     for _ in range(sweeps):
         estimate, last = _sweep(
             *sizes, stack_parameters(model.params, stack), inputs, stream, about, estimate
@@ -97,11 +104,12 @@ def _in_order(model: Chain, scans: tuple[Scan, ...], stream: Stream, about: Toke
     return stream
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _sweep(
     context: LayerContext,
     execution: ExecutionConfig,
     stack: LayerStack,
+    is_batched: bool,
     params: Any,
     inputs: LayerInputs,
     first: Stream,
@@ -114,6 +122,7 @@ def _sweep(
         context: Model-wide numbers.
         execution: How a layer is computed.
         stack: Layers.
+        is_batched: Whether they are computed together.
         params: Their parameters, stacked.
         inputs: Their inputs, stacked.
         first: Stream before the first.
@@ -125,6 +134,7 @@ def _sweep(
     def branch(own: Any, given: LayerInputs, x: Array) -> Array:
         return block.apply({"params": own}, Stream(x=x), given, about)[0].x - x
 
-    branches = jax.vmap(branch)(params, inputs, estimate)
+    every = params, inputs, estimate
+    branches = jax.vmap(branch)(*every) if is_batched else jax.lax.map(lambda x: branch(*x), every)
     after = first.x[None] + jnp.cumsum(branches.astype(jnp.float32), axis=0).astype(first.x.dtype)
     return jnp.concatenate([first.x[None], after[:-1]]), Stream(x=after[-1])

@@ -29,21 +29,15 @@ from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, to_json
 from jaxmoe.data import DataConfig, Source
 from jaxmoe.errors import ConfigurationError, configuration_errors
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import (
-    GenerationConfig,
-    OnSample,
-    continue_texts,
-    encode_prompts,
-)
+from jaxmoe.generation.text import GenerationConfig, OnSample, continue_texts, encode_prompts
 from jaxmoe.messages import shown
 from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
-from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.conversion import Ends as Ends
 from jaxmoe.run.conversion import end_ids
+from jaxmoe.run.diagnostics.cache_pages import ReadingResult, decoding, measure_reading
 from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import at_execution, describe_precision, on_data, restore_run, saved_config
@@ -59,7 +53,7 @@ from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.loop import drain
 from jaxmoe.training.state import TrainState
 from sharding.mesh import MeshConfig
-from sharding.sequence_parallel import CacheFormat
+from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
 
 
 class Run:
@@ -220,6 +214,7 @@ class Run:
         eos: Ends = "auto",
         eos_ids: Sequence[int] = (),
         step: int | None = None,
+        reading: CacheReading = WHOLE_CACHE,
         on_sample: OnSample | None = None,
         programs: MakePrograms | None = None,
     ) -> Any:
@@ -238,6 +233,7 @@ class Run:
                 Hugging Face models, and for those imported without data of their own.
             eos_ids: Further token ids that end a text.
             step: Step of the checkpoint; the newest when None.
+            reading: Part of the cache that a generated token attends to.
             on_sample: Called with the sample of a single prompt as its text grows.
             programs: Makes the programs, see `jaxmoe.models.offload`.
 
@@ -261,7 +257,7 @@ class Run:
                 prompts = encode_prompts(source, [prompt] if isinstance(prompt, str) else prompt)
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
             given = dataclasses.replace(given, eos_ids=ends)
-            precision = assembly.execution.precision
+            execution, precision = decoding(assembly, reading, prompts, length)
             alone = {"on_sample": on_sample, "programs": programs}
             alone = alone if len(prompts) == 1 or any(alone.values()) else {}
             samples = (continue_texts if alone else continue_together)(
@@ -271,10 +267,8 @@ class Run:
                 jax.device_get(loaded.state.router_state),
                 prompts,
                 given,
-                execution=ExecutionConfig(
-                    precision=PrecisionPolicy(weights=precision.weights, cache=precision.cache)
-                ),
-                precision=describe_precision(assembly),
+                execution=execution,
+                precision=precision,
                 **alone,
             )
         return samples[0] if isinstance(prompt, str | np.ndarray) else samples
@@ -295,6 +289,19 @@ class Run:
         """
         with self._restored(step) as loaded:
             return router_details(loaded.assembly, loaded.state)
+
+    def measure_reading(self, reading: CacheReading, *, step: int | None = None) -> ReadingResult:
+        """Compute the held-out loss of decoded tokens that attend to a part of the cache.
+
+        Args:
+            reading: Part of the cache that is read.
+            step: Step of the checkpoint; the newest when None.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint, or the model or the data do not fit.
+        """
+        with self._restored(step) as loaded, configuration_errors():
+            return measure_reading(loaded.assembly, loaded.state, loaded.step, reading)
 
     def report(self) -> pathlib.Path:
         """Draw the plots and write report.html anew from the files of the run.

@@ -6,11 +6,12 @@ To add an objective: `jaxmoe/training/next_token.py` as the example, `jaxmoe/tra
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.contrib.training.swept_layers import SweptLayersConfig as SweptLayersConfig
 from jaxmoe.training.fit import Fit as Fit
 from jaxmoe.training.fit import fit as fit
 from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig as MaskedDiffusionConfig
 from jaxmoe.training.next_token import NextTokenConfig as NextTokenConfig
 
-ObjectiveConfig = NextTokenConfig | MaskedDiffusionConfig
+ObjectiveConfig = NextTokenConfig | MaskedDiffusionConfig | SweptLayersConfig
 
 OBJECTIVES = registry_of(ObjectiveConfig)

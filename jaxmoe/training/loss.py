@@ -152,15 +152,19 @@ def forward_and_row_nll(
         level=level,
         **given,
     )
-    nll, rows = summed_loss(
-        output.hidden,
-        head_weight(params, model),
-        batch,
+    summed = partial(
+        summed_loss,
+        weight=head_weight(params, model),
+        batch=batch,
         model=model,
         execution=execution,
         objective=objective,
-        has_rows=has_rows,
     )
+    nll, rows = summed(output.hidden, has_rows=has_rows)
+    if objective is not None and given.get("train"):
+        about = model, execution, params, batch
+        further = objective.further_loss(*about, lambda hidden: summed(hidden)[0], given)
+        nll = nll if further is None else nll + further
     return nll, rows, output
 
 

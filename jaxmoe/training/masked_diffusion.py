@@ -42,6 +42,7 @@ from jaxtyping import Array, Float, Int, Key, UInt
 from jaxmoe.data.batch import Batch
 from jaxmoe.data.source import Source
 from jaxmoe.data.synthetic import SyntheticSource
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
@@ -132,6 +133,28 @@ class MaskedDiffusionConfig:
             given: Weights and extra arrays of the same positions.
         """
         return nll * given.weights
+
+    def further_loss(
+        self,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        params: Any,
+        batch: Batch,
+        loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]],
+        given: dict[str, Any],
+    ) -> Float[Array, ""] | None:
+        """Return None: the loss of the tokens is the whole loss of a training pass.
+
+        Args:
+            model: Model to compute.
+            execution: How it is computed.
+            params: Parameters of the model.
+            batch: Rows.
+            loss_of: Summed loss of activations after the final norm.
+            given: Arguments of the pass.
+        """
+        del model, execution, params, batch, loss_of, given
+        return None
 
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement

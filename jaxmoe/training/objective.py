@@ -12,6 +12,7 @@ An objective is a member of `ObjectiveConfig` with these members:
     prepare(model, batch, key, placement)     the batch of a training step
     examine(model, batch, index, placement)   pass `index` over a held-out batch
     token_loss(nll, given)          loss of each token, [B S]
+    further_loss(...)               a term of training passes beside it, or None
 
 To add an objective: a config in a file beside `jaxmoe/training/next_token.py`, and a line in the
 union of `jaxmoe/training/__init__.py`.

@@ -28,6 +28,9 @@ from sharding.sequence_parallel.form import Choice as Choice
 from sharding.sequence_parallel.form import SequenceForm as SequenceForm
 from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules
 from sharding.sequence_parallel.none import NoSequenceParallelConfig as NoSequenceParallelConfig
+from sharding.sequence_parallel.page_selection import (
+    PageSelectionConfig as PageSelectionConfig,
+)
 from sharding.sequence_parallel.paged import PagedCache as PagedCache
 from sharding.sequence_parallel.paged import PageTables as PageTables
 from sharding.sequence_parallel.paged import empty_pages as empty_pages
@@ -38,6 +41,7 @@ from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
 from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig
 from sharding.sequence_parallel.ulysses import UlyssesConfig as UlyssesConfig
 from sharding.sequence_parallel.usp import UlyssesRingConfig as UlyssesRingConfig
+from sharding.sequence_parallel.whole_cache import WholeCacheConfig as WholeCacheConfig
 
 SequenceParallelConfig = (
     NoSequenceParallelConfig
@@ -50,3 +54,9 @@ SequenceParallelConfig = (
     | LevelsConfig
 )
 """How attention spreads the positions of a sequence."""
+
+CacheReading = WholeCacheConfig | PageSelectionConfig
+"""Which part of a cache a generated token attends to; a selection changes what is generated."""
+
+WHOLE_CACHE = WholeCacheConfig()
+"""The usual reading: all of the cache."""

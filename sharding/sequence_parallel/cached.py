@@ -80,14 +80,7 @@ class KVCache(NamedTuple):
         def run(q, k, v, cache, layer, positions, *, batch_axes):
             del batch_axes
             held = held_positions(cache.k.shape[2], axes)
-
-            def write(entries: Any, new: Array) -> Any:
-                def put(held_entries: Array, new: Array) -> Array:
-                    return write_slots(held_entries, new, layer, positions - held[0])
-
-                return jax.tree.map(put, entries, into_cache(new, entries))
-
-            cache = KVCache(write(cache.k, k), write(cache.v, v))
+            cache = write_tokens(cache, k, v, layer, positions - held[0])
             keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in cache)
             given = HeldTokens(positions, None), HeldTokens(held, None)
             out, found = attend_and_merge(q, keys, values, *given, rules, axes)
@@ -103,6 +96,28 @@ class KVCache(NamedTuple):
 
 CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)
 """Logical axes of the keys and values."""
+
+
+def write_tokens(
+    cache: KVCache, k: Array, v: Array, layer: Int[Array, ""], slots: Int[Array, "B S"]
+) -> KVCache:
+    """Return the cache with new keys and values of one layer, rounded as the cache is.
+
+    Args:
+        cache: Slots of this device.
+        k: Keys of the new tokens [B S M H].
+        v: Values of the new tokens.
+        layer: Layer that they are of.
+        slots: Slot of each token, as for `write_slots`.
+    """
+
+    def write(entries: Any, new: Array) -> Any:
+        def put(held_entries: Array, new: Array) -> Array:
+            return write_slots(held_entries, new, layer, slots)
+
+        return jax.tree.map(put, entries, into_cache(new, entries))
+
+    return KVCache(write(cache.k, k), write(cache.v, v))
 
 
 def held_positions(slots: int, axes: tuple[str, ...]) -> Int[Array, " u"]:

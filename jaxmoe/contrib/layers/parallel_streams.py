@@ -33,7 +33,7 @@ from pallas_kernels import flash_attention
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.sequence_parallel import KVCache
+from sharding.sequence_parallel import KVCache, PagedCache
 from sharding.sequence_parallel.attend import sequence_ranks
 
 _STREAM: Final = (ax.ACT_BATCH, ax.ACT_SEQ, None)
@@ -47,6 +47,7 @@ class ParallelStreamsConfig(AttentionConfig):
     name: ClassVar[str] = "parallel_streams"
     merges_streams: ClassVar[bool] = True
     has_pages: ClassVar[bool] = False
+    can_select_pages: ClassVar[bool] = False
 
     num_streams: int = 2
     """Streams of a sequence (P)."""
@@ -118,7 +119,7 @@ class StreamAttention(Attention):
 
     def _attend(
         self, q: Array, k: Array, v: Array, tokens: TokenInputs, cache: LayerCache | None
-    ) -> tuple[Array, dict[str, Array], KVCache | None]:
+    ) -> tuple[Array, dict[str, Array], KVCache | PagedCache | None]:
         config, placement = self.config, self.execution.placement
         if cache is None and (ranks := sequence_ranks(placement)) > 1:
             raise ValueError(

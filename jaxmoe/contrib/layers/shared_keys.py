@@ -32,7 +32,7 @@ from jaxmoe.layers.records import LastKeys, LayerCache, LayerInputs, TokenInputs
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.sequence_parallel import KVCache
+from sharding.sequence_parallel import KVCache, PagedCache
 
 _STREAM_OF_KEYS = 0x6B  # separates its draws from those of routers
 
@@ -45,6 +45,7 @@ class SharedKeysConfig(AttentionConfig):
     name: ClassVar[str] = "shared_keys"
     shares_keys: ClassVar[bool] = True
     has_pages: ClassVar[bool] = False
+    can_select_pages: ClassVar[bool] = False
 
     leader_every: int = 2
     """Layers from one that computes keys and values to the next, outside of training."""
@@ -104,7 +105,7 @@ class SharedKeysConfig(AttentionConfig):
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
-    ) -> KVCache:
+    ) -> KVCache | PagedCache:
         """Return an empty cache of the layers that lead.
 
         Args:
@@ -146,7 +147,7 @@ class SharedAttention(Attention):
 
     def _attend(
         self, q: Array, k: Array, v: Array, tokens: TokenInputs, cache: LayerCache | None
-    ) -> tuple[Array, dict[str, Array], KVCache | None]:
+    ) -> tuple[Array, dict[str, Array], KVCache | PagedCache | None]:
         if cache is not None:
             leader = cache.layer // jnp.int32(self.config.leader_every)
             cache = dataclasses.replace(cache, layer=leader)

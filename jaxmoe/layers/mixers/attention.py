@@ -57,6 +57,7 @@ class AttentionConfig(AttentionMixer):
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     can_quantize: ClassVar[bool] = True
     has_pages: ClassVar[bool] = True
+    can_select_pages: ClassVar[bool] = True
 
     num_heads: int = 4
     """Query heads (N)."""
@@ -128,7 +129,7 @@ class AttentionConfig(AttentionMixer):
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
-    ) -> KVCache:
+    ) -> Any:
         """Return an empty cache, cut as the mesh is.
 
         Args:
@@ -144,7 +145,7 @@ class AttentionConfig(AttentionMixer):
             slots = empty_slots(shape, precision.cache, precision.compute_dtype)
             return jax.tree.map(lambda part: placement.place(part, CACHE_AXES), slots)
 
-        return KVCache(k=empty(), v=empty())
+        return execution.cache_reading.initial(KVCache(k=empty(), v=empty()), placement)
 
     def initial_pages(
         self, execution: ExecutionConfig, *, layers: int, pages: int, size: int
@@ -202,7 +203,7 @@ class Attention(nn.Module):
             last: Keys and values of a layer before, for a mixer that shares them.
 
         Returns:
-            The output [B S D] in the compute dtype, and the new `KVCache` and indicators.
+            The output [B S D] in the compute dtype, and the new cache and indicators.
         """
         positions = tokens.positions
         config, placement = self.config, self.execution.placement
@@ -295,8 +296,10 @@ class Attention(nn.Module):
                 "model.attention.is_causal=False: without causality a token's keys and values"
                 " change with every later token, and a cache of them would be wrong"
             )
-        given = {"placement": placement, "positions": positions, "rules": rules}
-        return cache.entries.attend(q, k, v, cache.layer, **given)
+        given: Any = {"placement": placement, "positions": positions, "rules": rules}
+        given["token_mask"] = tokens.token_mask
+        reading = self.execution.cache_reading
+        return reading.attend(q, k, v, cache.entries, cache.layer, **given)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Weight:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)

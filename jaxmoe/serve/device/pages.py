@@ -63,6 +63,11 @@ def why_not_served(model: ModelConfig, execution: ExecutionConfig, mesh: Any) ->
             "model.attention.is_causal=False: this model fills gaps from both sides, and requests"
             " are answered from left to right: sample it with jaxmoe.models.diffuse"
         )
+    if execution.cache_reading.selects:
+        return (
+            "reading:pages selects pages of the cache of one sequence, and a server shares them:"
+            " generate one prompt with it, or leave it out"
+        )
     sizes = {} if mesh is None else dict(mesh.shape)
     for name, size in sizes.items():
         if size > 1 and name not in _SERVED_AXES:

@@ -1,0 +1,124 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Adds the loss after a few parallel sweeps over the layers to that of the next token (SNLP).
+
+    loss = nll + weight * nll after s sweeps        s drawn from 1 to `sweeps` in each step
+
+`jaxmoe.models.layer_parallel` defines a sweep, which evaluates equal layers at once. A model that
+is trained with it is nearer to its exact output after few of them. A step costs about as much as
+1 + `sweeps` steps, and the logged training loss includes the further term; the held-out loss does
+not.
+
+Reading: the repository states weights from 0.0625 to 0.5 over sampled configurations; a
+configuration is taken to be a number of sweeps over all equal layers.
+
+Source: the method of the repository phymhan/nanochat-snlp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.chain import Chain
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
+from jaxmoe.training.next_token import NextTokenConfig
+from sharding.constrain import Placement
+
+_OF_SWEEPS: Final = 0x5E  # separates its draws from those of routers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SweptLayersConfig(NextTokenConfig):
+    """Predict each token, also from layers that are evaluated in parallel sweeps (SNLP)."""
+
+    name: ClassVar[str] = "swept_layers"
+
+    weight: float = 0.25
+    """Factor of the loss after the sweeps; the source has 0.0625 to 0.5."""
+    sweeps: int = 2
+    """Largest number of sweeps that is drawn."""
+
+    def __post_init__(self):
+        if self.weight <= 0.0:
+            raise ValueError(
+                f"objective.weight={self.weight} must be above 0; without the term set"
+                " training.objective to next_token"
+            )
+        if self.sweeps < 1:
+            raise ValueError(f"objective.sweeps={self.sweeps} must be at least 1")
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise if the model cannot be trained with it.
+
+        Raises:
+            ValueError: It is not causal, or its layers cannot be evaluated in parallel.
+        """
+        NextTokenConfig.check(self, model)
+        parallel_scan(model)
+
+    def prepare(
+        self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
+    ) -> Batch:
+        """Return the batch of a training step unchanged.
+
+        Raises:
+            ValueError: The layers of the current mesh are on several stages.
+        """
+        stages = jax.sharding.get_abstract_mesh().shape.get("stage", 1)
+        if stages > 1:
+            raise ValueError(
+                f"execution.mesh.stage={stages}: training.objective {self.name!r} evaluates all"
+                " layers at once: set execution.mesh.stage to 1, or the objective to next_token"
+            )
+        return NextTokenConfig.prepare(self, model, batch, key, placement)
+
+    def further_loss(
+        self,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        params: Any,
+        batch: Batch,
+        loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]],
+        given: dict[str, Any],
+    ) -> Float[Array, ""]:
+        """Return the weighted sum of the losses after some sweeps.
+
+        Args:
+            model: Model to compute.
+            execution: How it is computed.
+            params: Parameters of the model.
+            batch: Rows.
+            loss_of: Summed loss of activations after the final norm.
+            given: Arguments of the pass: key, router state.
+
+        Raises:
+            ValueError: The pass rewrites the parameters of layers, or gathers them once a step.
+        """
+        for field, values in (
+            ("training.gradients", ("view", "rewrite")),
+            ("execution.rules", ("whole",)),
+        ):
+            if any(given.get(value) is not None for value in values):
+                raise ValueError(
+                    f"{field} gives layers other parameters than those that are stored, which"
+                    f" training.objective {self.name!r} reads: set training.gradients to backprop"
+                    " and execution.rules to fully_sharded or data_parallel"
+                )
+        chain = Chain.of(model, execution, params, given.get("router_state"))
+        segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
+        streams = sweep_streams(
+            chain, jnp.asarray(batch.tokens), segments, self.sweeps, is_batched=False
+        )
+        key = jax.random.fold_in(given["key"], _OF_SWEEPS)
+        drawn = jax.random.randint(key, (), 0, self.sweeps)
+        stream = jax.tree.map(lambda *parts: jnp.take(jnp.stack(parts), drawn, axis=0), *streams)
+        return jnp.float32(self.weight) * loss_of(chain.normed(stream))
