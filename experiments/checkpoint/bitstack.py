@@ -245,7 +245,8 @@ def _num_fitting(sizes: Sequence[int], floor: int, limit: int | None) -> int:
 
 def _table(table: ParameterTable, model: Any, params: Any) -> str:
     """Return the blocks, sizes and errors of the matrices as text."""
-    lines = [("matrix", "shape", "blocks", "kB before", "kB after", "error")]
+    head = ("matrix", "shape", "blocks", "kB before", "kB after", "error")
+    lines: list[tuple[str, ...]] = [head]
     values = dict[str, Any]()
     _in_blocks(table, model, lambda row, value: values.update({row.path: np.asarray(value)}))
 

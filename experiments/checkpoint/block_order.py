@@ -8,6 +8,7 @@ which evaluation does not read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,7 +79,9 @@ def split_into_blocks(
         for layer, own in enumerate(scales[path].reshape(shape[:-1])):
             announce(f"splitting {path}, layer {layer}")
             blocks, _ = jax.device_get(split(matrices[layer], own))
-            of_layers[path, layer] = blocks.replace(layers=np.full(count, layer, np.int32))
+            of_layers[path, layer] = dataclasses.replace(
+                blocks, layers=np.full(count, layer, np.int32)
+            )
     stacks = {
         owner: BitStack(scales=scales[owner[0]], blocks=of) for owner, of in of_layers.items()
     }

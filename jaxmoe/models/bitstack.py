@@ -17,6 +17,7 @@ with the blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -43,15 +44,15 @@ SMALLEST_SCALE = 1e-3
 class Blocks:
     """Blocks of the layers of one parameter, sorted by place."""
 
-    signs: UInt8[Array, "b *G packed"]
+    signs: UInt8[Array, "b *G packed"] | Any
     """Signs of inputs times outputs, 8 to the byte; a bit is 1 for +1."""
-    left: Float16[Array, "b *G m r"]
+    left: Float16[Array, "b *G m r"] | Any
     """Factor of the inputs."""
-    right: Float16[Array, "b *G r n"]
+    right: Float16[Array, "b *G r n"] | Any
     """Factor of the outputs."""
-    layers: Int32[Array, " b"]
+    layers: Int32[Array, " b"] | Any
     """Layer that a block belongs to."""
-    places: Int32[Array, " b"]
+    places: Int32[Array, " b"] | Any
     """Place of a block among the blocks of all parameters."""
 
 
@@ -60,7 +61,7 @@ class Blocks:
 class BitStack:
     """Parameter as a sum of blocks."""
 
-    scales: Float[Array, "L *G m"]
+    scales: Float[Array, "L *G m"] | Any
     """Factors of the inputs, by which the sum is divided."""
     blocks: Blocks | None
     """The blocks; None without any."""
@@ -215,7 +216,7 @@ def prefix(stack: BitStack, count: int) -> BitStack:
         return stack
     kept = int(np.sum(np.asarray(stack.blocks.places) < count))
     blocks = jax.tree.map(lambda leaf: leaf[:kept], stack.blocks) if kept else None
-    return stack.replace(blocks=blocks)
+    return dataclasses.replace(stack, blocks=blocks)
 
 
 def sort_blocks(
@@ -232,7 +233,7 @@ def sort_blocks(
     for place, owner in enumerate(order):
         path, layer = owner
         block = jax.tree.map(lambda leaf, i=seen[owner]: leaf[i], of_layers[owner])
-        own = block.replace(layers=jnp.int32(layer), places=jnp.int32(place))
+        own = dataclasses.replace(block, layers=jnp.int32(layer), places=jnp.int32(place))
         found.setdefault(path, []).append(own)
         seen[owner] += 1
     return {path: jax.tree.map(lambda *x: jnp.stack(x), *own) for path, own in found.items()}
