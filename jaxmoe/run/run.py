@@ -107,7 +107,6 @@ class Run:
         sequence_length: int | None = None,
         batches: int | None = None,
         initial: str | None = None,
-        task: int | None = None,
     ) -> Run:
         """Open a finished or interrupted run by its directory.
 
@@ -119,17 +118,14 @@ class Run:
             sequence_length: Tokens of a held-out sequence; those of a training row when None.
             batches: Number of held-out batches; that of the run when None.
             initial: Model that the adapter of the run was trained on, where it has moved.
-            task: Task of prompts and of rows that have none, for an adapter by task.
 
         Raises:
-            ConfigurationError: There is no run or no such task, or `cache` or `data` does not fit the model.
+            ConfigurationError: There is no run, or `cache` or `data` does not fit the model.
         """
         with configuration_errors():
             path = model_directory(directory, "run.directory")
             saved = saved_config(path, initial)
             config = on_data(saved, RunDirectory(path), data, sequence_length, batches)
-            if task is not None:
-                config = at_task(config, task)
             run = cls(at_execution(config, path, mesh, cache), path)
         run._has_own_data = config == saved
         return run
