@@ -4,11 +4,11 @@
 
 import pytest
 
-from experiments import evaluate, finetune, generate
+from experiments import evaluate, finetune, generate, pretrain
 from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
 from jaxmoe.run.load import load_run
-from tests.support.runs import logged_losses
+from tests.support.runs import flags, logged_losses
 
 QUICK = ("--training.steps", "2", "--schedule.warmup_steps", "1", "--tracking.sample_length", "0")
 ADAPTERS = {
@@ -18,11 +18,15 @@ ADAPTERS = {
 }
 
 
-def flags(base, directory, name, texts):
-    where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
+def mixture(texts):
     parts = [f"{path.stem}={weight}:{path}" for weight, path in zip((2, 1), texts, strict=True)]
-    data = ("data:mixture", "--data.mix", *parts)
-    return [*where, *QUICK, "--tracking.trackers", *data, f"adapter:{name}", *ADAPTERS[name]]
+    return "data:mixture", "--data.mix", *parts
+
+
+def tuning(base, directory, name, texts):
+    where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
+    adapter = (f"adapter:{name}", *ADAPTERS[name])
+    return [*where, *QUICK, "--tracking.trackers", *mixture(texts), *adapter]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +37,21 @@ def texts(tmp_path_factory):
     return [folder / "one.txt", folder / "two.txt"]
 
 
+@pytest.fixture(scope="module")
+def base(texts, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "bytes"
+    words = flags(directory, 3, "--model.vocab_size", "256", *mixture(texts))
+    assert pretrain.main(words) == ExitCode.DONE
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_mixture_is_trained_evaluated_and_read_and_not_folded(
-    name, finished, texts, tmp_path, capsys
+    name, base, texts, tmp_path, capsys
 ):
     directory = tmp_path / name
-    assert finetune.main(flags(finished, directory, name, texts)) == ExitCode.DONE
+    assert finetune.main(tuning(base, directory, name, texts)) == ExitCode.DONE
     assert len(logged_losses(directory)) == 2
     assembly, _, step = load_run(str(directory), None)
     batch = assembly.loader.batch(0)
@@ -58,8 +70,9 @@ def test_a_mixture_is_trained_evaluated_and_read_and_not_folded(
     assert "depends on the token" in capsys.readouterr().err
 
 
-def test_a_mixture_of_more_parts_than_tasks_is_refused(finished, texts, tmp_path, capsys):
-    words = flags(finished, tmp_path / "run", "task_lora", texts)
+@pytest.mark.slow
+def test_a_mixture_of_more_parts_than_tasks_is_refused(base, texts, tmp_path, capsys):
+    words = tuning(base, tmp_path / "run", "task_lora", texts)
     words[words.index("--adapter.members") + 1] = "1"
     with pytest.raises(SystemExit):
         finetune.main(words)

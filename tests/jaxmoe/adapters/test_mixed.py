@@ -50,8 +50,9 @@ EXECUTIONS = {
     "data2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2)),
     "data4": ExecutionConfig(mesh=MeshConfig(data=4), remat="full"),
     "zero2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2), rules="zero2"),
-    "seq2_tensor2": ExecutionConfig(
-        mesh=MeshConfig(seq=2, tensor=2), sequence_parallel=AllGatherKVConfig()
+    "data2_seq2": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=2),
+        sequence_parallel=AllGatherKVConfig(layout="contiguous"),
     ),
 }
 
