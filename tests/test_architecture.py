@@ -136,7 +136,9 @@ REGISTRIES = {
         *("split_fuse", "prefill_first", "layered", "laps", "flow_prefill", "batch_llm"),
         *("nexus", "semi_pd", "nano_batches"),
     },
-    "jaxmoe.serve.policies.dispatch:DISPATCH": {"round_robin", "least_loaded"},
+    "jaxmoe.serve.policies.dispatch:DISPATCH": {
+        *("round_robin", "least_loaded", "prefix_aware", "dual_map", "llumnix", "dist_serve"),
+    },
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
