@@ -38,9 +38,8 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data import Batch
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.chain import Chain, layer_calls
 from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
-from jaxmoe.models.unrolled import UnrolledModel, layer_calls
 from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.diagnostics.depth import (
@@ -99,7 +98,7 @@ def _measure(config: DepthConfig) -> tuple[DepthMeasures, dict[str, Any]]:
             " start it on one host, with --run.mesh.data for its devices"
         )
     assembly, state, step = load_run(given.directory, given.step, given.mesh, initial=given.initial)
-    model = _unrolled(assembly, state)
+    model = _chain(assembly, state)
     if config.sweeps:
         parallel_scan(model.model)
     batches = list(assembly.held_out())[: config.batches]
@@ -155,14 +154,12 @@ def _write(
     )
 
 
-def _unrolled(assembly: Assembly, state: TrainState) -> UnrolledModel:
-    return UnrolledModel.of(
-        assembly.plan.model, assembly.execution, state.params, state.router_state
-    )
+def _chain(assembly: Assembly, state: TrainState) -> Chain:
+    return Chain.of(assembly.plan.model, assembly.execution, state.params, state.router_state)
 
 
 def _maps(
-    config: DepthConfig, assembly: Assembly, model: UnrolledModel, batches: list[Batch]
+    config: DepthConfig, assembly: Assembly, model: Chain, batches: list[Batch]
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the errors of linear maps to the other run, and the names of its layers."""
     path = str(config.against)
@@ -176,7 +173,7 @@ def _maps(
     with jax.set_mesh(assembly.mesh):
         streams = streams_of(model, batches)
     with jax.set_mesh(other.mesh):
-        theirs = _unrolled(other, state)
+        theirs = _chain(other, state)
         moved = [global_batch(jax.device_get(batch), other.mesh) for batch in batches]
         others = streams_of(theirs, moved)
     return map_error(streams, others), tuple(
@@ -185,7 +182,7 @@ def _maps(
     )
 
 
-def sweep_losses(model: UnrolledModel, batches: Sequence[Batch], sweeps: int) -> dict[str, Any]:
+def sweep_losses(model: Chain, batches: Sequence[Batch], sweeps: int) -> dict[str, Any]:
     """Return nats per token in the usual order, and after 1, 2, ... sweeps, on one device.
 
     Args:
@@ -193,10 +190,7 @@ def sweep_losses(model: UnrolledModel, batches: Sequence[Batch], sweeps: int) ->
         batches: Held-out batches.
         sweeps: Largest number of sweeps.
     """
-    params, state = jax.tree.map(jnp.asarray, jax.device_get((model.params, model.router_state)))
-    given = model.execution
-    execution = ExecutionConfig(precision=given.precision, kernels=given.kernels)
-    model = UnrolledModel.of(model.model, execution, params, state)
+    model = model.on_one_device()
     totals, weight = np.zeros(sweeps + 1), 0.0
     for one in batches:
         batch = jax.tree.map(jnp.asarray, jax.device_get(one))

@@ -6,6 +6,7 @@
     python -m experiments.finetune --checkpoint.initial DIR adapter:lora --adapter.rank 8 \\
         --adapter.targets.roles attention_in attention_out expert_in expert_out
     python -m experiments.finetune --checkpoint.initial RUN adapter:select
+    python -m experiments.finetune --checkpoint.initial RUN adapter:lift --adapter.refresh_every 50
 
 `--checkpoint.initial` gives model, tokenizer, data and precision; flags change them. `adapter:` is
 short for `model.adapter:`. `select` trains all but the routers unless told otherwise. The run is

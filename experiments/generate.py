@@ -17,13 +17,14 @@ about the same length compile nothing.
 the tokenizer, or by `--template`.
 
 Works for quantised runs too (experiments.checkpoint convert); `--cache int4` keeps keys and values
-in 4 bits. `--run.mesh.data 1` loads the run on another number of devices than the training used.
+in 4 bits. `--layers window:4` keeps four layers on the device, reads the others from host memory
+while it computes, and prints what was moved. `--run.mesh.data 1` loads the run on another number of
+devices than the training used.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -32,14 +33,15 @@ from typing import Any
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
-from experiments.cli.output import announce, dropped_output, write
+from experiments.cli.output import announce, dropped_output, say, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data.chat import ConversationError, TemplateName
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
+from jaxmoe.generation.prompts import read_prompts, write_samples
 from jaxmoe.generation.text import GenerationConfig, Sample
-from jaxmoe.json_bounds import parse_json
+from jaxmoe.models.offload import LayerWindow, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends
@@ -80,6 +82,8 @@ class GenerateConfig:
     Face models, and for those imported without data of their own."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
+    layers: str | None = None
+    """Layers on the device, such as window:4, while the others stay in host memory; None: all."""
     chat: bool = False
     """Whether to talk in the terminal, line by line, instead of continuing a prompt."""
     system: str | None = None
@@ -96,6 +100,8 @@ class GenerateConfig:
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
         GenerationConfig(length=self.length, sampling=sampling, stop=self.stop)
+        if self.layers is not None:
+            parse_window(self.layers)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,9 +110,10 @@ def main(argv: Sequence[str]) -> int:
     config = flags.parse_flags(GenerateConfig(), argv, prog, __doc__ or "")
     announce(f"generating with {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
-        prompts = list(config.prompt) if config.prompts is None else _read(config.prompts)
+        prompts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):
+        window = None if config.layers is None else parse_window(config.layers)
         run = Run.open(
             config.run.directory,
             mesh=config.run.mesh,
@@ -123,62 +130,34 @@ def main(argv: Sequence[str]) -> int:
             "stop": config.stop,
             "eos": config.eos,
             "step": config.run.step,
+            "programs": window,
         }
         if config.chat:
             _talk(open_chat(run, system=config.system, template=config.template), given)
+            _close(window)
             return int(ExitCode.DONE)
         if len(prompts) == 1 and config.to is None:
             _print_streamed(run, prompts[0], given)
+            _close(window)
             return int(ExitCode.DONE)
         samples = run.generate(prompts, **given)
     if samples[0].precision:
         write(samples[0].precision)
     if config.to is not None:
-        _write(samples, config.to)
+        write_samples(samples, config.to)
         write(f"{len(samples)} samples are in {config.to}")
-        return int(ExitCode.DONE)
-    for sample in samples:
-        write(str(sample))
+    else:
+        for sample in samples:
+            write(str(sample))
+    _close(window)
     return int(ExitCode.DONE)
 
 
-def _read(path: str) -> list[str]:
-    """Return the prompts of a file.
-
-    Raises:
-        ValueError: It cannot be read, has no prompt, or a line holds none.
-    """
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts={path} cannot be read: {error}") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        prompt: Any = line
-        if path.endswith(".jsonl"):
-            try:
-                value = parse_json(line)
-            except ValueError as error:
-                raise ValueError(f"prompts={path} line {number} is not JSON: {error}") from error
-            prompt = value.get("prompt") if isinstance(value, dict) else None
-        if not isinstance(prompt, str) or not prompt:
-            raise ValueError(
-                f"prompts={path} line {number} must be an object with a text in the field"
-                f" 'prompt', found {line[:40]!r}"
-            )
-        found.append(prompt)
-    if not found:
-        raise ValueError(f"prompts={path} is empty: write a prompt into each line")
-    return found
-
-
-def _write(samples: Sequence[Sample], path: str) -> None:
-    """Write an object for each sample."""
-    lines = [json.dumps({"prompt": one.prompt, "text": one.text}) + "\n" for one in samples]
-    with pathlib.Path(path).open("x", encoding="utf-8") as file:
-        file.writelines(lines)
+def _close(window: LayerWindow | None) -> None:
+    """Print what was moved, and end the thread that moved it."""
+    if window is not None:
+        window.close()
+        say(str(window))
 
 
 def _talk(chat: Chat, given: dict[str, Any]) -> None:

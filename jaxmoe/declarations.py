@@ -24,7 +24,8 @@ from flax import struct
 from jaxtyping import Array
 
 from sharding import axes as ax
-from sharding.products.low_rank import LowRank
+from sharding.products.low_rank import Awaited, LowRank
+from sharding.products.mixtures import Mix
 from sharding.products.quantized import Packed, Weight
 
 Role = Literal[
@@ -63,6 +64,10 @@ _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
 FACTORS: Final = ("down", "up", "scale")
 """Parameters beside a matrix, named `<matrix>:<factor>`, of which an adapter makes an addition to
 it; see `sharding/products/low_rank.py`."""
+MIXED_FACTORS: Final = ("downs", "ups", "scale")
+"""Those of an adapter that makes several additions and mixes them for each token."""
+VALUES: Final = "values"
+"""A further factor, of each column of `down`, that some adapters have."""
 
 Dims = tuple[int, ...]
 MatrixAxes = tuple[Dims, Dims]
@@ -79,12 +84,15 @@ class Declaration:
     matrix: MatrixAxes | None = ((-2,), (-1,))
     """Input and output dimensions of the matrix, negative; None for a vector of gains."""
     init: (
-        Literal["normal", "ones", "zeros", "fan_in", "log_range", "softplus_range"]
+        Literal["normal", "ones", "zeros", "near_zero", "fan_in", "log_range", "softplus_range"]
         | tuple[float, ...]
     ) = "normal"
     """Initial values: normal with the deviation of the parameterisation; ones; zeros; uniform in
-    +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse of softplus of
-    values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of a vector."""
+    +-1e-3; uniform in +-1/sqrt(fan_in); log(1), log(2), ... along the last dimension; the inverse
+    of softplus of values whose logarithm is uniform from log(1e-3) to log(0.1); or those given, of
+    a vector."""
+    dtype: Literal["int32"] | None = None
+    """Dtype of the stored values; that of the model's parameters when None."""
     share: float = 1.0
     """Part of the values that one token reads, where it looks up rows of a table."""
 
@@ -110,8 +118,8 @@ class Declaration:
             case "log_range":
                 numbers = jnp.arange(1, self.shape[-1] + 1, dtype=jnp.float32)
                 return jnp.broadcast_to(jnp.log(numbers), self.shape)
-            case "fan_in":
-                edge = 1.0 / math.sqrt(self.fan(0))
+            case "near_zero" | "fan_in":
+                edge = 1e-3 if self.init == "near_zero" else 1.0 / math.sqrt(self.fan(0))
                 return jax.random.uniform(key, self.shape, jnp.float32, minval=-edge, maxval=edge)
             case "softplus_range":
                 low, high = (math.log(end) for end in (1e-3, 0.1))
@@ -197,12 +205,34 @@ def _declared(module: nn.Module, name: str, declaration: Declaration) -> Any:
 
 def _adapted(module: nn.Module, name: str, weight: Any) -> Any:
     """Return a matrix with the addition of an adapter, if its factors are among the parameters."""
-    names = [f"{name}:{factor}" for factor in FACTORS]
+    is_mixed = module.has_variable("params", f"{name}:{MIXED_FACTORS[0]}")
+    names = [f"{name}:{factor}" for factor in (MIXED_FACTORS if is_mixed else FACTORS)]
     if not module.has_variable("params", names[0]):
         return weight
+    if module.has_variable("params", f"{name}:{VALUES}"):
+        names.append(f"{name}:{VALUES}")
     given = [module.get_variable("params", one) for one in names]
-    read = [one.read(one.value, _FACTOR) if isinstance(one, Deferred) else one for one in given]
-    return LowRank(weight=weight, **dict(zip(FACTORS, read, strict=True)))
+    down, up, scale, *values = map(_read, given)
+    mix = Awaited() if is_mixed else None
+    added = LowRank(weight=weight, down=down, up=up, scale=scale, mix=mix)
+    return added.with_values(values[0] if values else None)
+
+
+def own_of(module: nn.Module, name: str) -> dict[str, Array]:
+    """Return the parameters `<name>:<key>` of an adapter in a module, by key.
+
+    Args:
+        module: Linen module that holds them; it need not declare them.
+        name: What they stand beside: a parameter of the module, or a half of a layer.
+    """
+    held: Any = module.variables.get("params", {})
+    own = {path: value for path, value in held.items() if path.startswith(f"{name}:")}
+    return {path.removeprefix(f"{name}:"): _read(value) for path, value in own.items()}
+
+
+def _read(value: Any) -> Any:
+    """Return the value of a parameter of an adapter."""
+    return value.read(value.value, _FACTOR) if isinstance(value, Deferred) else value
 
 
 _FACTOR: Final = Declaration(shape=(), axes=(), role="adapter", matrix=None)
@@ -234,11 +264,17 @@ def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> We
     return _adapted(module, name, given)
 
 
-def as_factor(matrix: Weight, dtype: Any) -> Weight:
-    """Return a matrix in the dtype of the activations; a quantised one stays as it is."""
+def as_factor(matrix: Weight, dtype: Any, mix: Mix | None = None) -> Weight:
+    """Return a matrix in the dtype of the activations; a quantised one stays as it is.
+
+    Args:
+        matrix: Matrix in any form.
+        dtype: Dtype of the activations.
+        mix: How an adapter's additions are mixed for each token; see `TokenInputs.mix`.
+    """
     if isinstance(matrix, LowRank):
         weight = as_factor(matrix.weight, dtype)
-        return dataclasses.replace(matrix.factors_as(dtype), weight=weight)
+        return dataclasses.replace(matrix.factors_as(dtype), weight=weight).mixed_by(mix)
     return matrix if isinstance(matrix, Packed) else matrix.astype(dtype)
 
 

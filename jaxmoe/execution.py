@@ -156,7 +156,7 @@ class ExecutionConfig:
     def _check_products(self) -> None:
         """Refuse to cut the rows of products in few bits, whose scales would change."""
         form, precision = self.tensor_products, self.precision
-        is_plain = precision.matmul.build() is None and precision.weights == "floating"
+        is_plain = precision.matmul.build() is None and precision.has_floating_weights
         if form.cuts_rows and not is_plain:
             raise ValueError(
                 f"execution.tensor_products {form.name!r} takes products in parts of their rows,"
@@ -255,7 +255,7 @@ class ExecutionConfig:
     def halo(self) -> HaloProduct | None:
         """Product in few bits that layers use; None for products in the compute dtype."""
         product = self.precision.matmul.build()
-        if product is None or self.precision.weights != "floating":
+        if product is None or not self.precision.has_floating_weights:
             return None
         kernels = self.kernels
         return dataclasses.replace(

@@ -74,6 +74,8 @@ class ParameterSpec:
     """Partition spec, from the sharding rules."""
     fields: tuple[tuple[str, str], ...] = ()
     """Logical axes whose size a field of the layer's mixer sets, and its dotted path."""
+    drawn_as: str | None = None
+    """Path of the parameter with the same initial value; None for a value of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,9 +99,13 @@ class ParameterSpec:
         """Whether the parameter is not trained."""
         return self.hyper.group == FROZEN
 
+    def stored_dtype(self, dtype: Any) -> Any:
+        """Return the dtype of the values, where those of the model have the given one."""
+        return jnp.dtype(self.declaration.dtype or dtype)
+
     def initial_value(self, key: Array, dtype: Any) -> Array:
         """Return the initial value, which depends on the key and the path and not on the mesh."""
-        key = fold_path(key, self.path)
+        key, dtype = fold_path(key, self.drawn_as or self.path), self.stored_dtype(dtype)
         if self.declaration.init != "normal":
             return self.declaration.own_values(key).astype(dtype)
         if self.hyper.distribution == "uniform":

@@ -30,10 +30,15 @@ from sharding.sequence_parallel.cache_formats import CacheFormat
 
 DtypeName = Literal["float32", "bfloat16"]
 
-WeightFormat = Literal["floating", "w8a8", "w4a8", "w4ax", "w4a4", "w8a16", "w4a16", "fp8"]
+WeightFormat = Literal[
+    "floating", "w8a8", "w4a8", "w4ax", "w4a4", "w8a16", "w4a16", "fp8", "bitstack"
+]
 """Bits of a weight (w) and of the activations multiplied with it (a); 16 is the compute dtype, x
-8 bits for the channels with outliers and 4 for the others."""
+8 bits for the channels with outliers and 4 for the others; bitstack: sums of blocks of signs, in a
+checkpoint only."""
 
+STACKED: Final = "bitstack"
+"""Format of a checkpoint that is loaded as floating weights."""
 QUANTIZED_WEIGHTS: Final[dict[str, tuple[QuantizedDtype, QuantizedDtype | None]]] = {
     "w8a8": ("int8", "int8"),
     "w4a8": ("int4", "int8"),
@@ -168,6 +173,11 @@ class PrecisionPolicy:
                 f" {self.weights!r}: it is written by `experiments.checkpoint convert --quantise"
                 f" {MIXED}`; leave it out"
             )
+
+    @property
+    def has_floating_weights(self) -> bool:
+        """Whether products have floating weights, as trained or after they were loaded."""
+        return self.weights in ("floating", STACKED)
 
     @property
     def activations(self) -> QuantizedDtype | None:

@@ -89,7 +89,12 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Every registry, or union of config classes that has none, and the names it must have.
 REGISTRIES = {
     "experiments.launch.config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
-    "jaxmoe.adapters:Adapters": {"lora", "select"},
+    "jaxmoe.adapters.average:AverageConfig": {"fixed", "balanced"},
+    "jaxmoe.adapters:Adapters": {
+        *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
+        *("lift", "quantised_choices"),
+        *("task_lora", "lora_mixer", "multi_head_routing", "shared_store"),
+    },
     "jaxmoe.data:DATA_SOURCES": {
         *(
             "corpus",
@@ -141,7 +146,9 @@ REGISTRIES = {
     },
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
-    "jaxmoe.training.estimators:ESTIMATORS": {"backprop", "spsa", "seed_pool", "evolution"},
+    "jaxmoe.training.estimators:ESTIMATORS": {
+        *("backprop", "spsa", "seed_pool", "evolution", "surrogate"),
+    },
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
         *("dadao", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),

@@ -18,7 +18,8 @@ transformers reads. The source is not changed. The result is written under a tem
 renamed at the end.
 
 w4ax (COMET, arXiv 2410.12168) measures the activations of each matrix on held-out batches, and
-keeps 8 bits for the blocks of channels with the largest ones.
+keeps 8 bits for the blocks of channels with the largest ones. bitstack (BitStack, arXiv 2410.23918)
+keeps as many small blocks as --budget has a place for.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.checkpoint.bitstack import BitStackConfig, stack_run
 from experiments.checkpoint.converted import fold_run, write_converted
 from experiments.checkpoint.huggingface import (
     ExportConfig,
@@ -57,7 +59,7 @@ from jaxmoe.models.quantize import (
     scaled_axis,
     stored_bytes,
 )
-from jaxmoe.precision import MIXED, MixedConfig
+from jaxmoe.precision import MIXED, STACKED, MixedConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.directory import RunDirectory
@@ -65,7 +67,7 @@ from jaxmoe.run.load import load_run, saved_config
 from jaxmoe.training.state import TrainState
 from pallas_kernels import MixedArray, QuantizedArray
 
-Format = Literal["w4a8", "w8a8", "w4ax", "w4a4", "w4a16", "w8a16", "fp8"]
+Format = Literal["w4a8", "w8a8", "w4ax", "w4a4", "w4a16", "w8a16", "fp8", "bitstack"]
 _MODES = ("quantise", "to_huggingface", "from_huggingface", "fold")
 
 
@@ -79,9 +81,17 @@ class ConvertConfig:
     """Directory to write, which must not exist; the run's plus `-<format>` when None."""
     quantise: Format | None = None
     """Bits of weights (w) and of activations in their products (a; 16: the compute dtype; x: 8 for
-    the channels with outliers, 4 for the others). fp8: both in float8_e4m3fn."""
+    the channels with outliers, 4 for the others). fp8: both in float8_e4m3fn. bitstack: sums of
+    small blocks, as many as --budget has a place for."""
+    budget: str | None = None
+    """Largest size of the parameters with --quantise bitstack, as 1.9MB; all blocks when None."""
+    bitstack: BitStackConfig = BitStackConfig()
+    """Blocks of --quantise bitstack."""
     fold: bool | None = None
     """Whether the adapter of a fine-tuned run is added to the weights that it adapts."""
+    fold_bits: float | None = None
+    """Largest mean of the bits of layers with --fold, of adapter:quantised_choices, from 2 to 4;
+    that of its evaluation when None."""
     mixed: MixedConfig = MixedConfig()
     """Blocks and calibration of --quantise w4ax."""
     to_huggingface: ExportFamily | None = None
@@ -143,8 +153,8 @@ def convert(config: ConvertConfig) -> str:
     modes = [name for name in _MODES if getattr(config, name) is not None]
     if not modes:
         raise ValueError(
-            "convert needs a target: give --quantise w4a8, w8a8, w4ax, w4a4, w4a16, w8a16 or fp8,"
-            " or --to_huggingface auto, or --from_huggingface DIR, or --fold True"
+            "convert needs a target: give --quantise w4a8, w8a8, w4ax, w4a4, w4a16, w8a16, fp8"
+            " or bitstack, or --to_huggingface auto, or --from_huggingface DIR, or --fold True"
         )
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)} exclude each other: give one")
@@ -152,6 +162,13 @@ def convert(config: ConvertConfig) -> str:
         raise ValueError(
             f"--mixed changes nothing without --quantise {MIXED}: leave it out, or ask for {MIXED}"
         )
+    if form != STACKED and (config.budget is not None or config.bitstack != BitStackConfig()):
+        raise ValueError(
+            f"--budget and --bitstack change nothing without --quantise {STACKED}: leave them out,"
+            f" or ask for {STACKED}"
+        )
+    if config.fold_bits is not None and not config.fold:
+        raise ValueError("--fold_bits changes nothing without --fold True: leave it out")
     if jax.process_count() > 1:
         raise ValueError("convert runs in one process: start it on one host")
     if config.from_huggingface is not None:
@@ -169,16 +186,19 @@ def convert(config: ConvertConfig) -> str:
     if config.to_huggingface is not None:
         return export_run(source, run.step, target, config.to_huggingface, config.exported)
     if config.fold:
-        return fold_run(config.run, target)
+        return fold_run(config.run, target, config.fold_bits)
     assert form is not None  # the remaining mode
+    _check_source(source, form)
+    if form == STACKED:
+        return stack_run(run, config.budget, config.bitstack, target)
     return _to_few_bits(config, form, target)
 
 
-def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> str:
-    """Write the run in a format, and return the report."""
-    source = config.run.directory
+def _check_source(source: str, form: Format) -> None:
+    """Raise ValueError if a run is in few bits already, or has layers that cannot be."""
     given = saved_config(source)
-    if (weights := given.execution.precision.weights) != "floating":
+    weights = given.execution.precision.weights
+    if weights not in ("floating", STACKED) or (weights == STACKED and form != STACKED):
         raise ValueError(
             f"run.directory={source} is converted already, to {weights}: convert the run that it"
             " came from"
@@ -194,6 +214,12 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
             f"run.directory={source} holds a model whose {mixers[0].name} layers"
             " cannot be quantised: convert a model with grouped_query attention alone"
         )
+
+
+def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> str:
+    """Write the run in a format, and return the report."""
+    source = config.run.directory
+    given = saved_config(source)
     needs_data = form == MIXED  # to measure activations
     assembly, state, step = load_run(
         source, config.run.step, config.run.mesh, needs_data=needs_data

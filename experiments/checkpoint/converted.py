@@ -24,15 +24,18 @@ from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
 from jaxmoe.training.state import TrainState
 
 
-def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
+def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = None) -> str:
     """Write a fine-tuned run with plain weights, and return a report for the user.
 
     Args:
         run: Fine-tuned run.
         target: Run directory to make.
+        bits: Largest mean of the bits of layers, for an adapter trained for several; None for
+            those that it has.
 
     Raises:
-        ValueError: The run has no adapter, or its base is quantised.
+        ValueError: The run has no adapter, its base is quantised, or bits are given for an adapter
+            without a choice.
     """
     source = run.directory
     assembly, state, step = load_run(
@@ -48,15 +51,20 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path) -> str:
             f"run.directory={source} adapts weights in {weights}, to which nothing can be added:"
             " use it as it is, or adapt the run that they were rounded from"
         )
+    layers = given.model.layer_numbers
     with jax.set_mesh(assembly.mesh):
-        params = jax.jit(folded)(state.params)
+        given_params = state.params
+        if bits is not None:
+            given_params = adapter.within(given_params, layers, bits)
+        params = jax.jit(lambda params: folded(params, adapter, layers))(given_params)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})
     model = dataclasses.replace(given.model, adapter=None)
     checkpoint = dataclasses.replace(given.checkpoint, initial=None, initial_step=None)
     # The optimiser of the adapter may lack the groups of the others.
-    optimizer = saved_config(str(given.checkpoint.initial)).optimizer
+    initial = given.checkpoint.initial
+    optimizer = given.optimizer if initial is None else saved_config(initial).optimizer
     config = dataclasses.replace(given, model=model, checkpoint=checkpoint, optimizer=optimizer)
     summary = {
         "status": "converted",

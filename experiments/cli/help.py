@@ -98,7 +98,13 @@ def _choices(config: Any, group: str = "") -> Iterator[str]:
     found = [c for c in find_choices(config) if not c.path.rpartition(".")[2].isdigit()]
     found = [c for c in found if not group or f"{c.path}.".startswith(f"{group}.")]
     if found:
-        lines = [line for choice in found for line in _wrapped(f"  {choice}", " " * 8)]
+        lines: list[str] = []
+        for choice in found:
+            line = f"{lines[-1]}    {choice}" if lines else ""
+            if line and len(_wrapped(line, "")) == 1 and not lines[-1].startswith(" " * 8):
+                lines[-1] = line
+            else:
+                lines += _wrapped(f"  {choice}", " " * 8)
         yield "\n".join(
             [
                 *_wrapped(

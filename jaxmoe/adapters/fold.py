@@ -8,7 +8,9 @@ from typing import Any
 
 from flax import traverse_util
 
-from jaxmoe.declarations import FACTORS
+from jaxmoe.adapters.base import Adapter, Layers
+from jaxmoe.adapters.view import viewed_everywhere
+from jaxmoe.declarations import FACTORS, VALUES
 from sharding.products.low_rank import LowRank
 
 
@@ -31,21 +33,35 @@ def plain(params: Any) -> Any:
 
 
 def is_factor(path: str) -> bool:
-    """Return whether a path is of a factor of an adapter."""
-    return path.rpartition(":")[2] in FACTORS and ":" in path
+    """Return whether a path is of a parameter that an adapter has beside those of the model."""
+    return ":" in path
 
 
-def folded(params: Any) -> Any:
-    """Return plain parameters, W + s A B for each adapted matrix; shapes [L *G *I *O].
+def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> Any:
+    """Return plain parameters, W + s A diag(e) B for each adapted matrix; shapes [L *G *I *O].
 
     Args:
         params: Parameters of an adapted model, nested dicts of floating arrays.
+        adapter: Adapter whose `used` and view are applied first; None for plain factors.
+        layers: Numbers of the layers of each stack, by the path of the stack.
+
+    Raises:
+        ValueError: Additions are mixed for each token.
     """
+    if adapter is not None:
+        params = viewed_everywhere(adapter, adapter.used(params), layers)
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     own = {path: value for path, value in flat.items() if not is_factor(path)}
+    if mixed := [path for path in flat if path.endswith(":downs")]:
+        raise ValueError(
+            f"{mixed[0].removesuffix(':downs')} has several additions, and which of them a token"
+            " has depends on the token: there are no plain weights that equal them. Use the run as"
+            " it is, or train adapter:lora"
+        )
     for path in [path for path in flat if path.endswith(":down")]:
         base = path.removesuffix(":down")
         down, up, scale = (flat[f"{base}:{name}"] for name in FACTORS)
         wide = scale.reshape(scale.shape + (1,) * (own[base].ndim - scale.ndim))
-        own[base] = LowRank(weight=own[base], down=down, up=up, scale=wide).merged()
+        addition = LowRank(weight=own[base], down=down, up=up, scale=wide)
+        own[base] = addition.with_values(flat.get(f"{base}:{VALUES}")).merged()
     return traverse_util.unflatten_dict(own, sep="/")

@@ -64,6 +64,7 @@ ADDED: tuple[Added, ...] = (
     Added("execution.halves", 1),
     Added("model.loop", None),
     Added("training.gradients", {"kind": "backprop"}),
+    Added("training.average", None),
     *(
         Added(f"{mixer}[{kind}].{field}", value)
         for mixer in ("model.attention", "model.layers.*.mixer")

@@ -10,6 +10,8 @@ checkpoint keeps the step and the fingerprint (`position`), and `check_position`
 resumes with other data. Skipped rows (`skipped`) are part of the position, the number of hosts is
 not.
 
+Rows that have a task give `Batch.extra["task"]`, the same number at all positions of a row.
+
 In a packed row, `positions` restart at the first token of each document, and `loss_weights` are 0
 where the target belongs to another document than the token, or to padding.
 
@@ -253,8 +255,12 @@ def _batch_of(rows: list[Row]) -> Batch:
     tokens = np.stack([row.tokens for row in rows])
     inputs, targets = (np.ascontiguousarray(part) for part in (tokens[:, :-1], tokens[:, 1:]))
     weights = np.stack([_target_weights(row) for row in rows])
+    tasks = [row.task for row in rows if row.task is not None]
+    extra: dict[str, Any] = {}
+    if len(tasks) == len(rows):
+        extra["task"] = np.repeat(np.array(tasks, np.int32)[:, None], inputs.shape[1], axis=1)
     if all(row.segment_ids is None for row in rows):
-        return Batch(tokens=inputs, targets=targets, loss_weights=weights)
+        return Batch(tokens=inputs, targets=targets, loss_weights=weights, extra=extra)
     whole = np.ones(tokens.shape[1], np.int32)
     segments = np.stack([whole if row.segment_ids is None else row.segment_ids for row in rows])
     is_same = segments[:, 1:] == segments[:, :-1]
@@ -268,6 +274,7 @@ def _batch_of(rows: list[Row]) -> Batch:
         loss_weights=np.where(is_same & (segments[:, 1:] != 0), weights, np.float32(0)),
         segment_ids=np.ascontiguousarray(segments[:, :-1]),
         positions=places - begins,
+        extra=extra,
     )
 
 

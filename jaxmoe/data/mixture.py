@@ -88,12 +88,16 @@ class Mixture:
     Args:
         parts: Weight, above 0, and source of each part, by name.
         seed: Seed of the order of rows within each part.
+        has_tasks: Whether rows have the number of their part.
 
     Raises:
         DataError: The parts do not share a vocabulary.
     """
 
-    def __init__(self, parts: Mapping[str, tuple[float, Source]], *, seed: int):
+    def __init__(
+        self, parts: Mapping[str, tuple[float, Source]], *, seed: int, has_tasks: bool = False
+    ):
+        self._given, self._has_tasks = parts, has_tasks
         self._names = tuple(parts)
         self._sources = tuple(source for _, source in parts.values())
         self._weights = whole_weights([_checked(name, parts[name][0]) for name in parts])
@@ -103,6 +107,10 @@ class Mixture:
                 f"the parts of a mixture must share one tokenizer: {', '.join(parts)} have "
                 f"vocabularies of {sorted(sizes)} ids"
             )
+
+    def with_tasks(self) -> Mixture:
+        """Return the same rows with the number of their part, in the order of the parts."""
+        return Mixture(self._given, seed=self._seed, has_tasks=True)
 
     @property
     def parts(self) -> dict[str, Source]:
@@ -151,7 +159,8 @@ class Mixture:
                 )
             seed = _part_seed(self._seed, self._names[part])
             repeat, place = shuffled(place, size=size, seed=seed)
-        return source.row(split, place, sequence_length, epoch=repeat)
+        row = source.row(split, place, sequence_length, epoch=repeat)
+        return dataclasses.replace(row, task=part) if self._has_tasks else row
 
     def entropy_bits_per_token(self, sequence_length: int) -> float | None:
         """Return the mean of the parts by weight, None if one is unknown."""
@@ -216,3 +225,24 @@ def _part_seed(seed: int, name: str) -> int:
     """Return the seed of a part; parts of equal size are shuffled differently."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
+
+
+def tasks_of(source: Source, num_tasks: int, name: str) -> Source:
+    """Return a mixture whose rows have the number of their part; another source as it is.
+
+    Args:
+        source: Source of the rows.
+        num_tasks: Number of tasks of the adapter.
+        name: Name of the adapter.
+
+    Raises:
+        DataError: The mixture has more parts.
+    """
+    if not isinstance(source, Mixture):
+        return source
+    if (parts := len(source.parts)) > num_tasks:
+        raise DataError(
+            f"data.mix has {parts} parts, and adapter:{name} has {num_tasks} tasks, one for each"
+            f" part: set the adapter's number of tasks to {parts}"
+        )
+    return source.with_tasks()

@@ -36,6 +36,8 @@ class Row:
     loss_weights: Float[np.ndarray, " row"] | None = None
     """Weight of the prediction of each token, at least 0; the first token of the row is never
     predicted. None: 1 everywhere."""
+    task: int | None = None
+    """Number of the part of a mixture that the row is from, where it is asked for."""
 
 
 class SourceKind:

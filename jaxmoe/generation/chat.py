@@ -54,9 +54,7 @@ class Chat:
         """
         asked = (*self.messages, Message(role="user", content=text))
         ids = render(asked, self.template, self.tokenizer, add_generation_prompt=True)
-        ends = stop_sequences(self.template, self.tokenizer)
-        end = self.template.end
-        spelled = (end.text,) if end is not None and end.kind == "control" and end.text else ()
+        end_ids, spelled = answer_ends(self.template, self.tokenizer)
         shown = ""
 
         def show(sample: Sample) -> None:
@@ -70,7 +68,7 @@ class Chat:
         with contextlib.suppress(KeyboardInterrupt):
             sample = self.generate(
                 np.asarray(ids, np.int32),
-                eos_ids=tuple(one[0] for one in ends if len(one) == 1),
+                eos_ids=end_ids,
                 stop=(*stop, *spelled),
                 on_sample=show,
                 **sampling,
@@ -78,3 +76,18 @@ class Chat:
             show(sample)
         self.messages = (*asked, Message(role="assistant", content=shown))
         return shown
+
+
+def answer_ends(
+    template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids and the texts that end an answer.
+
+    Args:
+        template: How turns are written.
+        tokenizer: Tokenizer of the model.
+    """
+    ids = tuple(one[0] for one in stop_sequences(template, tokenizer) if len(one) == 1)
+    end = template.end
+    is_spelled = end is not None and end.kind == "control" and end.text
+    return ids, (end.text,) if is_spelled else ()

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmoe.data import DataError, Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.decode import stream
+from jaxmoe.models.decode import MakePrograms, stream
 from jaxmoe.models.diffuse import diffuse
 from jaxmoe.models.sampling import SamplingConfig
 
@@ -133,6 +133,7 @@ def continue_texts(
     execution: ExecutionConfig | None = None,
     on_sample: OnSample | None = None,
     precision: str = "",
+    programs: MakePrograms | None = None,
 ) -> list[Sample]:
     """Continue prompts of any lengths together.
 
@@ -147,10 +148,11 @@ def continue_texts(
         on_sample: Called with the only sample as it grows; text that may still change, or begins a
             stop string, is held back.
         precision: Formats of weights and cache, for the samples.
+        programs: Makes the programs, see `jaxmoe.models.decode.stream`.
 
     Raises:
-        ValueError: Several prompts are streamed, or prompts of several lengths are given to a model
-            that is not causal.
+        ValueError: Several prompts are streamed, or `programs` or prompts of several lengths are
+            given to a model that is not causal.
     """
     if on_sample is not None and len(prompts) > 1:
         raise ValueError(f"{len(prompts)} prompts cannot be streamed together: stream one")
@@ -168,7 +170,13 @@ def continue_texts(
             sampling=given.sampling,
             eos_ids=given.eos_ids,
             at_once=_AT_ONCE if looks else given.length,
+            programs=programs,
             **shared,
+        )
+    elif programs is not None:
+        raise ValueError(
+            "model.attention.is_causal=False: this model has no cache, and is computed whole: leave"
+            " --layers out"
         )
     else:
         parts = iter([_fill_after(model, params, prompts, given, shared)])

@@ -20,14 +20,17 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from jaxmoe.declarations import own_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards import FeedForwards
 from jaxmoe.layers.indicators import observe_branch
 from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.mixing import Losses, MixingInputs
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.records import (
     FeedForwardOutputs,
+    Half,
     LayerCache,
     LayerInputs,
     LayerOutputs,
@@ -91,7 +94,7 @@ class Block(nn.Module):
             indicators = mixed.indicators | fed.indicators
         outputs = LayerOutputs(
             statistics=fed.statistics,
-            losses=fed.losses,
+            losses=_summed(mixed.losses, fed.losses),
             indicators=indicators,
         )
         return _where_kept(layer.is_kept, stream, before, outputs)
@@ -109,7 +112,9 @@ class Block(nn.Module):
         stream = self._mixer_residual.read(_named(stream))
         cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
         mixer: Any = self.mixer
-        given: list[Any] = [self._mixer_norm(stream.x), tokens, cache]
+        normed = self._mixer_norm(stream.x)
+        mix, losses = self._mixed("mixer", normed, layer, tokens)
+        given: list[Any] = [normed, dataclasses.replace(tokens, mix=mix), cache]
         last_keys: Any = stream.last_keys
         if mixer.shares_keys:
             is_leader = mixer.leads(layer, train=self.train)
@@ -118,6 +123,7 @@ class Block(nn.Module):
         last_keys = outputs.last_keys if mixer.shares_keys else last_keys
         stream = dataclasses.replace(stream, cache=outputs.cache, last_keys=last_keys)
         stream = self._mixer_residual.write(stream, y, self.context.multipliers.residual)
+        outputs = dataclasses.replace(outputs, losses=losses)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
     def feed(
@@ -133,12 +139,28 @@ class Block(nn.Module):
         residual = self._feed_forward_residual
         stream = residual.read(stream)
         normed = self._feed_forward_norm(stream.x)
-        y, outputs = self._feed_forward(normed, _routing_inputs(stream, layer, tokens))
+        mix, losses = self._mixed("feed_forward", normed, layer, tokens)
+        routing = dataclasses.replace(_routing_inputs(stream, layer, tokens), mix=mix)
+        y, outputs = self._feed_forward(normed, routing)
+        outputs = dataclasses.replace(outputs, losses=outputs.losses | losses)
         stream = residual.write(stream, y, self.context.multipliers.residual)
         if self.feed_forward.is_routed:
             carried = {"router_logits": outputs.logits, "expert_device": outputs.expert_device}
             stream = dataclasses.replace(stream, **carried)
         return stream, self._observed(outputs, "feed_forward", y, tokens)
+
+    def _mixed(
+        self, half: Half, normed: Array, layer: LayerInputs, tokens: TokenInputs
+    ) -> tuple[Any, Losses]:
+        """Return how an adapter mixes its additions in a half, and the losses of its gates."""
+        mixing = self.context.mixing
+        if mixing is None:
+            return None, {}
+        given = MixingInputs(
+            x=normed, token_mask=tokens.token_mask, context=tokens.context, key=layer.key
+        )
+        placement = self.execution.placement
+        return mixing.mix(own_of(self, half), given, placement, train=self.train)
 
     def _observed(self, outputs: Any, name: str, y: Array, tokens: TokenInputs) -> Any:
         """Return the outputs of a half with the indicators of its branch, if they are detailed."""
@@ -189,10 +211,24 @@ class HalvedBlock(Block):
                 indicators = own if indicators is None else indicators + own
         outputs = LayerOutputs(
             statistics=statistics,
-            losses=first.losses,  # of weights: the same in both
+            losses=_halved_losses(mixed, fed),
             indicators=indicators,
         )
         return _where_kept(layer.is_kept, after, before, outputs)
+
+
+def _summed(one: Losses, other: Losses) -> Losses:
+    """Return the losses of both halves of a layer, summed where they have the same name."""
+    both = {name: one[name] + other[name] for name in one if name in other}
+    return one | other | both
+
+
+def _halved_losses(mixed: list[Any], fed: list[Any]) -> Losses:
+    """Return the means over both halves of the rows; those of weights are equal in both."""
+    first, second = (
+        _summed(mix.losses, feed.losses) for (_, mix), (_, feed) in zip(mixed, fed, strict=True)
+    )
+    return {name: 0.5 * (value + second[name]) for name, value in first.items()}
 
 
 def _named(stream: Stream) -> Stream:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.mixing import Mixing
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
@@ -241,6 +242,8 @@ class LayerContext:
     """Whether a mixer or a feed-forward needs rows in the order of their tokens."""
     residual: Residuals = StandardResidualConfig()
     """How halves of layers read the residual stream and write to it."""
+    mixing: Mixing | None = None
+    """Adapter whose additions are mixed for each token."""
 
 
 def heads_of(mixer: Any) -> AttentionHeads | None:

@@ -86,7 +86,7 @@ def _attach(params: dict[str, Any], own: Any, part: str) -> dict[str, Any]:
     """Return the parameters of a layer with probes at some of its matrices."""
     del part
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    for path, pair in own[PROBES].items():
+    for path, pair in own.get(PROBES, {}).items():
         flat[path] = ProbedArray(values=flat[path], **pair)
     return traverse_util.unflatten_dict(flat, sep="/")
 

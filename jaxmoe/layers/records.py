@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.layers.indicators import Indicators
 from jaxmoe.routing import RouterStatistics
+from sharding.products.mixtures import Mix
 
 Half = Literal["mixer", "feed_forward"]
 """A half of a layer."""
@@ -37,6 +38,8 @@ class TokenInputs:
     """Place of each token in its row, where each row is laid out in an order of its own."""
     level: Int[Array, ""] | None = None
     """Log2 of the devices that share a document, the same for all rows; all of them when None."""
+    mix: Mix | None = None
+    """How an adapter's additions to the matrices of this half of the layer are mixed."""
 
 
 @typing.no_type_check
@@ -115,6 +118,8 @@ class MixerOutputs:
     """`LayerCache.entries` with the new ones of the layer, if they were given."""
     last_keys: LastKeys | None = None
     """`Stream.last_keys` after the layer, from mixers that share them."""
+    losses: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
+    """Losses of the gates of an adapter, in training."""
     indicators: Indicators | None = None
     """Indicators of the global batch, with detailed telemetry."""
 
@@ -140,6 +145,8 @@ class RoutingInputs:
     """Number among the MoE layers."""
     context: dict[str, Array] = struct.field(default_factory=dict)
     """Further [B S] arrays for `RouterInputs.context`."""
+    mix: Mix | None = None
+    """How an adapter's additions to dense matrices are mixed."""
 
 
 @typing.no_type_check
@@ -154,7 +161,8 @@ class FeedForwardOutputs:
     expert_device: Int[Array, "B S"] | None = None
     """`Stream.expert_device` for the next MoE layer, if the dispatcher moves tokens."""
     losses: dict[str, Float[Array, "*L"]] = struct.field(default_factory=dict)
-    """Losses of the balancers that read this layer's weights, in training."""
+    """Losses of the balancers that read this layer's weights, and of the gates of an adapter, in
+    training."""
     indicators: Indicators | None = None
     """Indicators of the global batch, with detailed telemetry."""
 
@@ -167,6 +175,6 @@ class LayerOutputs:
     statistics: RouterStatistics | None
     """Routing statistics of the global batch; None for a dense layer."""
     losses: dict[str, Float[Array, "*L"]]
-    """Losses of the balancers that read the layer's weights."""
+    """Losses of the balancers that read the layer's weights, and of the gates of an adapter."""
     indicators: Indicators | None = None
     """Indicators of the global batch, with detailed telemetry."""

@@ -6,11 +6,13 @@
 
 A part is one layer of a scan, or a module outside the scans (embedding, final norm, head). In a
 scan the rewriting happens inside the loop over layers, so that the rewritten parameters of one
-layer exist at a time. They have a checkpoint name that no remat policy saves (`VIEWED`): a backward
-pass rewrites them again.
+layer exist at a time. The remat policy `SaveOutsideViews` stores nothing that is computed between
+two checkpoint names (`VIEWING`, `VIEWED`): a backward pass rewrites the parameters again.
 
 A user of the seam makes a `View` and calls `view_outside` before the forward pass, which then takes
-what remains as `view`.
+what remains as `view`. Arrays that all layers read may be closed over by the function; gradients
+reach them. An adapter of the view form has its rewriting applied by `forward` itself, after that of
+a `View`: see `jaxmoe/adapters/view.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmoe.execution import ExecutionConfig
+
 Tree = dict[str, Any]
 Rewrite = Callable[[Tree, Any, str], Tree]
 """(parameters of a part, own parameters of the view for the part, name of the part) -> parameters
-of the same structure and shapes. The name is that of a module below the root, such as `layers` or
-`embedding`; for a place in a period of layers `<scan>/<place>`."""
+that the part computes with. The name is that of a module below the root, such as `layers` or
+`embedding`; for a place in a period of layers `<scan>/<place>`. A part without own parameters is
+given {}."""
 
 VIEW: Final = "view"
 """Collection of the view's own parameters beside "params"."""
+VIEWING: Final = "viewing"
+"""Checkpoint name of parameters before they are rewritten."""
 VIEWED: Final = "viewed"
-"""Checkpoint name of rewritten parameters, which remat policies drop."""
+"""Checkpoint name of rewritten parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +62,9 @@ def view_outside(params: Tree, view: View, layers: Collection[str]) -> tuple[Tre
     """
 
     def used(name: str) -> Any:
-        if name in layers or name not in view.own:
+        if name in layers or not isinstance(params[name], dict):
             return params[name]
-        return view.rewrite(params[name], view.own[name], name)
+        return view.rewrite(params[name], view.own.get(name, {}), name)
 
     of_layers = {name: own for name, own in view.own.items() if name in layers}
     return {name: used(name) for name in params}, View(rewrite=view.rewrite, own=of_layers)
@@ -73,10 +80,54 @@ def rewritten(block: Any, rewrite: Rewrite, part: str) -> Any:
     """
 
     def view(variables: Tree) -> Tree:
-        params = variables["params"]
-        if own := variables.get(VIEW):
-            params = rewrite(params, own, part)
-            params = jax.tree.map(lambda leaf: checkpoint_name(leaf, VIEWED), params)
-        return {"params": params, VIEW: {}}
+        params = _named(variables["params"], VIEWING)
+        params = rewrite(params, variables.get(VIEW, {}), part)
+        return {"params": _named(params, VIEWED), VIEW: {}}
 
     return nn.map_variables(block, ["params", VIEW], trans_in_fn=view)
+
+
+def _named(params: Tree, name: str) -> Tree:
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), params)
+
+
+class SaveOutsideViews:
+    """Remat policy that stores what another policy does, but nothing of a rewriting.
+
+    A policy is asked for each operation in the order of the program, so that it knows from the
+    checkpoint names whether it is inside of a rewriting. JAX's policies know names alone, and would
+    store the value that has been named.
+    """
+
+    def __init__(self, policy: Callable[..., Any]):
+        self._policy, self._is_inside = policy, False
+
+    def __call__(self, primitive: Any, *avals: Any, **given: Any) -> Any:
+        """Return whether the result of an operation is stored."""
+        name = given.get("name") if primitive.name == "name" else None
+        if name in (VIEWING, VIEWED):
+            self._is_inside = name == VIEWING
+            return False
+        return not self._is_inside and self._policy(primitive, *avals, **given)
+
+
+def check_view(execution: ExecutionConfig) -> None:
+    """Refuse an execution that uses other arrays than the parameters that a view rewrites.
+
+    Args:
+        execution: How the model is computed.
+
+    Raises:
+        ValueError: The layout gathers parameters itself, or keeps them in host memory.
+    """
+    if execution.parameter_memory == "host":
+        raise ValueError(
+            "execution.parameter_memory=host fetches each layer by itself, and rewritten parameters"
+            " are made where they are used: set execution.parameter_memory to device"
+        )
+    if execution.state_layout.gathered != "layer":
+        raise ValueError(
+            f"execution.rules={execution.rules} gathers parameters before they are used, and"
+            " rewritten parameters are made where they are used: set execution.rules to"
+            " fully_sharded or data_parallel"
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxmoe.adapters import Adapters
 from jaxmoe.field_docs import with_field_docs
@@ -24,6 +24,7 @@ from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.layers.residual import Residuals, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.models.loop import LoopConfig
@@ -224,6 +225,7 @@ class ModelConfig:
 @functools.lru_cache(maxsize=64)
 def _context(model: ModelConfig) -> LayerContext:
     kinds = model.kinds
+    adapter: Any = model.adapter
     return LayerContext(
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
@@ -234,6 +236,7 @@ def _context(model: ModelConfig) -> LayerContext:
         ),
         keeps_order=any(kind.feed_forward.keeps_order or kind.mixer.is_recurrent for kind in kinds),
         residual=model.residual,
+        mixing=adapter if has_mixing(adapter) else None,
     )
 
 

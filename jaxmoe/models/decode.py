@@ -109,6 +109,7 @@ def stream(
     router_state: Any = None,
     execution: ExecutionConfig | None = None,
     at_once: int = 1,
+    programs: MakePrograms | None = None,
 ) -> Iterator[Int[np.ndarray, "B n"]]:
     """Yield the tokens of `generate` as they are computed, and end when all rows have ended.
 
@@ -123,6 +124,8 @@ def stream(
         router_state: State of the routers, stacked over MoE layers; fresh when None.
         execution: How the model is computed.
         at_once: Tokens of one part, at most 64; the first part has one.
+        programs: Makes the programs, such as `jaxmoe.models.offload.LayerWindow`; the whole model
+            in one when None.
 
     Raises:
         ValueError: As `generate`; raised before the first part.
@@ -140,9 +143,8 @@ def stream(
         sizes = jax.sharding.get_abstract_mesh().shape
         axes = (ax.ACT_BATCH, None)
         execution.axis_rules.check_divides("prompt", (len(rows), len(rows[0])), axes, sizes)
-    return _stream(
-        model, params, rows, num_tokens, key, sampling, eos_ids, router_state, execution, at_once
-    )
+    given = model, params, rows, num_tokens, key, sampling, eos_ids, router_state, execution
+    return _stream(*given, at_once, programs or _compiled)
 
 
 def _stream(
@@ -156,6 +158,7 @@ def _stream(
     router_state: Any,
     execution: ExecutionConfig,
     at_once: int,
+    make: MakePrograms,
 ) -> Iterator[np.ndarray]:
     """Run the programs for checked arguments."""
     lengths = np.array([len(row) for row in rows], np.int32)
@@ -164,7 +167,7 @@ def _stream(
         row[: len(ids)] = ids
     num_keys = _rounded(num_tokens)
     capacity = tokens.shape[1] + num_keys
-    programs = _compiled(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
+    programs = make(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
     limits = sampling.limits(model.vocab_size)
     keys, ends = jax.random.split(key, num_keys), np.asarray(eos_ids, np.int32)
     state = programs.read(params, router_state, tokens, lengths, keys, limits, ends)
@@ -178,7 +181,7 @@ def _stream(
         done += count
 
 
-class _State(NamedTuple):
+class DecodeState(NamedTuple):
     """Rows between two calls of the program."""
 
     token: Int[Array, " B"]
@@ -190,13 +193,17 @@ class _State(NamedTuple):
     cache: Cache
 
 
-class _Programs(NamedTuple):
-    """Jitted functions of one model and cache size."""
+class Programs(NamedTuple):
+    """Functions of one model and cache size."""
 
     read: Callable[..., Any]
     """Reads prompts and chooses the first tokens."""
     write: Callable[..., Any]
     """Chooses up to `_AT_ONCE` further tokens."""
+
+
+MakePrograms = Callable[[ModelConfig, ExecutionConfig, int, bool, bool], Programs]
+"""Function of model, execution, slots of the cache, and whether sampling is greedy and filtered."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -206,7 +213,7 @@ def _compiled(
     capacity: int,
     is_greedy: bool,
     has_filters: bool,
-) -> _Programs:
+) -> Programs:
     """Return the jitted programs for one model, cache size and kind of sampling."""
     pick = functools.partial(choose, is_greedy=is_greedy, has_filters=has_filters)
 
@@ -229,7 +236,7 @@ def _compiled(
         keys: Array,
         limits: Limits,
         ends: Array,
-    ) -> _State:
+    ) -> DecodeState:
         batch, length = tokens.shape
         cache = initial_cache(model, execution, batch=batch, length=capacity)
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
@@ -237,19 +244,19 @@ def _compiled(
         given = {"positions": places, "token_mask": mask, "logits_at": lengths - 1}
         logits, cache = logits_of(params, tokens, cache, router_state, **given)
         token = pick(whole(logits[:, -1]), keys[0], limits)
-        return _State(token, lengths, jnp.isin(token, ends), cache)
+        return DecodeState(token, lengths, jnp.isin(token, ends), cache)
 
     def write(
         params: Any,
         router_state: Any,
-        state: _State,
+        state: DecodeState,
         keys: Array,
         first: Array,
         count: Array,
         limits: Limits,
         ends: Array,
-    ) -> tuple[_State, Array]:
-        def body(index: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+    ) -> tuple[DecodeState, Array]:
+        def body(index: Array, carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
             (token, length, is_done, cache), written = carry
             logits, cache = logits_of(
                 params, token[:, None], cache, router_state, positions=length[:, None]
@@ -259,12 +266,12 @@ def _compiled(
                 new = jnp.where(is_done, ends[0], new)
                 is_done = is_done | jnp.isin(new, ends)
             written = jax.lax.dynamic_update_slice(written, new[:, None], (jnp.int32(0), index))
-            return _State(new, length + 1, is_done, cache), written
+            return DecodeState(new, length + 1, is_done, cache), written
 
         nothing = jnp.zeros((len(state.token), _AT_ONCE), jnp.int32)
         return jax.lax.fori_loop(jnp.int32(0), count, body, (state, nothing))
 
-    return _Programs(jax.jit(read), jax.jit(write, donate_argnums=2))
+    return Programs(jax.jit(read), jax.jit(write, donate_argnums=2))
 
 
 def _rows(prompt: Any, vocab_size: int) -> list[np.ndarray]:

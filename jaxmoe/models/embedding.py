@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.declarations import Declaration, declare
+from jaxmoe.declarations import FACTORS, VALUES, Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from sharding import axes as ax
+from sharding.products.low_rank import LowRank
 from sharding.products.tensor_parallel import Product, out_of_stream
 
 
@@ -55,10 +56,14 @@ class Head(nn.Module):
 
 
 def head_weight(params: dict[str, Any], model: ModelConfig) -> Float[Array, "D V"]:
-    """Return the head's matrix among the parameters: its own, or the transposed embedding."""
-    if model.has_tied_embeddings:
-        return params["embedding"]["weight"].T
-    return params["head"]["weight"]
+    """Return the head's matrix among the parameters: its own, or the transposed embedding, with the
+    addition of an adapter."""
+    module = params["embedding" if model.has_tied_embeddings else "head"]
+    weight = module["weight"]
+    if "weight:down" in module:
+        weight = LowRank(weight=weight, **{name: module[f"weight:{name}"] for name in FACTORS})
+        weight = weight.with_values(module.get(f"weight:{VALUES}")).merged()
+    return weight.T if model.has_tied_embeddings else weight
 
 
 def output_logits(

@@ -40,7 +40,7 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
             role == "embedding" and not model.has_tied_embeddings
         ):
             continue
-        if role == "adapter" and declaration.matrix is None:
+        if role == "adapter" and (declaration.matrix is None or row.drawn_as is not None):
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
             turns *= model.num_streams
@@ -52,9 +52,16 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
 
 
 def _product_flops(model: ModelConfig, table: ParameterTable) -> float:
-    """Return the FLOPs per token of products; a frozen matrix has no gradient of its own."""
-    sizes = _matmul_sizes(model, table)
-    return sum(size * (4.0 if row.is_frozen else 6.0) for row, size in sizes.items())
+    """Return the FLOPs per token of products; a frozen matrix has no gradient of its own, unless an
+    adapter trains values of it."""
+    sizes, rewritten = _matmul_sizes(model, table), set()
+    if model.adapter is not None and model.adapter.has_view:
+        own = [row for row in table.trained_rows if row.declaration.matrix is None]
+        rewritten = {row.path.partition(":")[0] for row in own if ":" in row.path}
+    return sum(
+        size * (4.0 if row.is_frozen and row.path not in rewritten else 6.0)
+        for row, size in sizes.items()
+    )
 
 
 def flops_per_token(

@@ -19,15 +19,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
+from jaxmoe.models.chain import Chain, layer_inputs, stack_parameters
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.stacks import LayerStack, Scan
-from jaxmoe.models.unrolled import LayerCall, UnrolledModel, layer_inputs
+from jaxmoe.models.stacks import LayerCall, LayerStack, Scan
 from sharding import axes as ax
 
 
@@ -59,7 +60,7 @@ def parallel_scan(model: ModelConfig) -> Scan:
 
 
 def sweep_streams(
-    model: UnrolledModel, tokens: Array, segment_ids: Array | None, sweeps: int
+    model: Chain, tokens: Array, segment_ids: Array | None, sweeps: int
 ) -> list[Stream]:
     """Return the stream after the last layer for 1, 2, ... sweeps over the longest scan.
 
@@ -74,19 +75,20 @@ def sweep_streams(
     index = model.model.scans.index(scan)
     stream = _in_order(model, model.model.scans[:index], stream, about)
     (stack,) = scan.stacks
-    numbers = jnp.arange(stack.num_layers, dtype=jnp.int32)
-    inputs = jax.vmap(lambda place: layer_inputs(stack, model.router_state, place))(numbers)
+    calls = [LayerCall(stack, place) for place in range(stack.num_layers)]
+    numbers = np.array([(call.cache_layer, call.moe_layer) for call in calls], np.int32)
+    inputs = jax.vmap(functools.partial(layer_inputs, stack.kind, model.router_state))(*numbers.T)
     estimate = jnp.broadcast_to(stream.x[None], (stack.num_layers, *stream.x.shape))
     found, sizes = [], (model.model.context, model.execution, stack)
     for _ in range(sweeps):
-        estimate, last = _sweep(*sizes, model.parameters(stack), inputs, stream, about, estimate)
+        estimate, last = _sweep(
+            *sizes, stack_parameters(model.params, stack), inputs, stream, about, estimate
+        )
         found.append(_in_order(model, model.model.scans[index + 1 :], last, about))
     return found
 
 
-def _in_order(
-    model: UnrolledModel, scans: tuple[Scan, ...], stream: Stream, about: TokenInputs
-) -> Stream:
+def _in_order(model: Chain, scans: tuple[Scan, ...], stream: Stream, about: TokenInputs) -> Stream:
     """Return the stream after whole scans."""
     for scan in scans:
         for place in range(scan.length):

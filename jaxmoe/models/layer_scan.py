@@ -19,7 +19,7 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
-from jaxmoe.layers.view import VIEW, VIEWED, Rewrite, rewritten
+from jaxmoe.layers.view import VIEW, Rewrite, SaveOutsideViews, check_view, rewritten
 from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
@@ -133,28 +133,6 @@ def _streamed(
     )
 
 
-def check_view(execution: ExecutionConfig) -> None:
-    """Refuse an execution that uses other arrays than the parameters that a view rewrites.
-
-    Args:
-        execution: How the model is computed.
-
-    Raises:
-        ValueError: The layout gathers parameters itself, or keeps them in host memory.
-    """
-    if execution.parameter_memory == "host":
-        raise ValueError(
-            "execution.parameter_memory=host fetches each layer by itself, and rewritten parameters"
-            " are made where they are used: set execution.parameter_memory to device"
-        )
-    if execution.state_layout.gathered != "layer":
-        raise ValueError(
-            f"execution.rules={execution.rules} gathers parameters before they are used, and"
-            " rewritten parameters are made where they are used: set execution.rules to"
-            " fully_sharded or data_parallel"
-        )
-
-
 def _part_name(scan: Scan, place: int) -> str:
     """Return the name of a layer's parameters for a view."""
     return f"{scan.name}/{place}" if scan.is_cycle else scan.name
@@ -172,12 +150,12 @@ def _block(
     elif execution.state_layout.gathered == "replica":
         block = gather_across_replicas(block, execution.precision.compute_dtype)
     remat = execution.remat_of(kind.feed_forward.is_routed)
-    if remat != "none":
-        return nn.remat(block, policy=remat_policy(remat), prevent_cse=False)
-    if rewrite is not None:
-        policy = jax.checkpoint_policies.save_anything_except_these_names(VIEWED)
-        return nn.remat(block, policy=policy, prevent_cse=False)
-    return block
+    if remat == "none" and rewrite is None:
+        return block
+    policy = remat_policy(remat)
+    if rewrite is not None and remat in ("none", "dots"):
+        policy = SaveOutsideViews(policy)
+    return nn.remat(block, policy=policy, prevent_cse=False)
 
 
 def scan_inputs(
@@ -269,9 +247,12 @@ def join_outputs(
         known = [o.indicators for o in stacks if o.indicators is not None]
         if known:
             indicators.append((interleave(known, scan.length), scan.num_layers))
+    for own in losses:
+        for name, value in own.items():
+            others.setdefault(name, []).append(value)
     return (
         _concatenate(statistics),
-        (_concatenate(losses) or {}) | {name: _concatenate(own) for name, own in others.items()},
+        {name: _concatenate(own) for name, own in others.items()},
         join_stacks(indicators) if indicators else None,
     )
 
@@ -280,9 +261,11 @@ def remat_policy(remat: Remat) -> Any:
     """Return which values the backward pass finds stored; those gathered across replicas always.
 
     Args:
-        remat: What is recomputed; not "none".
+        remat: What is recomputed.
     """
     policies = jax.checkpoint_policies
+    if remat == "none":
+        return policies.everything_saveable
     secondary = policies.save_only_these_names(SECONDARY)
     if remat == "full":
         return secondary

@@ -234,7 +234,7 @@ def _summed(before: Any, output: Any) -> Any:
         return {place: _summed(before[place], own) for place, own in output.items()}
     return LayerOutputs(
         statistics=_sum(before.statistics, output.statistics),
-        losses=output.losses,  # of weights: the same in every turn
+        losses=output.losses,  # of weights: the same in every turn; of gates: of the last one
         indicators=_sum(before.indicators, output.indicators),
     )
 

@@ -204,7 +204,7 @@ def abstract_params(
     """
 
     def one(row: ParameterSpec) -> Any:
-        given = {"value": jax.ShapeDtypeStruct(row.shape, dtype)}
+        given = {"value": jax.ShapeDtypeStruct(row.shape, row.stored_dtype(dtype))}
         if (channels := channels_shape(row)) is not None and form == MIXED:
             _check_uncut(row, rules, mesh.shape)
             given["largest"] = jax.ShapeDtypeStruct(channels, jnp.float32)

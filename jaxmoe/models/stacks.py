@@ -56,6 +56,39 @@ class LayerStack:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One layer that a token passes through."""
+
+    stack: LayerStack
+    place: int
+    """Number among the layers of the stack."""
+    turn: int = 0
+    """Number of the turn of a loop."""
+
+    @property
+    def layer(self) -> int:
+        """Number of the layer in the model."""
+        return self.stack.layers[self.place]
+
+    @property
+    def cache_layer(self) -> int:
+        """Number among the layers of the stack's cache."""
+        return self.turn * self.stack.num_layers + self.place
+
+    @property
+    def moe_layer(self) -> int:
+        """Number among the MoE layers; meaningless in a dense layer."""
+        moe = self.stack.moe_layers
+        return moe[self.place] if moe else self.place
+
+    @property
+    def kind(self) -> str:
+        """Mixer and feed-forward as text."""
+        kind = self.stack.kind
+        return f"{kind.mixer.module_name}, {kind.feed_forward.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Scan:
     """Consecutive layers that are computed in one loop."""
 

@@ -20,6 +20,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.adapters.view import adapted_view
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher, moves_tokens
 from jaxmoe.layers.gather import WHOLE
@@ -59,7 +60,8 @@ class Output:
     logits: Float[Array, "B S V"] | None
     """Logits in f32; None with has_logits=False."""
     losses: dict[str, Float[Array, ""]]
-    """Losses of the balancers, weighted and summed over layers, to add to the cross-entropy."""
+    """Losses of the balancers, weighted and summed over layers, to add to the cross-entropy; in
+    training those of the adapter too."""
     statistics: RouterStatistics | None
     """Routing statistics of the global batch, stacked over MoE layers; None for a dense model."""
     router_state: Any
@@ -155,7 +157,7 @@ class Transformer(nn.Module):
         x = end_streams(model, execution, model.residual.end(end_halves(execution, flow)).x)
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
-        read = _read_at(x, logits_at, execution.placement)
+        read = read_at(x, logits_at, execution.placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         return Output(
             logits=output_logits(read, weight, model, execution) if has_logits else None,
@@ -189,12 +191,22 @@ def forward(
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
-    variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
+    adapter, used = model.adapter, params
+    if adapter is not None:
+        if given.get("train") and (key := given.get("key")) is not None:
+            used = adapter.drawn(used, model.layer_numbers, key)
+        used = adapter.used(used)
+        if adapter.has_view:
+            used, view = adapted_view(adapter, used, view, [scan.name for scan in model.scans])
+    variables = {"params": used} | ({} if whole is None else {WHOLE: whole})
     if view is not None:
         variables |= {VIEW: view.own}
         given |= {"rewrite": view.rewrite}
-    output = Transformer(model, execution).apply(variables, tokens, **given)
-    return cast(Output, output)
+    output = cast(Output, Transformer(model, execution).apply(variables, tokens, **given))
+    if adapter is not None and given.get("train"):
+        own = adapter.losses(params, execution.placement)
+        output = dataclasses.replace(output, losses=output.losses | own)
+    return output
 
 
 def balance_losses(
@@ -280,8 +292,14 @@ def _token_mask(about: Mapping[str, Any]) -> Bool[Array, "B S"]:
     return jnp.ones_like(about["tokens"], dtype=bool) if segment_ids is None else segment_ids != 0
 
 
-def _read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement) -> Array:
-    """Return the hidden states that the head reads: all, or one of each row."""
+def read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement) -> Array:
+    """Return the hidden states that the head reads: all, or one of each row.
+
+    Args:
+        x: Hidden states.
+        index: Place in each row [B]; None: all.
+        placement: Layout rules.
+    """
     if index is None:
         return x
     x = placement.place(x, (None, None, None))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxmoe.adapters.average import Averaging
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -58,6 +59,7 @@ class StepPlan:
     objective: ObjectiveConfig | None = None
     skipping: SkippingConfig | None = None
     gradients: GradientsConfig = BackpropConfig()
+    average: Averaging | None = None
 
     @property
     def paths(self) -> Paths | None:
@@ -94,7 +96,9 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
     shapes, execution = plan.mesh, plan.execution
     dtype = execution.precision.parameter_dtype
     params = plan.table.tree(
-        lambda row: jax.ShapeDtypeStruct(row.shape, dtype, sharding=NamedSharding(shapes, row.spec))
+        lambda row: jax.ShapeDtypeStruct(
+            row.shape, row.stored_dtype(dtype), sharding=NamedSharding(shapes, row.spec)
+        )
     )
     with jax.sharding.use_abstract_mesh(shapes):
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -107,6 +111,7 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
                 key,
                 keeps_layer_norms,
                 partial(plan.gradients.init, plan.table),
+                plan.average,
             ),
             params,
             key,
@@ -164,6 +169,7 @@ def planned_step(plan: StepPlan) -> Any:
         table=plan.table,
         skipping=plan.skipping,
         gradients=plan.gradients,
+        average=plan.average,
     )
 
 

@@ -16,8 +16,10 @@ from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, DataConfig, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.data.levels import LevelPacking
+from jaxmoe.data.mixture import tasks_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.islands.config import IslandConfig
+from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.layers.sequences import choose_form
 from jaxmoe.models.quantize import quantized_params
 from jaxmoe.parameters import ParameterTable
@@ -85,6 +87,7 @@ class Assembly:
             table=plan.table,
             estimator=training.gradients,
             files=self.files,
+            average=training.averaging,
         )
 
     def with_files(self, directory: pathlib.Path) -> Assembly:
@@ -200,6 +203,7 @@ class Assembly:
             mesh=self.mesh,
             keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
             estimator=self.plan.init_estimator,
+            average=self.plan.config.training.averaging,
         )
         precision, table = self.execution.precision, self.plan.table
         if precision.weights == "floating":
@@ -244,6 +248,27 @@ class Assembly:
         return (global_batch(batch, self.mesh) for batch in rows)
 
 
+def _with_tasks(plan: Plan, source: Source) -> Source:
+    """Return a source whose rows have the number of their part, if the adapter reads tasks.
+
+    Args:
+        plan: Model with its adapter.
+        source: Source of the rows; one that is no mixture stays as it is.
+
+    Raises:
+        ValueError: The adapter has fewer tasks than the mixture has parts, or rows are packed anew.
+    """
+    adapter: Any = plan.model.adapter
+    if not has_mixing(adapter) or "task" not in adapter.reads:
+        return source
+    if plan.config.data.packs_levels:
+        raise ValueError(
+            f"adapter:{adapter.name} reads the task of each row, and documents that are packed by"
+            " level change their rows: leave data.levels out"
+        )
+    return tasks_of(source, adapter.num_tasks, adapter.name)
+
+
 def assemble(
     config: PretrainConfig,
     *,
@@ -283,6 +308,7 @@ def assemble(
     check_mesh(plan, execution, trains=trains)
     if source is None:
         source = _source(config, data, needs_data=needs_data)
+    source = _with_tasks(plan, source)
     loader = Loader(
         source,
         batch_size=training.batch_size,

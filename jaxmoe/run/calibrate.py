@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the activations of every quantised product on held-out data, for the format w4ax.
+"""Measures the activations of every quantised product on held-out data, for w4ax and bitstack.
 
 The batches are the first ones that evaluation does not read, always the same, so that the held-out
 loss of the converted run is not that of its calibration. The forward pass runs on one device in the
@@ -26,34 +26,44 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.plan import Plan
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
-from sharding.products.observed import ObservedArray
+from sharding.products.observed import ObservedArray, Statistic
 
 
-def measure_activations(assembly: Assembly, state: TrainState, batches: int) -> dict[str, Any]:
-    """Return the largest |activation| of each input, by path of the matrix.
+def measure_activations(
+    assembly: Assembly,
+    state: TrainState,
+    batches: int,
+    *,
+    statistic: Statistic = "largest",
+    field: str = "mixed.batches",
+) -> dict[str, Any]:
+    """Return the largest |activation| of each input, or another statistic, by path of the matrix.
 
     Args:
         assembly: Model and data of the run.
         state: Floating parameters and router state.
         batches: Number of held-out batches.
+        statistic: What is measured.
+        field: Name of the option with the number of batches, for messages.
 
     Returns:
         Arrays of `jaxmoe.models.quantize.channels_shape`. An expert that was chosen for no token
-        has the largest values of the other experts of its layer.
+        has the largest measurement of the other experts of its layer.
 
     Raises:
         ValueError: There are fewer held-out batches, or an activation is not finite.
     """
     plan = assembly.plan
-    held_out = _batches(assembly, batches)
+    held_out = calibration_batches(assembly, batches, field)
     params, router_state = jax.device_get((state.params, state.router_state))
-    step = jax.jit(jax.grad(partial(_loss, plan), argnums=0), static_argnums=4)
+    step = jax.jit(jax.grad(partial(_loss, plan, statistic), argnums=0), static_argnums=4)
     found: dict[str, Any] = {}
+    combine = np.add if statistic == "squares" else np.maximum
     for batch in held_out:
         for index in range(plan.config.training.objective.num_examined):
             measured = step(_zeros(plan.table), params, router_state, batch, index)
             for path, largest in jax.device_get(measured).items():
-                found[path] = np.maximum(found.get(path, 0.0), largest)
+                found[path] = combine(found.get(path, 0.0), largest)
     for path, largest in found.items():
         if not np.isfinite(largest).all():
             raise ValueError(
@@ -63,12 +73,13 @@ def measure_activations(assembly: Assembly, state: TrainState, batches: int) -> 
     return {path: _filled(largest) for path, largest in found.items()}
 
 
-def _check_held_out(assembly: Assembly, batches: int) -> None:
+def _check_held_out(assembly: Assembly, batches: int, field: str) -> None:
     """Raise if evaluation leaves too few held-out batches for a measurement.
 
     Args:
         assembly: Data of the run.
         batches: Number of batches.
+        field: Name of the option, for messages.
 
     Raises:
         ValueError: There are fewer.
@@ -78,21 +89,31 @@ def _check_held_out(assembly: Assembly, batches: int) -> None:
     if have is None or have >= read + batches:
         return
     left = max(have - read, 0)
+    measured = "outliers" if field == "mixed.batches" else "activations"
     way_out = (
-        f"ask for at most {left} with --mixed.batches"
+        f"ask for at most {left} with --{field}"
         if left
         else "convert to w4a8, which needs no data, or train with fewer --evaluation.batches"
     )
     raise ValueError(
-        f"mixed.batches={batches}: outliers are measured on held-out batches that evaluation does"
+        f"{field}={batches}: {measured} are measured on held-out batches that evaluation does"
         f" not read, and the validation split holds {have} batches, of which evaluation reads the"
         f" first {read}: {way_out}"
     )
 
 
-def _batches(assembly: Assembly, batches: int) -> list[Batch]:
-    """Return the batches after those of evaluation."""
-    _check_held_out(assembly, batches)
+def calibration_batches(assembly: Assembly, batches: int, field: str) -> list[Batch]:
+    """Return the held-out batches after those of evaluation.
+
+    Args:
+        assembly: Data of the run.
+        batches: Number of batches.
+        field: Name of the option with this number, for messages.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    _check_held_out(assembly, batches, field)
     first = assembly.plan.config.evaluation.batches
     loader = _validation(assembly)
     return [loader.batch(step) for step in range(first, first + batches)]
@@ -117,6 +138,7 @@ def _zeros(table: ParameterTable) -> dict[str, Array]:
 
 def _loss(
     plan: Plan,
+    statistic: Statistic,
     largest: dict[str, Array],
     params: Any,
     router_state: Any,
@@ -127,7 +149,9 @@ def _loss(
 
     def observed(row: Any, value: Array) -> Any:
         own = largest.get(row.path)
-        return value if own is None else ObservedArray(values=value, largest=own)
+        if own is None:
+            return value
+        return ObservedArray(values=value, largest=own, statistic=statistic)
 
     config = plan.config
     precision = PrecisionPolicy(compute=config.execution.precision.compute)

@@ -16,9 +16,9 @@ To add a field: its config class in `jaxmoe/run/config.py`, and a line for older
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Literal
 
+from jaxmoe.adapters.average import AverageConfig, Averaging
 from jaxmoe.checkpoint.manager import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
@@ -29,6 +29,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
 from jaxmoe.replicas import ReplicasConfig, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
+from jaxmoe.run.diagnostics.profile_config import ProfileConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
 from jaxmoe.tracking.terminal import ConsoleKind
@@ -121,6 +122,8 @@ class TrainingConfig:
     """Layers that micro-batches leave out (SkipPipe); None for none."""
     gradients: GradientsConfig = BackpropConfig()
     """How a step gets its gradient."""
+    average: AverageConfig | None = None
+    """Average that takes the place of the trained parameters after the last step; None for none."""
 
     def __post_init__(self):
         _check_least(self, "training", 1, "steps", "batch_size", "accumulation", "max_skipped")
@@ -140,6 +143,11 @@ class TrainingConfig:
         if self.batch_ramp is None:
             return BatchSizes(((0, self.batch_size),))
         return self.batch_ramp.build(self.steps, self.batch_size)
+
+    @property
+    def averaging(self) -> Averaging | None:
+        """Average of the trained parameters; None for none."""
+        return None if self.average is None else Averaging(config=self.average, steps=self.steps)
 
     @property
     def tokens(self) -> int:
@@ -272,36 +280,6 @@ class TrackingConfig:
         names = [tracker.name for tracker in self.trackers]
         if len(set(names)) < len(names):
             raise ValueError(f"tracking.trackers={', '.join(names)}: name each at most once")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileConfig:
-    """A trace of a few steps, for xprof or Perfetto."""
-
-    steps: str | None = None
-    """First and last traced step as a:b, both included, from 1; None for no trace."""
-
-    def __post_init__(self):
-        if self.steps is None:
-            return
-        if re.fullmatch(r"\d{1,12}:\d{1,12}", self.steps) is None:
-            raise ValueError(
-                f"profile.steps={self.steps!r} must be two step numbers a:b, such as 10:13"
-            )
-        first, last = map(int, self.steps.split(":"))
-        if not 1 <= first < last:
-            raise ValueError(
-                f"profile.steps={self.steps} must have 1 <= a < b: the first step is 1, and a"
-                " trace needs two steps or more"
-            )
-
-    @property
-    def range(self) -> tuple[int, int] | None:
-        """First and last traced step."""
-        if self.steps is None:
-            return None
-        first, last = map(int, self.steps.split(":"))
-        return first, last
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,9 @@ from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.data import DataConfig, DataError, SkippedRows, check_position
+from jaxmoe.models.bitstack import abstract_stacks, expanded_params
 from jaxmoe.models.quantize import abstract_params
+from jaxmoe.precision import STACKED
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
@@ -193,6 +195,7 @@ def load_run(
     *,
     needs_data: bool = True,
     initial: str | None = None,
+    keeps_blocks: bool = False,
 ) -> tuple[Assembly, TrainState, int]:
     """Assemble a trained run and restore one of its checkpoints; writes nothing.
 
@@ -202,6 +205,7 @@ def load_run(
         mesh: Mesh to use; the one of the run when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone.
         initial: Model that the adapter of the run was trained on, where it has moved.
+        keeps_blocks: Whether weights in the format bitstack stay in it, instead of being expanded.
 
     Returns:
         The assembly, the state, and the step of the checkpoint.
@@ -211,7 +215,8 @@ def load_run(
     """
     path = model_directory(path, "run.directory")
     config = at_execution(saved_config(path, initial), path, mesh)
-    return restore_run(config, RunDirectory(path), step, needs_data=needs_data)
+    directory = RunDirectory(path)
+    return restore_run(config, directory, step, needs_data=needs_data, keeps_blocks=keeps_blocks)
 
 
 def restore_run(
@@ -221,6 +226,7 @@ def restore_run(
     *,
     needs_data: bool = True,
     has_own_data: bool = True,
+    keeps_blocks: bool = False,
 ) -> tuple[Assembly, TrainState, int]:
     """Like `load_run`, for a configuration that the caller has.
 
@@ -230,6 +236,7 @@ def restore_run(
         step: Step of the checkpoint; the newest when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone.
         has_own_data: Whether the data must be those of the training.
+        keeps_blocks: Whether weights in the format bitstack stay in it, instead of being expanded.
     """
     if is_huggingface(directory.path):
         if step:
@@ -257,14 +264,15 @@ def restore_run(
             return assembly, world_of_workers(assembly, manager, newest), newest
         if step is not None:
             check(manager.shared_manifest(step))
-            return assembly, manager.restore(step, _target(assembly, manager, step)), step
-        found = manager.restore_newest(_target(assembly, manager, None), check=check)
-        if found is None:
-            raise ValueError(
-                f"{directory.path} has no checkpoint yet: train it first, or wait for one"
-            )
-        step, state = found
-        return assembly, state, step
+            state = manager.restore(step, _target(assembly, manager, step))
+        else:
+            found = manager.restore_newest(_target(assembly, manager, None), check=check)
+            if found is None:
+                raise ValueError(
+                    f"{directory.path} has no checkpoint yet: train it first, or wait for one"
+                )
+            step, state = found
+        return assembly, state if keeps_blocks else _floating(assembly, state), step
     finally:
         manager.close()
 
@@ -311,9 +319,18 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
         dtype = jax.numpy.dtype(precision.parameter_dtype)
         params = plan.table.tree(
             lambda row: jax.ShapeDtypeStruct(
-                row.shape, dtype, sharding=named_shardings(row.spec, assembly.mesh)
+                row.shape,
+                row.stored_dtype(dtype),
+                sharding=named_shardings(row.spec, assembly.mesh),
             )
         )
+        return dataclasses.replace(state, params=params)
+    if precision.weights == STACKED:
+        step = max(manager.shared_steps(), default=None) if step is None else step
+        if step is None:
+            return state  # nothing to restore
+        arrays = manager.shared_manifest(step).arrays
+        params = abstract_stacks(plan.table, arrays, precision.parameter_dtype, assembly.mesh)
         return dataclasses.replace(state, params=params)
     params = abstract_params(
         plan.table,
@@ -323,6 +340,16 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
         assembly.mesh,
         precision.mixed,
     )
+    return dataclasses.replace(state, params=params)
+
+
+def _floating(assembly: Assembly, state: TrainState) -> TrainState:
+    """Return a state whose weights in blocks are expanded."""
+    precision = assembly.execution.precision
+    if precision.weights != STACKED:
+        return state
+    table, dtype = assembly.plan.table, precision.parameter_dtype
+    params = expanded_params(table, state.params, dtype, assembly.mesh)
     return dataclasses.replace(state, params=params)
 
 

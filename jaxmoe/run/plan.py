@@ -65,6 +65,7 @@ class Plan:
             objective=training.objective,
             skipping=training.skipping,
             gradients=training.gradients,
+            average=training.averaging,
         )
 
     def init_estimator(self) -> Any:
@@ -77,7 +78,10 @@ class Plan:
         training = self.config.training
         left_out = 0.0 if training.skipping is None else training.skipping.share_left_out
         length = training.sequence_length
-        backward = flops_per_token(self.model, self.table, length, left_out=left_out)
+        table, adapter = self.table, self.model.adapter
+        if adapter is not None and adapter.makes_matrices:
+            table = parameter_table(dataclasses.replace(self.model, adapter=None))
+        backward = flops_per_token(self.model, table, length, left_out=left_out)
         return backward * (training.gradients.num_passes / 3.0)
 
     @property

@@ -74,6 +74,7 @@ class Programs:
                 execution=self._execution,
                 parameterization=self._parameterization,
                 estimator=partial(self._training.gradients.init, parameter_table(self.model)),
+                average=self._training.averaging,
             )
 
         return self.compile(jax.jit(first), jax.random.key(0), options=RARE)
@@ -104,6 +105,7 @@ class Programs:
             objective=self.objective,
             skipping=self._training.skipping,
             gradients=self._training.gradients,
+            average=self._training.averaging,
         )
 
     @functools.cached_property

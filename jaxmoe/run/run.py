@@ -37,6 +37,7 @@ from jaxmoe.generation.text import (
     encode_prompts,
 )
 from jaxmoe.messages import shown
+from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
@@ -220,6 +221,7 @@ class Run:
         eos_ids: Sequence[int] = (),
         step: int | None = None,
         on_sample: OnSample | None = None,
+        programs: MakePrograms | None = None,
     ) -> Any:
         """Continue a text, or several together, on one device.
 
@@ -237,6 +239,7 @@ class Run:
             eos_ids: Further token ids that end a text.
             step: Step of the checkpoint; the newest when None.
             on_sample: Called with the sample of a single prompt as its text grows.
+            programs: Makes the programs, see `jaxmoe.models.offload`.
 
         Returns:
             A sample, or a list of them for several prompts.
@@ -259,8 +262,9 @@ class Run:
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
             given = dataclasses.replace(given, eos_ids=ends)
             precision = assembly.execution.precision
-            streamed = {"on_sample": on_sample} if on_sample or len(prompts) == 1 else {}
-            samples = (continue_texts if streamed else continue_together)(
+            alone = {"on_sample": on_sample, "programs": programs}
+            alone = alone if len(prompts) == 1 or any(alone.values()) else {}
+            samples = (continue_texts if alone else continue_together)(
                 assembly.plan.model,
                 source,
                 jax.device_get(loaded.state.params),
@@ -271,7 +275,7 @@ class Run:
                     precision=PrecisionPolicy(weights=precision.weights, cache=precision.cache)
                 ),
                 precision=describe_precision(assembly),
-                **streamed,
+                **alone,
             )
         return samples[0] if isinstance(prompt, str | np.ndarray) else samples
 
@@ -367,7 +371,7 @@ class Run:
             )
         loaded = self._load(step, needs_data=True)
         execution = loaded.assembly.execution
-        if execution.mesh.stage > 1 and execution.precision.weights != "floating":
+        if execution.mesh.stage > 1 and not execution.precision.has_floating_weights:
             raise ConfigurationError(
                 f"run.directory={self.directory.path} holds weights={execution.precision.weights},"
                 f" which cannot be computed on execution.mesh.stage={execution.mesh.stage}: give a"

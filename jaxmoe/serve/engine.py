@@ -238,10 +238,14 @@ class Engine:
         self._inbox.put(lambda: None)
         return not wait([self._serving], timeout).not_done
 
+    def cancel_all(self) -> None:
+        """End all requests early."""
+        self._inbox.put(self._cancel_all)
+
     def close(self) -> None:
         """Cancel what is left and end the threads."""
         self._stop_accepting()
-        self._inbox.put(self._cancel_all)
+        self.cancel_all()
         wait([self._serving])
         self._threads.shutdown()
 

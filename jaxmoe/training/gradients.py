@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,7 @@ def batch_gradients(
             paths=None if skipping is None else skipping.paths(accumulation),
             **given,
         )
+        summed = _with_adapter_losses(summed, state.params, model, execution, table)
     else:
         summed = accumulate(
             partial(
@@ -192,6 +194,29 @@ def compute_gradients(
         row_nll=rows,
         probes=probes,
     )
+
+
+def _with_adapter_losses(
+    summed: Gradients,
+    params: Any,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    table: ParameterTable | None,
+) -> Gradients:
+    """Return the sums of a pipeline with the losses of the adapter, which no stage computes."""
+    adapter = model.adapter
+    if adapter is None or table is None:
+        return summed
+
+    def total(trained: Any) -> tuple[Array, dict[str, Array]]:
+        losses = adapter.losses(table.merged(trained, params), execution.placement)
+        return sum(losses.values(), jnp.zeros(())), losses
+
+    grads, losses = jax.grad(total, has_aux=True)(table.trained(params))
+    if not losses:
+        return summed
+    both = jax.tree.map(jnp.add, summed.grads, grads)
+    return dataclasses.replace(summed, grads=both, losses=summed.losses | losses)
 
 
 def batch_statistics(

@@ -104,6 +104,13 @@ def select(is_good: Bool[Array, ""], new: Any, old: Any) -> Any:
     return structure.unflatten(chosen)
 
 
+def select_changed(is_good: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """Return `select` of the arrays that are not the same object in both."""
+    return jax.tree.map(
+        lambda leaf, before: leaf if leaf is before else jnp.where(is_good, leaf, before), new, old
+    )
+
+
 def check_ratio(ratio: float | None, name: str = "max_norm_ratio") -> None:
     """Raise if a ratio would refuse ordinary steps.
 

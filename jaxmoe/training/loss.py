@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.adapters.view import viewed_outside
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import Order, current_order, lay_out
@@ -137,6 +138,7 @@ def forward_and_row_nll(
     """
     level = None if batch.level is None else jnp.max(jnp.asarray(batch.level))
     batch, order = lay_out_batch(batch, model, execution, level)
+    params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
     output = forward(
         model,
         execution,
@@ -144,7 +146,7 @@ def forward_and_row_nll(
         jnp.asarray(batch.tokens),
         positions=batch.positions,
         segment_ids=batch.segment_ids,
-        context={} if batch.mask_ratio is None else {"mask_ratio": jnp.asarray(batch.mask_ratio)},
+        context=batch_context(model, batch),
         has_logits=False,
         places=order,
         level=level,
@@ -160,6 +162,21 @@ def forward_and_row_nll(
         has_rows=has_rows,
     )
     return nll, rows, output
+
+
+def batch_context(model: ModelConfig, batch: Batch) -> dict[str, Array]:
+    """Return the arrays [B S] of a batch that routers and mixtures of an adapter read, by name.
+
+    Args:
+        model: Model that reads the batch.
+        batch: Rows.
+    """
+    mixing = model.context.mixing
+    names = () if mixing is None else mixing.reads
+    given = {name: batch.extra[name] for name in names if name in batch.extra}
+    if batch.mask_ratio is not None:
+        given["mask_ratio"] = batch.mask_ratio
+    return {name: jnp.asarray(array) for name, array in given.items()}
 
 
 def lay_out_batch(

@@ -24,7 +24,7 @@ class StepMetrics:
     loss: Float[Array, ""]
     """Cross-entropy, nats per token."""
     losses: dict[str, Float[Array, ""]]
-    """Balancers' losses, weighted, summed over layers."""
+    """Losses of balancers and adapter, weighted, summed over layers."""
     grad_norm: Float[Array, ""]
     """Global norm before clipping."""
     num_tokens: Float[Array, ""]

@@ -17,6 +17,8 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxmoe.adapters.average import Averaging
+from jaxmoe.data.batch import check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
@@ -59,6 +61,10 @@ class TrainState:
     `jaxmoe/training/workers/state.py`."""
     estimator: Any = None
     """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
+    adapter: Any = None
+    """State of the adapter beside its parameters; None for most. See `jaxmoe.adapters.base`."""
+    average: Any = None
+    """Average of the trained parameters; None without. See `jaxmoe.adapters.average`."""
 
 
 def init_state(
@@ -71,6 +77,7 @@ def init_state(
     mesh: Mesh | None = None,
     keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
+    average: Averaging | None = None,
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -83,6 +90,7 @@ def init_state(
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
         estimator: Function that returns the state of the estimator; None for none.
+        average: Average of the trained parameters; None for none.
     """
     execution = execution or ExecutionConfig()
     params = init_params(
@@ -96,7 +104,8 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        return state_around(model, optimizer, execution, params, key, keeps_layer_norms, estimator)
+        given = (execution, params, key, keeps_layer_norms, estimator, average)
+        return state_around(model, optimizer, *given)
 
     if mesh is None:
         return jax.jit(rest)(params)
@@ -112,6 +121,7 @@ def state_around(
     key: Key[Array, ""],
     keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
+    average: Averaging | None = None,
 ) -> TrainState:
     """The state before the first step of parameters that are there.
 
@@ -123,12 +133,19 @@ def state_around(
         key: as for `init_state`.
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
         estimator: Function that returns the state of the estimator; None for none.
+        average: Average of the trained parameters; None for none.
     """
-    opt_state = {}
+    opt_state, adapter, mean = {}, None, None
     if optimizer is not None:
+        if model.adapter is not None:
+            own = jax.random.fold_in(key, 3)
+            params = model.adapter.begun(params, model.layer_numbers, own)
+            own = jax.random.fold_in(key, 2)
+            adapter = model.adapter.first_state(params, parameter_table(model), own)
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)
         held = jax.device_put(held, jax.memory.Space.Device)
+        mean = None if average is None else average.config.begin(held)
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -141,6 +158,8 @@ def state_around(
         recent_norms=no_norms(),
         layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
         estimator=None if estimator is None else estimator(),
+        adapter=adapter,
+        average=mean,
     )
 
 
@@ -195,6 +214,22 @@ def _moved(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) 
         return opt_state
     # Counters stay on the device: a program cannot branch or index by values in host memory.
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if leaf.ndim else leaf, opt_state)
+
+
+class CheckedStep:
+    """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
+
+    def __init__(self, jitted: Any, vocab_size: int):
+        self._jitted, self._vocab_size, self._has_run = jitted, vocab_size, False
+        self.lower, self.trace = jitted.lower, jitted.trace
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Return the next state and metrics."""
+        if not isinstance(state, TrainState):
+            raise ValueError(f"state has type {type(state).__name__}: give that of init_state")
+        check_batch(batch, self._vocab_size, has_ids=not self._has_run)
+        self._has_run = True
+        return self._jitted(state, batch)
 
 
 class UpdatedState(abc.ABC):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimiser step: gradients over micro-batches, clipping, update, guard.
 
-    loss  = sum of weighted nll / sum of weights  +  the balancers' losses
+    loss  = sum of weighted nll / sum of weights  +  the balancers' losses  +  the adapter's
     guard : loss, gradient norm and new state all finite, the norm not far above those of the steps
             before (`jaxmoe.training.guard`), or else nothing changes
 
@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.data.batch import Batch, check_batch
+from jaxmoe.adapters import Averaging, StepGiven
+from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import ProbingTransformation
@@ -38,7 +39,14 @@ from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.estimators import BackpropConfig, GradientsConfig, Problem
-from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
+from jaxmoe.training.guard import (
+    all_finite,
+    check_ratio,
+    norm_limit,
+    remember,
+    select,
+    select_changed,
+)
 from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.measures.levels import level_measures
@@ -48,6 +56,7 @@ from jaxmoe.training.optimizer_files.step import FilesStep
 from jaxmoe.training.optimizer_parts import check_parts, modules_of, update_in_parts
 from jaxmoe.training.pipeline import remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.state import CheckedStep as CheckedStep
 from jaxmoe.training.state import (
     Clipped,
     TrainState,
@@ -77,6 +86,7 @@ class TrainStep:
     skipping: SkippingConfig | None = None
     estimator: GradientsConfig = BackpropConfig()
     files: PartFiles | None = None
+    average: Averaging | None = None
 
     def __post_init__(self):
         if self.accumulation < 1:
@@ -86,6 +96,9 @@ class TrainStep:
         check_ratio(self.max_norm_ratio)
         self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
+        for own in (self.model.adapter, self.average):
+            if own is not None:
+                own.check_execution(self.execution)
         check_parts(self.execution, self.optimizer)
         self.estimator.check_clip(self.clip)
         self.estimator.check(self.problem)
@@ -215,7 +228,7 @@ class TrainStep:
             worker_loss: Losses of the workers that are reported apart.
             estimator: State of the estimator after the step.
         """
-        statistics, grad_norm = summed.statistics, clipped.norm
+        statistics, grad_norm, before = summed.statistics, clipped.norm, state
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
@@ -235,6 +248,13 @@ class TrainStep:
             estimator=None if estimator is None else select(is_good, estimator, state.estimator),
         )
         state = remember_layers(self.model, state, clipped.grads, is_good)
+        table = self.table or parameter_table(self.model)
+        if (adapter := self.model.adapter) is not None and adapter.has_after_step:
+            given = StepGiven(before, table, self.execution.placement)
+            changed = adapter.after_step(state, clipped.grads, given)
+            state = select_changed(is_good, changed, state)
+        if self.average is not None:
+            state = self.average.after_step(state, clipped.grads, is_good, table)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,
@@ -275,6 +295,7 @@ def make_train_step(
     skipping: SkippingConfig | None = None,
     gradients: GradientsConfig | None = None,
     files: PartFiles | None = None,
+    average: Averaging | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
@@ -296,6 +317,7 @@ def make_train_step(
         gradients: How the gradient is estimated; by backpropagation when None.
         files: Files of the optimiser state, for `execution.optimizer_memory` files; see
             `jaxmoe.training.optimizer_files.step.open_files`.
+        average: Average of the trained parameters, of which the state has been made; None for none.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
@@ -318,24 +340,9 @@ def make_train_step(
         skipping=skipping,
         estimator=gradients or BackpropConfig(),
         files=files,
+        average=average,
     )
     return one_step.jitted()
-
-
-class CheckedStep:
-    """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
-
-    def __init__(self, jitted: Any, vocab_size: int):
-        self._jitted, self._vocab_size, self._has_run = jitted, vocab_size, False
-        self.lower, self.trace = jitted.lower, jitted.trace
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Return the next state and metrics."""
-        if not isinstance(state, TrainState):
-            raise ValueError(f"state has type {type(state).__name__}: give that of init_state")
-        check_batch(batch, self._vocab_size, has_ids=not self._has_run)
-        self._has_run = True
-        return self._jitted(state, batch)
 
 
 def update_params(

@@ -7,6 +7,9 @@
 W is a floating matrix or a quantised one. The gradient of A and B needs no array of the shape of W.
 Where the inputs of W are cut, those of A are, and x A is a part of a sum, as x W is; where its
 outputs are cut, those of B are.
+
+With `mix`, A [*I n r] and B [n r *O] are the factors of n additions, which are mixed for each
+token (`sharding/products/mixtures.py`); such a matrix has no batch dimensions.
 """
 
 from __future__ import annotations
@@ -22,8 +25,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.backend import Implementation
+from sharding.products.mixtures import Mix
 
 Axes = tuple[str | None, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """Place of a mixture that the layer of the matrix gives."""
 
 
 # Not type-checked: tree functions also fill records with shapes, specs and tracers.
@@ -41,6 +51,8 @@ class LowRank:
     """B."""
     scale: Float[Array, ""] | Any
     """s."""
+    mix: Mix | Awaited | None = None
+    """How n additions are mixed; None where there is one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,11 +67,31 @@ class LowRank:
     @property
     def num_batch(self) -> int:
         """Number of batch dimensions."""
-        return self.down.ndim + self.up.ndim - 2 - self.ndim
+        return 0 if self.mix is not None else self.down.ndim + self.up.ndim - 2 - self.ndim
 
     def factors_as(self, dtype: Any) -> LowRank:
         """Return the same with factors of a dtype."""
         return dataclasses.replace(self, down=self.down.astype(dtype), up=self.up.astype(dtype))
+
+    def mixed_by(self, mix: Mix | None) -> LowRank:
+        """Return the same with the mixture of the tokens, where it awaits one.
+
+        Args:
+            mix: How additions are mixed, or None where nothing mixes them.
+        """
+        if self.mix is None or mix is None:
+            return self
+        inputs = self.down.ndim - 2
+        return dataclasses.replace(
+            self, mix=mix.for_matrix(self.shape[:inputs], self.shape[inputs:])
+        )
+
+    def with_values(self, values: Float[Array, "*G r"] | None) -> LowRank:
+        """Return W + s A diag(values) B; the same when None."""
+        if values is None:
+            return self
+        wide = values.reshape(values.shape + (1,) * (self.up.ndim - values.ndim))
+        return dataclasses.replace(self, up=self.up * wide.astype(self.up.dtype))
 
     def axes(self, weight: Any, axes: Axes) -> LowRank:
         """Return the logical axes of all parts.
@@ -68,12 +100,27 @@ class LowRank:
             weight: Logical axes of the parts of W.
             axes: Logical axes of the dimensions of W.
         """
+        if self.mix is not None:
+            inputs = self.down.ndim - 2
+            first, last = axes[:inputs], axes[inputs:]
+            parts = {"down": (*first, None, None), "up": (None, None, *last), "scale": ()}
+            return LowRank(weight=weight, mix=self._mix.axes(first, last), **parts)
         inputs = self.down.ndim - 1
         up = (*axes[: self.num_batch], None, *axes[inputs:])
         return LowRank(weight=weight, down=(*axes[:inputs], None), up=up, scale=())
 
     def merged(self) -> Array:
-        """Return W + s A B in the dtype of W, a floating array."""
+        """Return W + s A B in the dtype of W, a floating array.
+
+        Raises:
+            ValueError: The additions are mixed for each token.
+        """
+        if self.mix is not None:
+            raise ValueError(
+                f"a matrix {self.shape} has additions that are mixed for each token, and this layer"
+                " uses its matrices whole: leave its roles out of model.adapter.targets.roles, or"
+                " take adapter:lora"
+            )
         batch = tuple(range(self.num_batch))
         product = jax.lax.dot_general(
             self.down.astype(jnp.float32),
@@ -91,6 +138,14 @@ class LowRank:
             y: x W.
             x: Activations, in the dtype of the factors.
         """
+        if self.mix is not None:
+            mix, rows = self._mix, jax.tree.leaves(self.mix)[0].shape[:2]
+            if rows != x.shape[:2]:
+                raise ValueError(
+                    f"additions are mixed for rows of {rows} tokens, and this product takes"
+                    f" {x.shape[:2]} of them at a time: set execution.tensor_products to whole"
+                )
+            return y + (self.scale * mix.added(x, self.down, self.up)).astype(y.dtype)
         inputs = self.down.ndim - 1
         summed = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
         narrow = jax.lax.dot_general(
@@ -101,6 +156,16 @@ class LowRank:
             narrow, self.up, (last, ((), ())), preferred_element_type=jnp.float32
         )
         return y + (self.scale * wide).astype(y.dtype)
+
+    @property
+    def _mix(self) -> Mix:
+        """The mixture, which the layer must have given."""
+        if isinstance(self.mix, Mix):
+            return self.mix
+        raise ValueError(
+            f"a matrix {self.shape} has additions that are mixed for each token, and this layer"
+            " gives no weights for them: leave its roles out of model.adapter.targets.roles"
+        )
 
     def added_to_groups(
         self,

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the activations of each product: `ObservedArray` in place of a matrix.
 
-    largest[k] = max |x[:, k]|      over the rows x that a matrix is multiplied with
+    largest[k] = max |x[:, k]|        over the rows x that a matrix is multiplied with,
+    squares[k] = sum x[:, k]^2        or this with statistic "squares"
 
 The measurement is returned as the gradient of `largest`, whatever is differentiated: layers return
 no statistic for it, and a scan over layers stacks it like other gradients. Products have no other
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.backend import Implementation
+
+Statistic = Literal["largest", "squares"]
+"""What is measured of the activations of an input: the largest absolute value, or the sum of the
+squares."""
 
 
 # Not type-checked: tree functions also fill records with shapes, specs and tracers.
@@ -37,6 +43,8 @@ class ObservedArray:
     """The matrix, of any number of dimensions."""
     largest: Float[Array, "*G k"] | Any
     """Any float32; its gradient is the measurement, per matrix of a stack."""
+    statistic: Statistic = dataclasses.field(default="largest", metadata={"static": True})
+    """What is measured."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,7 +75,8 @@ def observed_einsum(
         preferred_element_type=dtype,
     )
     rows = x.reshape(-1, weight.largest.shape[-1])
-    return _measured(product, rows, weight.largest, jnp.zeros(rows.shape[:1], jnp.int32))
+    ids = jnp.zeros(rows.shape[:1], jnp.int32)
+    return _measured(weight.statistic, product, rows, weight.largest, ids)
 
 
 def observed_groups(
@@ -91,26 +100,36 @@ def observed_groups(
     product = grouped_matmul(still, matrices, group_sizes, implementation=implementation)
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     ids = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
-    return _measured(product, rows, weight.largest, ids)
+    return _measured(weight.statistic, product, rows, weight.largest, ids)
 
 
-@jax.custom_vjp
-def _measured(product: Array, rows: Array, largest: Array, ids: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _measured(
+    statistic: Statistic, product: Array, rows: Array, largest: Array, ids: Array
+) -> Array:
     """Return the product; the gradient of `largest` is that of each row's matrix."""
-    del rows, largest, ids
+    del statistic, rows, largest, ids
     return product
 
 
-def _forward(product: Array, rows: Array, largest: Array, ids: Array) -> tuple[Array, Any]:
+def _forward(
+    statistic: Statistic, product: Array, rows: Array, largest: Array, ids: Array
+) -> tuple[Array, Any]:
     num_groups = largest.shape[0] if largest.ndim > 1 else 1
-    own = jax.ops.segment_max(jnp.abs(rows).astype(jnp.float32), ids, num_segments=num_groups)
-    found = jnp.maximum(own, 0.0).reshape(largest.shape)  # groups without rows are -inf
+    sizes = jnp.abs(rows).astype(jnp.float32)
+    if statistic == "squares":
+        own = jax.ops.segment_sum(jnp.square(sizes), ids, num_segments=num_groups)
+    else:
+        own = jax.ops.segment_max(sizes, ids, num_segments=num_groups)
+    found = jnp.maximum(own, 0.0).reshape(largest.shape)  # maxima of no rows are -inf
     return product, (rows, found)
 
 
-def _backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Any, ...]:
+def _backward(
+    statistic: Statistic, residuals: tuple[Array, Array], gradient: Array
+) -> tuple[Any, ...]:
     """Return zeros for the rows, so that earlier products are reached as well."""
-    del gradient
+    del statistic, gradient
     rows, found = residuals
     return None, jnp.zeros_like(rows), found, None
 

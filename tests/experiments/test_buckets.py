@@ -40,6 +40,7 @@ LINES = {
         ("--command", f"python -m experiments.pretrain --run.directory={BUCKET}"),
     ],
     "finetune": [("--checkpoint.initial", BUCKET)],
+    "layer_paths": [IN_RUN],
     "levels": [IN_RUN],
     "outer": [IN_RUN],
     "place": [IN_RUN],
@@ -56,6 +57,7 @@ LINES = {
     "report": [(BUCKET,), IN_RUN],
     "routers": [IN_RUN],
     "serving": [("simulate", *IN_RUN)],
+    "serve": [IN_RUN],
     "transfer": [IN_RUN],
 }
 

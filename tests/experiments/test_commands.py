@@ -37,6 +37,7 @@ COMMANDS = {
         "gates",
         "generate",
         "launch",
+        "layer_paths",
         "levels",
         "outer",
         "place",
@@ -45,8 +46,7 @@ COMMANDS = {
         "pretrain",
         "replay",
     ),
-    *("report", "resize"),
-    *("routers", "serving", "transfer"),
+    *("report", "resize", "routers", "serve", "serving", "transfer"),
 }
 PARTS = {
     **{"data": [["inspect"]], "launch": [[], ["--supervise"]]},

@@ -22,7 +22,8 @@ def untrained(tmp_path_factory):
     path = tmp_path_factory.mktemp("depth") / "run"
     config = tiny_config(len(jax.devices()))
     model = dataclasses.replace(config.model, num_layers=3)
-    config = dataclasses.replace(config, model=model)
+    evaluation = dataclasses.replace(config.evaluation, batches=2)
+    config = dataclasses.replace(config, model=model, evaluation=evaluation)
     assembly, directory = assemble(config), RunDirectory(path)
     with directory.held():
         directory.check_config(config)

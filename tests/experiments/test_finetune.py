@@ -17,14 +17,23 @@ from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
 from tests.support.runs import logged_losses, saved_leaves
 
-ADAPTER = ("adapter:lora", "--adapter.rank", "2", "--adapter.targets.roles", "attention_in")
+TARGETS = ("--adapter.targets.roles", "attention_in")
+ADAPTER = ("adapter:lora", "--adapter.rank", "2", *TARGETS)
+OTHERS = {
+    "adalora": (
+        *("--adapter.rank", "4", "--adapter.target_rank", "2", "--adapter.initial", "0"),
+        *("--adapter.final", "3", "--adapter.interval", "1"),
+    ),
+    "switch_lora": ("--adapter.rank", "2", "--adapter.rate", "0.5", "--adapter.candidates", "4"),
+    "mixture_of_shards": ("--adapter.rank", "4"),
+}
 
 
-def flags(base, directory, steps, *more):
+def flags(base, directory, steps, *more, adapter=ADAPTER):
     where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
     length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
     outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
-    return [*where, *ADAPTER, *length, *outputs, *more]
+    return [*where, *adapter, *length, *outputs, *more]
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +74,28 @@ def test_resumed_in_the_middle_it_ends_bitwise_alike(finished, tuned, tmp_path):
     assert logged_losses(stopped) == logged_losses(tuned)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_adapters_resume_bitwise_and_fold(name, finished, tmp_path, capsys):
+    adapter = (f"adapter:{name}", *OTHERS[name], *TARGETS)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for directory in (whole, stopped):
+        assert finetune.main(flags(finished, directory, 4, adapter=adapter)) == ExitCode.DONE
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    assert finetune.main(flags(finished, stopped, 4, adapter=adapter)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (whole, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    moves = name == "switch_lora"
+    assert (read_manifest(whole / "checkpoints" / "4").base is None) == moves
+    check_fold(whole, tmp_path / "folded", capsys)
+
+
 def test_folded_weights_compute_what_the_adapter_does(tuned, tmp_path, capsys):
-    folded = tmp_path / "folded"
+    check_fold(tuned, tmp_path / "folded", capsys)
+
+
+def check_fold(tuned, folded, capsys):
+    """Folded weights have the loss of the adapter."""
     convert = ["convert", "--run.directory", str(tuned), "--fold", "True", "--to", str(folded)]
     assert checkpoint.main(convert) == ExitCode.DONE
     capsys.readouterr()
@@ -77,6 +106,47 @@ def test_folded_weights_compute_what_the_adapter_does(tuned, tmp_path, capsys):
         losses.append(float(line.partition("eval/bits_per_token=")[2].split()[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert json.loads((folded / "summary.json").read_text())["format"] == "folded"
+
+
+MEMBERS = {
+    "lift": ("--adapter.refresh_every", "3", "--adapter.rank", "1"),
+    "quantised_choices": ("--adapter.rank", "2", "--adapter.mean_bits", "2.5"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_resume_evaluate_and_fold(name, finished, tmp_path, capsys):
+    whole, stopped, folded = (tmp_path / one for one in ("whole", "stopped", "folded"))
+    more = (f"adapter:{name}", *MEMBERS[name], *ADAPTER[3:])
+    for directory in (whole, stopped):
+        assert finetune.main(flags(finished, directory, 4, adapter=more)) == ExitCode.DONE
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    assert finetune.main(flags(finished, stopped, 4, adapter=more)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (whole, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    losses = logged_losses(whole)
+    assert logged_losses(stopped) == losses and np.isfinite(list(losses.values())).all()
+    convert = ["convert", "--run.directory", str(whole), "--fold", "True", "--to", str(folded)]
+    assert checkpoint.main(convert) == ExitCode.DONE
+    capsys.readouterr()
+    found = []
+    for directory in (whole, folded):
+        assert evaluate.main(["--run.directory", str(directory)]) == ExitCode.DONE
+        line = capsys.readouterr().out.splitlines()[-1]
+        found.append(float(line.partition("eval/bits_per_token=")[2].split()[0]))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_bits_of_layers_are_for_adapters_that_choose_them(tuned, tmp_path, capsys):
+    convert = ["convert", "--run.directory", str(tuned), "--to", str(tmp_path / "small")]
+    for more, message in (
+        (("--fold", "True", "--fold_bits", "3"), "fold_bits=3 chooses the bits of layers, which"),
+        (("--quantise", "w8a8", "--fold_bits", "3"), "--fold_bits changes nothing without --fold"),
+    ):
+        with pytest.raises(SystemExit):
+            checkpoint.main([*convert, *more])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,12 @@ class FeedForward(nn.Module):
 
         Args:
             x: Normed input.
-            routing: Ignored; routed feed-forwards read it.
+            routing: Read for `mix`; None where nothing is mixed.
 
         Returns:
             The output in the compute dtype, and an empty record.
         """
-        del routing
+        mix = None if routing is None else routing.mix
         dtype, placement = self.execution.precision.compute_dtype, self.execution.placement
         gate_up = Declaration(
             shape=(self.embed_dim, 2, self.hidden_dim),
@@ -105,12 +105,12 @@ class FeedForward(nn.Module):
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, ax.ACT_MLP)
         execution = self.execution
         given = {"activations": execution.precision.activations, "halo": execution.halo}
-        weight = as_factor(declare_matrix(self, "gate_up", gate_up), dtype)
+        weight = as_factor(declare_matrix(self, "gate_up", gate_up), dtype, mix)
         product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **given)
         form = execution.tensor_products
         hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement, form=form)["hidden"]
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
-        weight = as_factor(declare_matrix(self, "down", down), dtype)
+        weight = as_factor(declare_matrix(self, "down", down), dtype, mix)
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
         product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **given)
         return into_stream(hidden, product, placement, form=form), FeedForwardOutputs()

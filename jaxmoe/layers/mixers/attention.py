@@ -208,7 +208,8 @@ class Attention(nn.Module):
         config, placement = self.config, self.execution.placement
         dtype = self.execution.precision.compute_dtype
         form = self.execution.tensor_products
-        heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement, form=form)
+        projections = self._projections(dtype, tokens.mix)
+        heads = out_of_stream(x.astype(dtype), projections, placement, form=form)
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
         if config.positions == "rotary":
@@ -234,7 +235,7 @@ class Attention(nn.Module):
         spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
         product = Product(
             "bsnh,nhd->bsd",
-            as_factor(weight, dtype),
+            as_factor(weight, dtype, tokens.mix),
             (ax.HEADS, None, None),
             spread,
             activations=self.execution.precision.activations,
@@ -301,7 +302,7 @@ class Attention(nn.Module):
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)
         return declare_matrix(self, name, declaration)
 
-    def _projections(self, dtype: Any) -> dict[str, Product]:
+    def _projections(self, dtype: Any, mix: Any = None) -> dict[str, Product]:
         """Return the products for queries, keys, values and, if gated, each head's gate logits."""
         config, found = self.config, {}
         for name, number in (
@@ -321,7 +322,7 @@ class Attention(nn.Module):
             )
             found[name] = Product(
                 "bsd,dnh->bsnh",
-                as_factor(weight, dtype),
+                as_factor(weight, dtype, mix),
                 (None, axis, None),
                 (ax.ACT_BATCH, ax.ACT_SEQ_INNER, spread, None),
                 activations=self.execution.precision.activations,
@@ -336,9 +337,8 @@ class Attention(nn.Module):
                 ((-2,), (-1,)),
             )
             spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
-            found["gate"] = Product(
-                "bsd,dn->bsn", as_factor(weight, dtype), (None, ax.HEADS), spread, jnp.float32
-            )
+            gate = as_factor(weight, dtype, mix)
+            found["gate"] = Product("bsd,dn->bsn", gate, (None, ax.HEADS), spread, jnp.float32)
         return found
 
     def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data import Batch
-from jaxmoe.models.unrolled import UnrolledModel, layer_calls
+from jaxmoe.models.chain import Chain, layer_calls
 from sharding.constrain import place_like
 
 FREE: Final = 0.02
@@ -56,7 +56,7 @@ class DepthMeasures:
     num_tokens: int
 
 
-def measure_depth(model: UnrolledModel, batches: Sequence[Batch]) -> DepthMeasures:
+def measure_depth(model: Chain, batches: Sequence[Batch]) -> DepthMeasures:
     """Return the measures of all layers.
 
     Args:
@@ -87,7 +87,7 @@ def measure_depth(model: UnrolledModel, batches: Sequence[Batch]) -> DepthMeasur
     )
 
 
-def streams_of(model: UnrolledModel, batches: Iterable[Batch]) -> list[np.ndarray]:
+def streams_of(model: Chain, batches: Iterable[Batch]) -> list[np.ndarray]:
     """Return the stream after each layer [T D] in f32, of the real tokens.
 
     Args:
@@ -159,7 +159,7 @@ def describe_depth(measures: DepthMeasures) -> str:
     )
 
 
-def _measure_batch(model: UnrolledModel, batch: Batch) -> dict[str, Any]:
+def _measure_batch(model: Chain, batch: Batch) -> dict[str, Any]:
     """Return the sums over the tokens of one batch."""
     calls = layer_calls(model.model)
     stream, about = model.begin(batch.tokens, batch.segment_ids)
@@ -194,7 +194,7 @@ def _measure_batch(model: UnrolledModel, batch: Batch) -> dict[str, Any]:
 
 
 def _free(
-    model: UnrolledModel, batches: Sequence[Batch], output: np.ndarray
+    model: Chain, batches: Sequence[Batch], output: np.ndarray
 ) -> tuple[int, int, float] | None:
     """Return the longest run of layers that move little, and their distance together."""
     best, start = (0, 0), 0

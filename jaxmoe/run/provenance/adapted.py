@@ -26,7 +26,7 @@ from jaxmoe.run.provenance.warm_start import initial_directory, initial_manifest
 
 
 def base_of(assembly: Assembly) -> BaseModel | None:
-    """Return the model that a run adapts; None for a run that trains all parameters.
+    """Return the model that a run adapts; None for a run whose checkpoints hold all parameters.
 
     Args:
         assembly: Plan, devices and data of the run.
@@ -38,14 +38,18 @@ def base_of(assembly: Assembly) -> BaseModel | None:
     config = plan.config.checkpoint
     if plan.model.adapter is None:
         return None
+    left_out = frozenset(
+        row.path for row in plan.table if row.is_frozen and not is_factor(row.path)
+    )
+    if not left_out:
+        return None
     if config.initial is None:
         raise ValueError(
             f"model.adapter={plan.model.adapter.name} trains a part of a model that is there: name"
             " it with --checkpoint.initial, a run directory or one of a Hugging Face model"
         )
-    left_out = frozenset(
-        row.path for row in plan.table if row.is_frozen and not is_factor(row.path)
-    )
+    if plan.model.adapter.moves_base:
+        return None
     if is_huggingface(config.initial):
         read = functools.partial(_read_huggingface, assembly, config.initial)
         whole = {row.path: None for row in plan.table if row.path in left_out}

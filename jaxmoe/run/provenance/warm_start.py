@@ -143,7 +143,8 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
     keeps = plan.config.checkpoint.keeps_layer_norms
 
     def around(params):
-        given = (assembly.execution, params, key, keeps, plan.init_estimator)
+        average = plan.config.training.averaging
+        given = (assembly.execution, params, key, keeps, plan.init_estimator, average)
         return state_around(plan.model, plan.optimizer, *given)
 
     with jax.set_mesh(assembly.mesh):

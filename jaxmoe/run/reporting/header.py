@@ -34,7 +34,8 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
-    command = "pretrain" if model.adapter is None else "finetune"
+    is_adapted = model.adapter is not None and not model.adapter.makes_matrices
+    command = "finetune" if is_adapted else "pretrain"
     lines = (
         f"jaxmoe {command}  {name}  {directory.path}  ({resumed})",
         f"devices  {_mesh_text(assembly)}",
@@ -99,7 +100,7 @@ def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) ->
     )
 
 
-def _adapter_lines(plan: Plan) -> tuple[str, str]:
+def _adapter_lines(plan: Plan) -> list[str]:
     """Return what is trained, and of which model."""
     adapter, table = plan.model.adapter, plan.table
     assert adapter is not None  # asked for only then
@@ -108,11 +109,12 @@ def _adapter_lines(plan: Plan) -> tuple[str, str]:
     width = plan.config.execution.precision.parameter_dtype.itemsize
     initial = plan.config.checkpoint
     step = "" if initial.initial_step is None else f" step {initial.initial_step}"
-    return (
-        f"base     {initial.initial}{step}, {format_count(frozen)} parameters frozen",
+    base = f"base     {initial.initial}{step}, {format_count(frozen)} parameters frozen"
+    own = (
         f"adapter  {adapter.words}: {len(sizes)} arrays, {format_count(sum(sizes))} parameters"
-        f" trained, {sum(sizes) * width / 1e6:.2f} MB, {sum(sizes) / table.total:.1%} of all",
+        f" trained, {sum(sizes) * width / 1e6:.2f} MB, {sum(sizes) / table.total:.1%} of all"
     )
+    return [own] if adapter.makes_matrices else [base, own]
 
 
 def _data_text(assembly: Assembly) -> str:

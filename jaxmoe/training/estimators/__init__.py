@@ -8,6 +8,7 @@ of ESTIMATORS in `tests/test_architecture.py`.
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.contrib.training.surrogate import SurrogateConfig as SurrogateConfig
 from jaxmoe.training.estimators.backprop import BackpropConfig as BackpropConfig
 from jaxmoe.training.estimators.base import Estimate as Estimate
 from jaxmoe.training.estimators.base import Estimator as Estimator
@@ -16,6 +17,6 @@ from jaxmoe.training.estimators.evolution import EvolutionConfig as EvolutionCon
 from jaxmoe.training.estimators.seed_pool import SeedPoolConfig as SeedPoolConfig
 from jaxmoe.training.estimators.spsa import SPSAConfig as SPSAConfig
 
-GradientsConfig = BackpropConfig | SPSAConfig | SeedPoolConfig | EvolutionConfig
+GradientsConfig = BackpropConfig | SPSAConfig | SeedPoolConfig | EvolutionConfig | SurrogateConfig
 
 ESTIMATORS = registry_of(GradientsConfig)

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.models.layer_scan import check_view
+from jaxmoe.layers.view import check_view
 from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.state import TrainState

@@ -79,7 +79,7 @@ def _add_noise(
 ) -> dict[str, Any]:
     """Return parameters of one layer, or of a module outside the layers, with noise added."""
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    for path, key in own[KEYS].items():
+    for path, key in own.get(KEYS, {}).items():
         leaf = flat[path]
         z = place_like(draw(key, leaf.shape, matrices[f"{part}/{path}"]), leaf)
         flat[path] = leaf + (own[SCALE] * z).astype(leaf.dtype)

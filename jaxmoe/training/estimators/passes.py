@@ -18,8 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.layers.view import View, view_outside
-from jaxmoe.models.layer_scan import check_view
+from jaxmoe.layers.view import View, check_view, view_outside
 from jaxmoe.models.transformer import balance_losses
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics

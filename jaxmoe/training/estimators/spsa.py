@@ -187,7 +187,7 @@ def _in_halves(problem: Problem, ends: Ends, replicas: int, given: Given, data: 
     return jax.lax.map(partial(_one_end, problem, local, ends, place, replicas), data)
 
 
-def _end(
+def end_sums(
     problem: Problem, given: Given, data: Array, scale: Float[Array, ""], draw: Draw = normal
 ) -> Sums:
     """Return the sums of one pass at a distance along a direction, of which this is key data."""
@@ -200,7 +200,7 @@ def _both_ends(problem: Problem, given: Given, ends: Ends, data: Array) -> Losse
     """Return the losses at both ends of a direction, [2 ...]."""
 
     def one(scale: Float[Array, ""]) -> Losses:
-        return losses_of(problem, given, _end(problem, given, data, scale, ends.draw))
+        return losses_of(problem, given, end_sums(problem, given, data, scale, ends.draw))
 
     return jax.lax.map(one, jnp.asarray([ends.epsilon, -ends.epsilon], jnp.float32))
 
@@ -229,7 +229,7 @@ def _one_end(
     """Return the losses at both ends of a direction, [2 ...]; each half computes one."""
     is_first = place < replicas // 2
     scale = jnp.where(is_first, jnp.float32(ends.epsilon), jnp.float32(-ends.epsilon))
-    sums = _end(problem, given, data, scale, ends.draw)
+    sums = end_sums(problem, given, data, scale, ends.draw)
     # Losses of weights are equal in a half; the others are sums over its rows.
     share = jax.tree.map(lambda x: x / (replicas // 2), sums.losses)
     sums = dataclasses.replace(sums, losses=share)
@@ -260,7 +260,7 @@ def worker_slopes(
 
     def one(data: Array) -> Losses:
         def end(scale: Float[Array, ""]) -> Losses:
-            sums = _end(problem, given, data, scale)
+            sums = end_sums(problem, given, data, scale)
             return losses_of(problem, given, sums, 1.0 / workers)
 
         return jax.lax.map(end, jnp.asarray([config.epsilon, -config.epsilon], jnp.float32))

@@ -28,7 +28,7 @@ from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import lay_out as lay_out_params
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients, split_rows
-from jaxmoe.training.loss import lay_out_batch
+from jaxmoe.training.loss import batch_context, lay_out_batch
 from jaxmoe.training.objective import TokenGiven
 from jaxmoe.training.pipeline.functions import EndSums, MicroBatches, PipelinedModel, staged_scan
 from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens
@@ -189,9 +189,7 @@ def _micro_batches(
     context: Mapping[str, Array] | None = None,
 ) -> MicroBatches:
     """Return the arrays of all micro-batches, with the tokens in the order of the stream."""
-    given: dict[str, Any] = {**(context or {})}
-    if batch.mask_ratio is not None:
-        given["mask_ratio"] = batch.mask_ratio
+    given: dict[str, Any] = {**(context or {}), **batch_context(model, batch)}
     batch, order = lay_out_batch(batch, model, execution)
     given = lay_out(jax.tree.map(jnp.asarray, given), order, execution)
     tokens, placement = jnp.asarray(batch.tokens), execution.placement

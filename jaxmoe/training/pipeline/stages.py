@@ -160,6 +160,11 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
             f" execution.mesh.stage={stages} passes every micro-batch through them once:"
             " set execution.mesh.stage to 1, or leave model.loop out"
         )
+    if model.adapter is not None and model.adapter.has_view:
+        raise ValueError(
+            f"model.adapter:{model.adapter.name} rewrites parameters where they are used, which the"
+            f" stages of execution.mesh.stage={stages} do not: set execution.mesh.stage to 1"
+        )
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)
     pipeline.check(stages, accumulation)
     if execution.telemetry == "detailed":

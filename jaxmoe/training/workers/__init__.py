@@ -33,10 +33,21 @@ def workers_of_run(
         island: Number of the one worker of this job; None if all workers are in it.
 
     Raises:
-        ValueError: The method does not fit the mesh.
+        ValueError: The method does not fit the mesh, or the adapter changes states itself.
     """
     if config.exchanges != "parameters":
         return None
+    if step.average is not None:
+        raise ValueError(
+            f"replicas:{config.name} merges the parameters of workers, and training.average"
+            " averages those of one: choose replicas:none, or leave out training.average"
+        )
+    adapter = step.model.adapter
+    if adapter is not None and adapter.has_after_step:
+        raise ValueError(
+            f"replicas:{config.name} merges the parameters of workers, and adapter:{adapter.name}"
+            " changes them after each step: choose replicas:none"
+        )
     return WorkerTraining.of(cast("ReplicasBase", config), table, step, steps, island)
 
 

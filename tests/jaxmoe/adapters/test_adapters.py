@@ -12,7 +12,23 @@ import pytest
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
-from jaxmoe.adapters import Adapters, LoraConfig, SelectConfig, TargetsConfig, folded, with_base
+from jaxmoe.adapters import (
+    AdaLoraConfig,
+    Adapters,
+    LiftConfig,
+    LoraConfig,
+    LoraMixerConfig,
+    MixtureOfShardsConfig,
+    MultiHeadRoutingConfig,
+    QuantisedChoicesConfig,
+    SelectConfig,
+    SharedStoreConfig,
+    SwitchLoraConfig,
+    TargetsConfig,
+    TaskLoraConfig,
+    folded,
+    with_base,
+)
 from jaxmoe.configs import registry_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import LatentAttentionConfig
@@ -42,11 +58,32 @@ LATENT = dataclasses.replace(
     ),
     num_layers=2,
 )
+DENSE = TargetsConfig(roles=MATRICES[:7])
 EVERYWHERE = LoraConfig(rank=3, expert_rank=2, targets=TargetsConfig(roles=MATRICES))
 ADAPTERS = {
     "lora": EVERYWHERE,
+    "adalora": AdaLoraConfig(
+        rank=3, expert_rank=2, target_rank=1, targets=TargetsConfig(roles=MATRICES)
+    ),
+    "switch_lora": SwitchLoraConfig(
+        rank=3, expert_rank=2, candidates=4, targets=TargetsConfig(roles=MATRICES)
+    ),
+    "mixture_of_shards": MixtureOfShardsConfig(
+        rank=3, expert_rank=2, shards=2, targets=TargetsConfig(roles=MATRICES)
+    ),
     "select": SelectConfig(targets=TargetsConfig(roles=("norm", "expert_out"))),
+    "lift": LiftConfig(
+        rank=1,
+        approximation_rank=2,
+        targets=TargetsConfig(roles=("attention_out", "expert_in", "head"), layers=(0, 2)),
+    ),
+    "quantised_choices": QuantisedChoicesConfig(rank=2, targets=TargetsConfig(roles=MATRICES)),
+    "task_lora": TaskLoraConfig(rank=2, targets=DENSE),
+    "lora_mixer": LoraMixerConfig(rank=2, targets=DENSE),
+    "multi_head_routing": MultiHeadRoutingConfig(rank=2, splits=2, targets=DENSE),
+    "shared_store": SharedStoreConfig(),
 }
+ROUNDED_OR_NEW = ("quantised_choices", "shared_store")
 MODELS = {
     "attention, dense, shared, experts": FULL,
     "latent": LATENT,
@@ -68,7 +105,7 @@ def drawn(model):
     """Parameters with an addition that is not zero."""
     params = traverse_util.flatten_dict(init_params(model, jax.random.key(0)), sep="/")
     keys = dict(zip(params, jax.random.split(jax.random.key(1), len(params)), strict=True))
-    for path in [path for path in params if path.endswith(":up")]:
+    for path in [path for path in params if path.endswith((":up", ":values"))]:
         params[path] = 0.3 * jax.random.normal(keys[path], params[path].shape)
     return traverse_util.unflatten_dict(params, sep="/")
 
@@ -84,7 +121,7 @@ def loss_and_gradients(model, execution, params, ids, *, is_folded=False):
     def loss(trained):
         whole = table.merged(trained, params)
         plain = adapted(model, None)
-        used, given = (plain, folded(whole)) if is_folded else (model, whole)
+        used, given = (plain, folded(model.adapter.used(whole))) if is_folded else (model, whole)
         return jnp.mean(forward(used, execution, given, ids).logits ** 2)
 
     return jax.value_and_grad(loss)(table.trained(params))
@@ -110,12 +147,13 @@ def test_factors_equal_their_sum_with_the_weights(name):
     assert adapted_paths and all(float(jnp.abs(gradients[p]).max()) > 0 for p in adapted_paths)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name not in ROUNDED_OR_NEW])
 def test_an_adapter_begins_as_the_model_it_adapts(name):
-    """Bitwise where experts are not adapted: those are multiplied in another order."""
+    """Bitwise where experts are not adapted: those are multiplied in another order. Choices of bits
+    begin as the rounded model, a shared store has no other."""
     adapter = ADAPTERS[name]
-    if name == "lora":
-        adapter = LoraConfig(rank=3, targets=TargetsConfig(roles=MATRICES[:7]))
+    if name != "select":
+        adapter = dataclasses.replace(adapter, targets=DENSE)
     model = adapted(FULL, adapter)
     base = init_params(FULL, jax.random.key(3))
     params = with_base(init_params(model, jax.random.key(4)), base)
@@ -182,7 +220,8 @@ def test_frozen_parameters_stay_bitwise(name):
         same = np.array_equal(
             after[row.path], traverse_util.flatten_dict(before, sep="/")[row.path]
         )
-        assert same == row.is_frozen, row.path
+        may_move = ADAPTERS[name].moves_base and f"{row.path}:down" in after
+        assert same == row.is_frozen or may_move, row.path
 
 
 def test_no_gradient_of_the_shape_of_a_weight_is_formed():

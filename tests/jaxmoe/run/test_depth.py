@@ -14,10 +14,10 @@ from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.residual import LadderResidualConfig
+from jaxmoe.models.chain import Chain, layer_calls
 from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.models.unrolled import UnrolledModel, layer_calls
 from jaxmoe.run.diagnostics.depth import (
     describe_depth,
     map_error,
@@ -48,7 +48,7 @@ def planted():
     for module, name in (("attention", "o"), ("feed_forward", "down")):
         layers[module][name][2:] = 0.0
     params["dense_blocks_0"] = jax.tree.map(jnp.asarray, layers)
-    return UnrolledModel.of(DENSE, ONE, params)
+    return Chain.of(DENSE, ONE, params)
 
 
 @functools.cache
@@ -68,13 +68,13 @@ UNROLLED = {
 @pytest.mark.parametrize("model", UNROLLED.values(), ids=UNROLLED)
 def test_layers_called_one_by_one_equal_the_model(model):
     params, batch = values_of(model), batch_of(model)
-    unrolled = UnrolledModel.of(model, ONE, params)
-    stream, about = unrolled.begin(batch.tokens, batch.segment_ids)
+    chain = Chain.of(model, ONE, params)
+    stream, about = chain.begin(batch.tokens, batch.segment_ids)
     for call in layer_calls(model):
-        stream = unrolled.call(call, stream, about)
+        stream = chain.call(call, stream, about)
     given = {"segment_ids": batch.segment_ids}
     wanted = jax.jit(lambda p: forward(model, ONE, p, batch.tokens, **given).logits)(params)
-    assert_close(unrolled.logits(stream), wanted, "end_to_end")
+    assert_close(chain.logits(stream), wanted, "end_to_end")
 
 
 def test_layers_that_write_nothing_contribute_nothing_and_can_be_skipped():
@@ -107,7 +107,7 @@ def test_measures_of_the_first_layer_equal_the_formula():
 
 
 def test_the_map_of_a_run_to_itself_is_best_on_the_diagonal():
-    model = UnrolledModel.of(DENSE, ONE, values_of(DENSE))
+    model = Chain.of(DENSE, ONE, values_of(DENSE))
     streams = streams_of(model, [batch_of(DENSE, length=16)])
     assert streams[0].shape == (8 * 15, DENSE.embed_dim)
     errors = map_error(streams, streams)
@@ -127,21 +127,21 @@ def test_the_map_of_a_run_to_itself_is_best_on_the_diagonal():
 )
 def test_sweeps_over_n_layers_are_exact_after_n_and_not_before(model):
     """FULL has a dense layer before the two MoE layers that are swept."""
-    unrolled, batch = UnrolledModel.of(model, ONE, values_of(model)), batch_of(model)
-    stream, about = unrolled.begin(batch.tokens, batch.segment_ids)
+    chain, batch = Chain.of(model, ONE, values_of(model)), batch_of(model)
+    stream, about = chain.begin(batch.tokens, batch.segment_ids)
     calls = layer_calls(model)
     number = parallel_scan(model).length
     for call in calls[: len(calls) - number]:
-        stream = unrolled.call(call, stream, about)
+        stream = chain.call(call, stream, about)
     first = stream.x
     for call in calls[-number:]:
-        stream = unrolled.call(call, stream, about)
-    ends = sweep_streams(unrolled, batch.tokens, batch.segment_ids, number)
+        stream = chain.call(call, stream, about)
+    ends = sweep_streams(chain, batch.tokens, batch.segment_ids, number)
     errors = [float(jnp.abs(end.x - stream.x).max() / jnp.abs(stream.x).max()) for end in ends]
     assert errors[-1] < 1e-5 and min(errors[:-1]) > 1e-3, errors
     once = first
     for call in calls[-number:]:
-        own = unrolled.call(call, dataclasses.replace(stream, x=first), about)
+        own = chain.call(call, dataclasses.replace(stream, x=first), about)
         once = once + (own.x - first)
     assert_close(ends[0].x, once, "end_to_end")
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_called_layer_by_layer_is_refused():
     }
     for words, (model, execution) in rows.items():
         with pytest.raises(ValueError, match=words):
-            UnrolledModel.of(model, execution, {})
+            Chain.of(model, execution, {})
     rows = {
         "model.residual=ladder": dataclasses.replace(DENSE, residual=LadderResidualConfig()),
         "model.loop": LOOP,

@@ -131,7 +131,7 @@ class MoE(nn.Module):
             role_in="shared_in",
             role_out="shared_out",
             name="shared",
-        )(x)[0]
+        )(x, routing)[0]
         return moe.gate.build().mix_shared(y, shared), outputs
 
     def _arguments(

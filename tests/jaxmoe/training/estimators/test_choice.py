@@ -19,6 +19,7 @@ from jaxmoe.training.estimators import (
     EvolutionConfig,
     SeedPoolConfig,
     SPSAConfig,
+    SurrogateConfig,
 )
 from jaxmoe.training.step import TrainStep
 from tests.support.estimators import problem_of
@@ -42,6 +43,11 @@ from tests.support.models import TINY
         (
             EvolutionConfig(population=8),
             "evolution: 8 passes a step, perturbations of rank 1, 32 bytes a step",
+        ),
+        (
+            SurrogateConfig(features=64),
+            "zeroth order: 2 x 8 passes a step, 256 bytes a worker and step (weights of 64"
+            " features)",
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),

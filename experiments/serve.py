@@ -1,0 +1,231 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a run or a Hugging Face model over HTTP, as OpenAI's clients speak (extra `serve`).
+
+    python -m experiments.serve --run.directory runs/pretrain/tiny --port 8000
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 40}'
+
+    from openai import OpenAI
+    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+
+Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), and / (a
+page to chat with and to watch the load). With the environment variable JAXMOE_API_KEY every
+request must bring that key. Ctrl-C or SIGTERM lets the answers end that have begun, for at most
+`--drain` seconds; a second signal ends the server at once.
+
+Exit codes: 0 after draining; 2 for a configuration that cannot be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+from collections.abc import Sequence
+
+import jax
+
+from experiments.cli import flags
+from experiments.cli.exit import run_command
+from experiments.cli.exit_codes import ExitCode
+from experiments.cli.output import announce, write
+from experiments.cli.process import end_at_once, start_process
+from experiments.evaluate import FinishedRunConfig
+from jaxmoe.checkpoint.huggingface.hub import model_directory
+from jaxmoe.data.chat import TemplateName
+from jaxmoe.optional import require
+from jaxmoe.run.conversion import Ends
+from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.serve.http.app import Endpoint, EndpointConfig
+from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.metrics import EngineMetrics
+
+_KEY = "JAXMOE_API_KEY"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """Model to serve, and where."""
+
+    run: FinishedRunConfig = FinishedRunConfig()
+    """Trained run and checkpoint; without a mesh one device answers, with one the axes tensor and
+    expert share the work."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of this host, which needs JAXMOE_API_KEY."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    name: str | None = None
+    """Name of the model in requests; that of the run when None."""
+    template: TemplateName | None = None
+    """How turns of a chat are written; that of the training data, or of the tokenizer, when
+    None."""
+    eos: Ends = "auto"
+    """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging
+    Face models, and for those imported without data of their own."""
+    engine: EngineSizesConfig = EngineSizesConfig()
+    """Sizes of the engine."""
+    max_body: int = 2**20
+    """Bytes of a request at most."""
+    drain: float = 30.0
+    """Seconds for the answers that have begun, after a signal."""
+    every: float = 10.0
+    """Seconds between two lines about the load; 0 prints none."""
+    to: str | None = None
+    """Directory for summary.json, written at the end; none when None."""
+
+    def __post_init__(self):
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port} must be from 0 to 65535")
+        for field in ("drain", "every"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field}={getattr(self, field)} must be 0 or more")
+        if self.max_body < 1:
+            raise ValueError(f"max_body={self.max_body} must be at least 1")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    prog = "python -m experiments.serve"
+    config = flags.parse_flags(ServeConfig(), argv, prog, __doc__ or "")
+    announce(f"serving {config.run.directory}: reading the checkpoint, compiling ...")
+    with flags.exit_on_bad_configuration():
+        for module in ("starlette", "uvicorn", "prometheus_client"):
+            require(module, "serve")
+        listening = _listen(config)
+        start_process()
+    with listening:
+        with flags.exit_on_bad_configuration():
+            served = _open(config)
+        with served.engine:
+            write(_header(config, served))
+            endpoint = Endpoint(
+                served, EndpointConfig(max_body=config.max_body, key=os.environ.get(_KEY, ""))
+            )
+            asyncio.run(_serve(config, endpoint, served, listening))
+    if config.to is not None:
+        _write_summary(pathlib.Path(config.to), served.engine.metrics)
+    return int(ExitCode.DONE)
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens; before the model is read, so that a taken port costs nothing.
+
+    Raises:
+        ValueError: The address cannot be used, or is open to others without a key.
+    """
+    if config.host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get(_KEY):
+        raise ValueError(
+            f"host={config.host} is open to other hosts: set a key in the environment variable"
+            f" {_KEY}, or listen on 127.0.0.1"
+        )
+    try:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        return socket.create_server((config.host, config.port), family=family)
+    except OSError as error:
+        raise ValueError(
+            f"host={config.host} port={config.port} cannot be listened on"
+            f" ({error.strerror or error}): choose another port, or 0 for a free one"
+        ) from error
+
+
+def _open(config: ServeConfig) -> Served:
+    """Read the checkpoint and start the engine."""
+    path = model_directory(config.run.directory, "run.directory")
+    if jax.process_count() > 1:
+        raise ValueError("serve runs in one process: start it on one host")
+    return open_served(
+        path,
+        config.engine,
+        step=config.run.step,
+        mesh=config.run.mesh,
+        initial=config.run.initial,
+        name=config.name,
+        template=config.template,
+        eos=config.eos,
+    )
+
+
+def _header(config: ServeConfig, served: Served) -> str:
+    engine = config.engine
+    facts = served.engine.facts
+    shapes = [f"{facts.max_running}x1", *(f"+{p}x{c}" for p, c in engine.shapes.pieces)]
+    talks = "chat and completions" if served.chat else "completions (no chat template)"
+    return (
+        f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
+        f" {jax.default_backend()}\n"
+        f"pages    {facts.num_pages} x {facts.page_size} tokens, {facts.max_length} of a request\n"
+        f"shapes   {' '.join(shapes)}, batching {engine.batching.name}\n"
+        f"routes   {talks}"
+    )
+
+
+async def _serve(
+    config: ServeConfig, endpoint: Endpoint, served: Served, listening: socket.socket
+) -> None:
+    """Answer until a signal has drained the server."""
+    uvicorn = require("uvicorn", "serve")
+    server = uvicorn.Server(
+        uvicorn.Config(endpoint.app, log_level="warning", access_log=False, lifespan="off")
+    )
+    server.capture_signals = contextlib.nullcontext  # ours drain first
+    loop, drains = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+    async def drain() -> None:
+        write(f"draining: at most {config.drain:g} s for the answers that have begun")
+        if not await endpoint.drain(config.drain):
+            write("ended before all answers were whole")
+            served.engine.cancel_all()
+        server.should_exit = True
+
+    def stop(number: int) -> None:
+        if drains:
+            end_at_once(number)
+        drains.append(asyncio.create_task(drain()))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    host, port = listening.getsockname()[:2]
+    write(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    watch = asyncio.create_task(_watch(served, config.every))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        watch.cancel()
+
+
+async def _watch(served: Served, every: float) -> None:
+    """Print a line about the load from time to time, while there is any."""
+    steps = 0
+    while every:
+        await asyncio.sleep(every)
+        metrics = served.engine.metrics
+        if metrics.num_steps != steps:
+            write(_line(metrics))
+        steps = metrics.num_steps
+
+
+def _line(metrics: EngineMetrics) -> str:
+    def middle(values: tuple[float, ...]) -> str:
+        return f"{sorted(values)[len(values) // 2]:.3f}" if values else "-"
+
+    return (
+        f"running={metrics.num_running} waiting={metrics.num_waiting}"
+        f" pages={metrics.page_use:.0%} hits={metrics.hit_rate:.0%}"
+        f" tokens/s={metrics.tokens_per_second:.0f}"
+        f" ttft_p50={middle(metrics.ttft)} tpot_p50={middle(metrics.tpot)}"
+    )
+
+
+def _write_summary(directory: pathlib.Path, metrics: EngineMetrics) -> None:
+    values = {"status": "done"} | dataclasses.asdict(metrics)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "summary.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,232 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Base of adapters that make n low-rank additions to a matrix and mix them for each token.
+
+    y = x W + alpha / r * (mixture of x A_1 B_1 ... x A_n B_n)       `sharding/products/mixtures.py`
+
+Beside a matrix `q` stand `q:downs` [*I n r], `q:ups` [n r *O] and `q:scale`. Each half of a layer
+(mixer, feed-forward) has one mixture for all its matrices, with parameters `mixer:<name>` and
+`feed_forward:<name>`. Routed experts have no mixtures: their rows are sorted by expert, and those
+of one expert would need different additions.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
+from jaxmoe.adapters.factors import TRAINED, own_row
+from jaxmoe.declarations import Declaration, Role
+from jaxmoe.layers.mixing import Losses, MixingInputs
+from jaxmoe.layers.records import Half
+from jaxmoe.parameters import FROZEN, Hyperparameters, ParameterSpec, ParameterTable
+from sharding import axes as ax
+from sharding.constrain import Placement
+from sharding.products.mixtures import Mix
+from sharding.rules import LogicalAxisRules
+
+FIXED: Final = dataclasses.replace(TRAINED, group=FROZEN)
+"""Numbers of a parameter of an adapter that is not trained."""
+Made = dict[str, tuple[Declaration, Hyperparameters]]
+"""Parameters of half a layer, by name, without a dimension of layers."""
+
+_HALVES: Final[Mapping[Role, Half]] = {
+    "attention_in": "mixer",
+    "attention_out": "mixer",
+    "attention_gate": "mixer",
+    "mlp_in": "feed_forward",
+    "mlp_out": "feed_forward",
+    "shared_in": "feed_forward",
+    "shared_out": "feed_forward",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MixedAdapter(Adapter):
+    """Several low-rank additions to each target, mixed for each token; all else is frozen."""
+
+    has_mixing: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Names of arrays of `Batch.extra` on which the mixture depends."""
+
+    members: int = 4
+    """Additions to each matrix."""
+    rank: int = 8
+    """Inner width of the factors of one addition."""
+    alpha: float = 16.0
+    """The mixture is multiplied with alpha / rank."""
+    targets: TargetsConfig = TargetsConfig()
+    """Matrices that are adapted: of attention, dense feed-forwards, shared experts."""
+
+    def __post_init__(self):
+        for field in ("members", "rank"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"adapter.{field}={getattr(self, field)} must be at least 1")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"adapter.alpha={self.alpha} must be above 0")
+        if other := [role for role in self.targets.roles if role not in _HALVES]:
+            raise ValueError(
+                f"adapter.targets.roles={self.targets.roles}: adapter:{self.name} mixes additions"
+                f" for each token, which {' and '.join(other)} cannot have: name some of"
+                f" {', '.join(_HALVES)}, or take adapter:lora"
+            )
+        self.check_fields()
+
+    def check_fields(self) -> None:
+        """Raise a ValueError for invalid values of a member's own fields."""
+
+    @property
+    def words(self) -> str:
+        """The adapter in words, for the header of a run."""
+        return (
+            f"{self.name} of {self.members} additions of rank {self.rank}, alpha {self.alpha:g},"
+            f" on {' '.join(self.targets.roles)}"
+        )
+
+    @abc.abstractmethod
+    def mix(
+        self, own: dict[str, Array], given: MixingInputs, placement: Placement, *, train: bool
+    ) -> tuple[Mix | None, Losses]:
+        """Return the mixture and losses of half a layer; see `jaxmoe.layers.mixing.Mixing`."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks; 0 where the mixture does not depend on tasks."""
+        return 0
+
+    @property
+    def trains_factors(self) -> bool:
+        """Whether the additions themselves are trained, beside their mixture."""
+        return True
+
+    @property
+    def share(self) -> float:
+        """Part of the factors with which one token is multiplied."""
+        return 1.0
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the initial value of each `:downs` is kept, as `:start`; that of `:ups` is 0."""
+        return False
+
+    def half_parameters(self, width: int) -> Made:
+        """Return the parameters on which the mixture of half a layer depends.
+
+        Args:
+            width: D, width of the stream.
+        """
+        del width
+        return {}
+
+    def table(
+        self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
+    ) -> ParameterTable:
+        """Return the table with frozen rows, factors and mixtures; see `Adapter.table`."""
+        targets = [
+            row for row in base if self.targets.has(row) and row.declaration.matrix is not None
+        ]
+        self.targets.check_found(targets, base)
+        rows = [frozen(row) for row in base]
+        halves: dict[tuple[str, Half], ParameterSpec] = {}
+        for row in targets:
+            stack = next(path for path, _ in layers if row.path.startswith(f"{path}/"))
+            is_adapted = self.targets.layers_in(layers_of(row, layers))
+            if any(is_adapted):
+                rows += _rows(row.path, self._factors(row, is_adapted), rules)
+                halves.setdefault((stack, _HALVES[row.declaration.role]), row)
+        if not halves:
+            raise ValueError(
+                f"adapter.targets.layers={self.targets.layers} names no layer with"
+                f" {' or '.join(self.targets.roles)}: layers are numbered from 0"
+            )
+        for (stack, half), row in halves.items():
+            own = {
+                name: (_stacked(declaration, row), hyper)
+                for name, (declaration, hyper) in self.half_parameters(_width(row)).items()
+            }
+            rows += _rows(f"{stack}/{half}", own, rules)
+        return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
+
+    def _factors(self, row: ParameterSpec, is_adapted: list[bool]) -> Made:
+        """Return the factors of one parameter, and their scale in each layer."""
+        given = row.declaration
+        assert given.matrix is not None  # targets are matrices
+        inputs, outputs = (len(dims) for dims in given.matrix)
+        batch = len(given.shape) - inputs - outputs
+        first, last = slice(0, batch + inputs), slice(batch + inputs, None)
+        inner, axes = (self.members, self.rank), (ax.RANK, ax.RANK)
+        down = Declaration(
+            shape=(*given.shape[first], *inner),
+            axes=(*given.axes[first], *axes),
+            role="adapter",
+            matrix=(tuple(range(-inputs - 2, -2)), (-2, -1)),
+            share=self.share,
+        )
+        up = Declaration(
+            shape=(*given.shape[:batch], *inner, *given.shape[last]),
+            axes=(*given.axes[:batch], *axes, *given.axes[last]),
+            role="adapter",
+            matrix=((-outputs - 2, -outputs - 1), tuple(range(-outputs, 0))),
+            init="zeros",
+            share=self.share,
+        )
+        scales = tuple(self.alpha / self.rank if one else 0.0 for one in is_adapted)
+        scale = Declaration(
+            shape=given.shape[:batch],
+            axes=given.axes[:batch],
+            role="adapter",
+            matrix=None,
+            init=scales,
+        )
+        hyper = TRAINED if self.trains_factors else FIXED
+        made = {"downs": (down, hyper), "ups": (up, hyper), "scale": (scale, FIXED)}
+        return made | ({"start": (down, FIXED)} if self.keeps_start else {})
+
+
+def task_ids(given: MixingInputs, task: int) -> Int[Array, "B S"]:
+    """Return the task of each token.
+
+    Args:
+        given: Input of half a layer.
+        task: Task of tokens where the batch names none.
+    """
+    if "task" in given.context:
+        return given.context["task"].astype(jnp.int32)
+    return jnp.zeros_like(given.context["index"]) + jnp.int32(task)
+
+
+def _width(row: ParameterSpec) -> int:
+    """Return the width of the stream, an input or output of every matrix that can be adapted."""
+    return row.shape[row.declaration.axes.index(ax.EMBED)]
+
+
+def _stacked(declaration: Declaration, row: ParameterSpec) -> Declaration:
+    """Return the declaration of a parameter of all layers of a stack.
+
+    Args:
+        declaration: That of one layer.
+        row: Parameter of the stack.
+    """
+    if not row.declaration.is_stacked:
+        return declaration
+    return dataclasses.replace(
+        declaration,
+        shape=(row.shape[0], *declaration.shape),
+        axes=(row.declaration.axes[0], *declaration.axes),
+    )
+
+
+def _rows(path: str, made: Made, rules: LogicalAxisRules) -> list[ParameterSpec]:
+    """Return the rows `<path>:<name>` of parameters beside one."""
+    rows = [own_row(f"{path}:{name}", *pair, rules) for name, pair in made.items()]
+    return [
+        dataclasses.replace(row, drawn_as=f"{path}:downs") if row.path.endswith(":start") else row
+        for row in rows
+    ]

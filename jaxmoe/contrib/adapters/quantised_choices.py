@@ -1,0 +1,188 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Once-for-all bits: one fine-tuning for all choices of 2, 3 or 4 bits for each layer.
+
+    y = x W_b + s (x A_b) B_b      W_b: W rounded to b bits, b of the layer; A_b, B_b for each b
+
+A training step draws the sum of the bits of the L layers uniformly from 2 L ... 4 L, then which
+layers have them: bits drawn for each layer by itself would have a mean near 3 almost always.
+Evaluation, generation and `convert --fold True` use bits with a mean of at most `mean_bits` that
+round the weights with the least squared error; `--fold_bits` asks for another mean.
+
+Codes are int8, 0 ... 2^b - 1 from the smallest to the largest value of each output column. They are
+made from the frozen W where they are used, so that training holds W once.
+
+Readings: the source adjusts its rates by a schedule that it does not print, and searches by the
+loss; here both are as above.
+
+Source: One QuantLLM for ALL, arXiv 2405.20202.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.adapters.base import Layers, Tree
+from jaxmoe.adapters.factors import FactorsConfig, factor_rows, own_row
+from jaxmoe.declarations import Declaration
+from jaxmoe.field_docs import with_field_docs
+from jaxmoe.parameters import ParameterSpec
+from sharding import axes as ax
+from sharding.rules import LogicalAxisRules
+
+_FEWEST, _MOST = 2, 4
+_CHOICES = range(_FEWEST, _MOST + 1)
+_MORE = _MOST - _FEWEST  # bits that a layer may have beside the fewest
+_STREAM_OF_BITS = 0x62  # separates its draws from those of routers
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantisedChoicesConfig(FactorsConfig):
+    """Weights in 2, 3 or 4 bits by layer, drawn in each step, with a low-rank addition for each."""
+
+    name: ClassVar[str] = "quantised_choices"
+    has_view: ClassVar[bool] = True
+
+    mean_bits: float = 3.0
+    """Largest mean of the bits of the adapted layers outside of training, from 2 to 4."""
+
+    def __post_init__(self):
+        FactorsConfig.__post_init__(self)
+        check_bits("adapter.mean_bits", self.mean_bits)
+
+    def rows_of(
+        self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
+    ) -> list[ParameterSpec]:
+        """Return the rows of the factors of each choice, and of the bits of each layer."""
+        if not row.declaration.is_stacked:
+            raise ValueError(
+                f"adapter.targets.roles={self.targets.roles} has {row.path}, and the parameters of"
+                " layers alone are in few bits: leave its role out"
+            )
+        scales = tuple(self.scale_of(row) if one else 0.0 for one in is_adapted)
+        down, up, scale = factor_rows(row, self.rank_of(row), scales, rules)
+        bits = Declaration(
+            shape=(len(is_adapted),),
+            axes=row.declaration.axes[:1],
+            role="adapter",
+            matrix=None,
+            init=(float(_MOST),) * len(is_adapted),
+            dtype="int32",
+        )
+        several = [_for_each_choice(one, rules) for one in (down, up)]
+        return [*several, scale, own_row(f"{row.path}:bits", bits, scale.hyper, rules)]
+
+    def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
+        """Return the parameters of a layer in its bits, with the factors of these."""
+        del shared, part
+        flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+        for path in _targets(flat):
+            bits, downs, ups = (flat.pop(f"{path}:{name}") for name in ("bits", "downs", "ups"))
+            weight, is_adapted = flat[path], flat[f"{path}:scale"] > 0
+            flat[path] = jnp.where(is_adapted, _rounded(weight, downs, ups, bits), weight)
+            for name, factors in (("down", downs), ("up", ups)):
+                own = jax.lax.dynamic_index_in_dim(factors, bits - _FEWEST, 0, keepdims=False)
+                flat[f"{path}:{name}"] = own
+        return traverse_util.unflatten_dict(flat, sep="/")
+
+    def drawn(self, params: Any, layers: Layers, key: Array) -> Any:
+        """Return the parameters with the bits of one training step."""
+        number = len(self._numbers(layers))
+        bits = draw_bits(jax.random.fold_in(key, _STREAM_OF_BITS), number)
+        return self._with_bits(params, layers, bits)
+
+    def begun(self, params: Any, layers: Layers, key: Array) -> Any:
+        """Return the parameters with the bits of evaluation."""
+        del key
+        return self.within(params, layers, self.mean_bits)
+
+    def within(self, params: Any, layers: Layers, budget: float) -> Any:
+        """Return the parameters with the bits of least squared error; see `Adapter.within`."""
+        check_bits("fold_bits", budget)
+        numbers = self._numbers(layers)
+        errors = jnp.zeros((len(numbers), len(_CHOICES)))
+        flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+        for path in _targets(flat):
+            given = tuple(flat[name] for name in (path, f"{path}:downs", f"{path}:ups"))
+            found = jax.lax.map(lambda one: _errors(*one), given)
+            for place, number in enumerate(_layers_of(path, layers)):
+                if number in numbers:
+                    errors = errors.at[numbers.index(number)].add(found[place])
+        gains = errors[:, :-1] - errors[:, 1:]
+        gains = jax.lax.cummin(gains, axis=1)  # a further bit never helps more than the one before
+        order = jnp.argsort(jnp.argsort(-gains.reshape(-1)))
+        more = int((budget - _FEWEST) * len(numbers) + 1e-6)
+        return self._with_bits(params, layers, _filled(order, jnp.int32(more)))
+
+    def _numbers(self, layers: Layers) -> list[int]:
+        """Return the numbers of the layers that have bits."""
+        every = sorted(number for _, own in layers for number in own)
+        return [one for one in every if not self.targets.layers or one in self.targets.layers]
+
+    def _with_bits(self, params: Any, layers: Layers, bits: Int[Array, " n"]) -> Any:
+        flat, numbers = dict(traverse_util.flatten_dict(params, sep="/")), self._numbers(layers)
+        for path in _targets(flat):
+            own = _layers_of(path, layers)
+            places = [numbers.index(one) if one in numbers else 0 for one in own]
+            flat[f"{path}:bits"] = bits[np.asarray(places)].astype(jnp.int32)
+        return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def draw_bits(key: Array, layers: int) -> Int[Array, " layers"]:
+    """Return bits of each layer, of which the sum is uniform."""
+    total, places = jax.random.split(key)
+    more = jax.random.randint(total, (), 0, _MORE * layers + 1)
+    return _filled(jax.random.permutation(places, _MORE * layers), more)
+
+
+def check_bits(field: str, value: float) -> None:
+    """Raise ValueError if a mean of bits is not between the fewest and the most."""
+    if not _FEWEST <= value <= _MOST:
+        raise ValueError(f"{field}={value} must be from {_FEWEST} to {_MOST}")
+
+
+def _filled(order: Int[Array, " places"], more: Int[Array, ""]) -> Int[Array, " n"]:
+    """Return the bits of layers where the first `more` places have one bit beside the fewest."""
+    return _FEWEST + jnp.sum((order < more).reshape(-1, _MORE), axis=1).astype(jnp.int32)
+
+
+def _rounded(weight: Array, downs: Array, ups: Array, bits: Array) -> Array:
+    """Return a matrix [*G *I *O] of a layer rounded to codes of some bits, and back."""
+    batch = downs.ndim + ups.ndim - 4 - weight.ndim
+    axes = tuple(range(batch, downs.ndim - 2))
+    low, high = (end(weight, axis=axes, keepdims=True) for end in (jnp.min, jnp.max))
+    levels = jnp.left_shift(jnp.int32(1), bits) - 1
+    step = jnp.where(high > low, high - low, 1.0) / levels.astype(weight.dtype)
+    codes = jnp.round((weight - low) / step).astype(jnp.int8)
+    return codes.astype(weight.dtype) * step + low
+
+
+def _errors(weight: Array, downs: Array, ups: Array) -> Float[Array, " choices"]:
+    rounded = [_rounded(weight, downs, ups, jnp.int32(bits)) for bits in _CHOICES]
+    return jnp.stack([jnp.sum((weight - one).astype(jnp.float32) ** 2) for one in rounded])
+
+
+def _for_each_choice(row: ParameterSpec, rules: LogicalAxisRules) -> ParameterSpec:
+    """Return the row of factors for all choices, [L choices ...] instead of [L ...]."""
+    given = row.declaration
+    shape = (given.shape[0], len(_CHOICES), *given.shape[1:])
+    axes = (given.axes[0], ax.RANK, *given.axes[1:])
+    several = dataclasses.replace(given, shape=shape, axes=axes, share=1 / len(_CHOICES))
+    return own_row(f"{row.path}s", several, row.hyper, rules)
+
+
+def _layers_of(path: str, layers: Layers) -> tuple[int, ...]:
+    return next(own for stack, own in layers if path.startswith(f"{stack}/"))
+
+
+def _targets(params: dict[str, Any]) -> list[str]:
+    """Return the paths of the matrices in few bits, of parameters by path."""
+    return [path.removesuffix(":bits") for path in params if path.endswith(":bits")]

@@ -1,0 +1,290 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes a model as a chain of compiled programs that the host calls: embedding, layers, head.
+
+    chain = Chain.of(model, execution, params)
+    stream, about = chain.begin(tokens, segment_ids)
+    for call in chain.calls:
+        stream = chain.call(call, stream, about)      # or mix, then feed: its halves
+    logits = chain.logits(stream)
+
+A caller sees the stream between layers, leaves layers out, repeats them, or supplies parameters
+that arrive from elsewhere (`LayerStore`). Each kind of layer is one program, which takes the number
+of the layer. The logits are those of `Transformer`, bit for bit in float32 on one CPU device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxmoe.adapters import folded
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.block import Block
+from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.norms import rms_norm
+from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.embedding import head_weight, output_logits
+from jaxmoe.models.halves import any_memory
+from jaxmoe.models.stacks import Layer, LayerCall, LayerStack
+from jaxmoe.models.transformer import begun_stream, initial_router_state, read_at, token_inputs
+
+
+def layer_calls(model: ModelConfig) -> tuple[LayerCall, ...]:
+    """Return the layers that a token passes through, in order; layers of a loop once each turn."""
+    calls = []
+    for _, members in itertools.groupby(model.scans, key=lambda scan: scan.is_looped):
+        block = tuple(members)
+        for turn in range(block[0].turns):
+            for scan in block:
+                for place in range(scan.length):
+                    calls += [LayerCall(stack, place, turn) for stack in scan.stacks]
+    return tuple(calls)
+
+
+@runtime_checkable
+class LayerStore(Protocol):
+    """Where the parameters of the layers come from."""
+
+    def layer(self, call: LayerCall) -> tuple[Any, int]:
+        """Return parameters with a leading dimension of layers, and the number of the layer in it.
+
+        Args:
+            call: Layer that is computed next.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidentLayers:
+    """Layers that all lie on the device, stacked as in a checkpoint."""
+
+    params: Any
+
+    def layer(self, call: LayerCall) -> tuple[Any, int]:
+        """Return the parameters of the layer's stack, and its place."""
+        return stack_parameters(self.params, call.stack), call.place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """A model with its parameters, whose layers are called one by one."""
+
+    model: ModelConfig
+    execution: ExecutionConfig
+    params: Any
+    """Parameters; those of the layers may be missing if `store` has them."""
+    router_state: Any
+    store: LayerStore
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        params: Any,
+        router_state: Any = None,
+        store: LayerStore | None = None,
+    ) -> Chain:
+        """Return the model, if its layers can be called one by one.
+
+        Args:
+            model: Layers.
+            execution: How they are computed.
+            params: Parameters.
+            router_state: State of the routers, stacked over MoE layers; fresh when None.
+            store: Source of the parameters of the layers; `params` when None.
+
+        Raises:
+            ValueError: The layers are on several stages, positions are cut, weights are quantised,
+                a sequence has several streams, or a connection surrounds a loop.
+        """
+        sizes, loop, first = execution.mesh, model.loop, model.kinds[0].mixer
+        for axis in ("stage", "seq"):
+            if getattr(sizes, axis) > 1:
+                raise ValueError(
+                    f"execution.mesh.{axis}={getattr(sizes, axis)}: layers are called one by one on"
+                    f" whole rows: choose --run.mesh.data and leave {axis} at 1"
+                )
+        if not execution.precision.has_floating_weights:
+            raise ValueError(
+                f"execution.precision.weights={execution.precision.weights}: layers are called one"
+                " by one with floating-point weights: take the run before its conversion"
+            )
+        if loop is not None and loop.connection is not None:
+            raise ValueError(
+                "model.loop.connection: layers are called one by one on the stream between layers,"
+                " and the connection's streams lie around a whole turn: leave the connection out"
+            )
+        if first.merges_streams:
+            raise ValueError(
+                f"model.attention={first.name}: layers are called one by one on one stream a"
+                " sequence, and this mixer computes several: choose another mixer"
+            )
+        state = initial_router_state(model) if router_state is None else router_state
+        if model.adapter is not None and model.adapter.has_view:
+            params = jax.jit(folded, static_argnums=(1, 2))(
+                params, model.adapter, model.layer_numbers
+            )
+            model = dataclasses.replace(model, adapter=None)
+        elif model.adapter is not None:
+            params = model.adapter.used(params)
+        execution = dataclasses.replace(any_memory(execution), telemetry="brief")
+        store = ResidentLayers(params) if store is None else store
+        given = {"params": params, "router_state": state, "store": store}
+        return cls(model=model, execution=execution, **given)
+
+    @property
+    def calls(self) -> tuple[LayerCall, ...]:
+        """Layers that a token passes through, in order."""
+        return layer_calls(self.model)
+
+    def on_one_device(self) -> Chain:
+        """Return the chain on one device without a mesh, with the same precision and kernels."""
+        params, state = jax.tree.map(jnp.asarray, jax.device_get((self.params, self.router_state)))
+        given = self.execution
+        execution = ExecutionConfig(precision=given.precision, kernels=given.kernels)
+        return Chain.of(self.model, execution, params, state)
+
+    def begin(
+        self,
+        tokens: Any,
+        segment_ids: Any = None,
+        *,
+        positions: Any = None,
+        token_mask: Any = None,
+    ) -> tuple[Stream, TokenInputs]:
+        """Return the stream before the first layer, and the inputs of all layers.
+
+        Args:
+            tokens: Ids [B S].
+            segment_ids: Documents [B S], 0 for padding; one a row when None.
+            positions: Positions [B S], which caches need; the place in the row when None.
+            token_mask: False for padding after a row's tokens, with a cache.
+        """
+        names = ("tokens", "segment_ids", "positions", "token_mask")
+        given = zip(names, (tokens, segment_ids, positions, token_mask), strict=True)
+        arrays = {name: array for name, array in given if array is not None}
+        return _begin(self.model, self.execution, self.params["embedding"]["weight"], arrays)
+
+    def call(self, call: LayerCall, stream: Stream, about: TokenInputs) -> Stream:
+        """Return the stream after a layer.
+
+        Args:
+            call: Layer.
+            stream: Stream before it; its cache, if it has one, is that of the layer's stack, and is
+                written in place.
+            about: Inputs of all layers.
+        """
+        return self._computed(None, call, stream, about)
+
+    def mix(self, call: LayerCall, stream: Stream, about: TokenInputs) -> Stream:
+        """Return the stream after the mixer half of a layer; see `call`."""
+        return self._computed("mix", call, stream, about)
+
+    def feed(self, call: LayerCall, stream: Stream, about: TokenInputs) -> Stream:
+        """Return the stream after the feed-forward half of a layer; see `call`."""
+        return self._computed("feed", call, stream, about)
+
+    def _computed(
+        self, half: str | None, call: LayerCall, stream: Stream, about: TokenInputs
+    ) -> Stream:
+        params, place = self.store.layer(call)
+        numbers = tuple(np.int32(n) for n in (place, call.cache_layer, call.moe_layer))
+        program = self.model.context, self.execution, call.stack.kind, half
+        cache, stream = stream.cache, dataclasses.replace(stream, cache=None)
+        return _call(*program, params, self.router_state, numbers, stream, about, cache)
+
+    def hidden(self, stream: Stream) -> Float[Array, "B S D"]:
+        """Return the residual stream as if no layer followed, before the final norm."""
+        return _end(self.model, stream)
+
+    def logits(self, stream: Stream, at: Any = None) -> Float[Array, "B S V"]:
+        """Return the logits of a stream after the last layer, f32.
+
+        Args:
+            stream: Stream.
+            at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
+        """
+        names = ("final_norm", "embedding" if self.model.has_tied_embeddings else "head")
+        params = {name: self.params[name] for name in names}
+        return _logits(self.model, self.execution, params, stream, at)
+
+
+def stack_parameters(params: Any, stack: LayerStack) -> Any:
+    """Return the parameters of a stack of layers from those of the model."""
+    return functools.reduce(lambda tree, name: tree[name], stack.path.split("/"), params)
+
+
+def layer_inputs(
+    kind: Layer, router_state: Any, cache_layer: Array, moe_layer: Array
+) -> LayerInputs:
+    """Return the inputs of one layer, without a key.
+
+    Args:
+        kind: Mixer and feed-forward.
+        router_state: State of the routers, stacked over MoE layers.
+        cache_layer: `LayerCall.cache_layer`.
+        moe_layer: `LayerCall.moe_layer`.
+    """
+    is_routed = kind.feed_forward.is_routed
+    own = jax.tree.map(lambda x: _at(x, moe_layer), router_state) if is_routed else {}
+    return LayerInputs(router_state=own, key=None, stack_layer=cache_layer, moe_layer=moe_layer)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _begin(
+    model: ModelConfig, execution: ExecutionConfig, weight: Array, arrays: dict[str, Any]
+) -> tuple[Stream, TokenInputs]:
+    mask_ratio = jnp.zeros(arrays["tokens"].shape, jnp.float32)  # nothing is masked
+    given = arrays | {"context": {"mask_ratio": mask_ratio}}
+    about = token_inputs(given, None, None, execution.placement)
+    return begun_stream(model, weight, about.context["tokens"], execution), about
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnames="cache")
+def _call(
+    context: LayerContext,
+    execution: ExecutionConfig,
+    kind: Layer,
+    half: str | None,
+    params: Any,
+    router_state: Any,
+    numbers: tuple[Array, Array, Array],
+    stream: Stream,
+    about: TokenInputs,
+    cache: Any,
+) -> Stream:
+    block = Block(kind.mixer, kind.feed_forward, context, execution, train=False)
+    place, *of_layer = numbers
+    own = jax.tree.map(lambda x: _at(x, place), params)
+    stream = dataclasses.replace(stream, cache=cache)
+    given = layer_inputs(kind, router_state, *of_layer)
+    return block.apply({"params": own}, stream, given, about, method=half)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _end(model: ModelConfig, stream: Stream) -> Array:
+    return model.residual.end(stream).x
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(
+    model: ModelConfig, execution: ExecutionConfig, params: Any, stream: Stream, at: Any
+) -> Array:
+    x = model.residual.end(stream).x
+    x = rms_norm(x, params["final_norm"]["gain"], model.norm_epsilon)
+    x = read_at(x, at, execution.placement)
+    return output_logits(x, head_weight(params, model), model, execution)
+
+
+def _at(x: Array, number: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, number, keepdims=False)

@@ -1,0 +1,226 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Generates with a window of layers on the device; the others stay in host memory.
+
+    window = LayerWindow(4)
+    for tokens in stream(model, host_params, prompt, ..., programs=window): ...
+    print(window)                      # bytes moved, layers that were waited for, peak bytes
+
+While a layer is computed, a thread copies the next ones, in the order in which a token passes
+through them; the first layers follow the last. The tokens are those of `generate`. With w layers in
+the window at most w + 1 are on the device: the window, and the layer before it while the device
+still reads it.
+
+Source: the memory window of TPI-LLM, arXiv 2410.00531, section 3.3.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.cache import Cache, initial_cache
+from jaxmoe.models.chain import Chain, layer_calls, stack_parameters
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.decode import DecodeState, Programs
+from jaxmoe.models.sampling import choose
+from jaxmoe.models.stacks import LayerCall
+
+
+class WindowStore:
+    """Layers in host memory, of which a window is on the device; a `LayerStore`."""
+
+    def __init__(self, model: ModelConfig, params: Any, size: int):
+        """Begin with no layer on the device.
+
+        Args:
+            model: Layers.
+            params: Parameters as host arrays.
+            size: Layers of the window.
+        """
+        self._host: dict[tuple[str, int], Any] = {}
+        for stack in model.stacks:
+            own = jax.tree.map(np.asarray, stack_parameters(params, stack))
+            for place in range(stack.num_layers):
+                one = slice(place, place + 1)
+                self._host[stack.path, place] = jax.tree.map(lambda x, one=one: x[one], own)
+        self._order = [(call.stack.path, call.place) for call in layer_calls(model)]
+        self._size, self._next = size, 0
+        self._held: dict[tuple[str, int], concurrent.futures.Future[Any]] = {}
+        self._last: tuple[str, int] | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "layers")
+        self.asked = self.waited = self.moved_bytes = self.peak_layers = self.peak_bytes = 0
+
+    def layer(self, call: LayerCall) -> tuple[Any, int]:
+        """Return the layer, and begin to copy those that follow it.
+
+        Args:
+            call: Layer; in the order of the model.
+        """
+        key, number = (call.stack.path, call.place), len(self._order)
+        if self._order[self._next] != key:
+            self._next = self._order.index(key)
+        ahead = range(self._next, self._next + self._size)
+        wanted = list(dict.fromkeys(self._order[place % number] for place in ahead))
+        self._held = {one: held for one, held in self._held.items() if one in wanted}
+        for one in wanted:
+            if one not in self._held:
+                self._held[one] = self._thread.submit(jax.device_put, self._host[one])
+                self.moved_bytes += _bytes(self._host[one])
+        present = {*self._held, *([self._last] if self._last else [])}
+        self.peak_layers = max(self.peak_layers, len(present))
+        self.peak_bytes = max(self.peak_bytes, sum(_bytes(self._host[one]) for one in present))
+        self.asked += 1
+        self.waited += not self._held[key].done()
+        self._next, self._last = (self._next + 1) % number, key
+        return self._held[key].result(), 0
+
+    def close(self) -> None:
+        """End the thread, and free the layers on the device."""
+        self._thread.shutdown()
+        self._held.clear()
+
+
+class LayerWindow:
+    """Makes the programs of `jaxmoe.models.decode.stream` for a window of layers."""
+
+    def __init__(self, size: int):
+        """Begin without a model.
+
+        Args:
+            size: Layers on the device.
+
+        Raises:
+            ValueError: The window has no layer.
+        """
+        if size < 1:
+            raise ValueError(f"layers=window:{size} must have at least one layer: window:4")
+        self.size = size
+        self.store: WindowStore | None = None
+
+    def __call__(
+        self,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        capacity: int,
+        is_greedy: bool,
+        has_filters: bool,
+    ) -> Programs:
+        """Return the programs for one model, cache size and kind of sampling."""
+        pick = functools.partial(_pick, is_greedy=is_greedy, has_filters=has_filters)
+        chain: Chain | None = None
+
+        def read(
+            params: Any,
+            router_state: Any,
+            tokens: np.ndarray,
+            lengths: np.ndarray,
+            keys: Array,
+            limits: Any,
+            ends: np.ndarray,
+        ) -> DecodeState:
+            nonlocal chain
+            self.close()
+            self.store = WindowStore(model, params, self.size)
+            looped = {scan.name for scan in model.scans}
+            others = {name: x for name, x in params.items() if name not in looped}
+            router_state = jax.device_put(router_state)
+            chain = Chain.of(model, execution, jax.device_put(others), router_state, self.store)
+            batch, length = tokens.shape
+            places = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
+            about = {"positions": places, "token_mask": places < lengths[:, None]}
+            cache = initial_cache(model, execution, batch=batch, length=capacity)
+            logits, cache = _decoded(chain, tokens, cache, lengths - 1, about)
+            token, is_done = pick(logits, keys[0], limits, ends)
+            return DecodeState(token, jnp.asarray(lengths), is_done, cache)
+
+        def write(
+            params: Any,
+            router_state: Any,
+            state: DecodeState,
+            keys: Array,
+            first: np.int32,
+            count: np.int32,
+            limits: Any,
+            ends: np.ndarray,
+        ) -> tuple[DecodeState, np.ndarray]:
+            del params, router_state  # those of `read`
+            assert chain is not None  # the prompt is read first
+            written = []
+            for index in range(first, first + count):
+                given = {"positions": state.length[:, None]}
+                logits, cache = _decoded(chain, state.token[:, None], state.cache, None, given)
+                new, is_end = pick(logits, keys[index], limits, ends)
+                if len(ends):
+                    new = jnp.where(state.is_done, ends[0], new)
+                    is_end = state.is_done | is_end
+                state = DecodeState(new, state.length + 1, is_end, cache)
+                written.append(new)
+            return state, np.stack(jax.device_get(written), axis=1)
+
+        return Programs(read, write)
+
+    def __str__(self) -> str:
+        store = self.store
+        if store is None:
+            return f"window of {self.size} layers: nothing was generated"
+        return (
+            f"window of {self.size} layers: {store.moved_bytes / 1e6:.1f} MB moved, ready"
+            f" {store.asked - store.waited} of {store.asked} times, at most {store.peak_layers}"
+            f" layers with {store.peak_bytes / 1e6:.1f} MB on the device"
+        )
+
+    def close(self) -> None:
+        """End the thread of the last generation."""
+        if self.store is not None:
+            self.store.close()
+
+
+def parse_window(text: str) -> LayerWindow:
+    """Return the window that a flag names.
+
+    Args:
+        text: Such as window:4.
+
+    Raises:
+        ValueError: The text names no window.
+    """
+    name, _, size = text.partition(":")
+    if name != "window" or not size.isdecimal():
+        raise ValueError(f"layers={text} must be window:N with the layers on the device: window:4")
+    return LayerWindow(int(size))
+
+
+def _decoded(
+    chain: Chain, tokens: Any, cache: Cache, at: np.ndarray | None, given: dict[str, Any]
+) -> tuple[Array, Cache]:
+    """Return the logits of one token of each row [B V], and the caches."""
+    stream, about = chain.begin(tokens, **given)
+    caches = dict(cache)
+    for call in chain.calls:
+        before = stream.x
+        stream = chain.call(call, dataclasses.replace(stream, cache=caches[call.stack.path]), about)
+        caches[call.stack.path] = stream.cache
+        stream = dataclasses.replace(stream, cache=None)
+        jax.block_until_ready(before)  # the layer before is free now
+    return chain.logits(stream, at)[:, -1], caches
+
+
+@functools.partial(jax.jit, static_argnames=("is_greedy", "has_filters"))
+def _pick(
+    logits: Array, key: Array, limits: Any, ends: Array, *, is_greedy: bool, has_filters: bool
+) -> tuple[Array, Array]:
+    token = choose(logits, key, limits, is_greedy=is_greedy, has_filters=has_filters)
+    return token, jnp.isin(token, ends)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

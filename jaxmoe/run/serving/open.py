@@ -1,0 +1,172 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Starts an engine over a trained run or a Hugging Face model, with its tokens and its template."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from typing import Any
+
+import jax
+
+from jaxmoe.data.chat import TemplateName
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.conversion import Ends, end_ids, length_of
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.chat import chat_format
+from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.http.served import ChatFormat, Served
+from jaxmoe.serve.plan import Shapes
+from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
+from sharding.mesh import MeshConfig
+
+_LONGEST = 4096
+"""Tokens of a request by default, where a model allows more."""
+_SHORT = 512
+"""Tokens of a request up to which attention reads a shorter table."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSizesConfig:
+    """Sizes of an engine: what is compiled and allocated at the start."""
+
+    max_sequences: int = 16
+    """Requests that are computed together; the others wait."""
+    pieces: tuple[str, ...] = ("1x256", "4x64")
+    """Shapes of the parts of prompts in a step, number x tokens; one program is compiled for each,
+    and one for a step without."""
+    max_length: int | None = None
+    """Tokens of a request, its answer included; what the model was trained for, at most 4096, when
+    None."""
+    pages: int | None = None
+    """Pages of keys and values; enough for all sequences at half of the length when None."""
+    page_size: int = 16
+    """Tokens of a page."""
+    max_waiting: int = 256
+    """Requests that may wait; further ones are refused."""
+    num_logprobs: int = 5
+    """Most likely tokens whose log-probabilities a request may ask for."""
+    batching: BatchingUnion = SplitFuseConfig()
+    """What a step computes."""
+
+    def __post_init__(self):
+        for field in ("max_sequences", "max_length", "pages", "page_size", "max_waiting"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"engine.{field}={value} must be at least 1")
+        if self.num_logprobs < 0:
+            raise ValueError(f"engine.num_logprobs={self.num_logprobs} must be 0 or more")
+        if not self.pieces:
+            raise ValueError("engine.pieces is empty: name a shape for prompts, such as 1x256")
+        for piece in self.pieces:
+            if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", piece):
+                raise ValueError(
+                    f"engine.pieces={piece} must be number x tokens, such as 4x64: 4 prompts, 64"
+                    " tokens of each"
+                )
+
+    @property
+    def shapes(self) -> Shapes:
+        """Compiled shapes of a step."""
+        pieces = (tuple(map(int, piece.split("x"))) for piece in self.pieces)
+        return Shapes(
+            singles=self.max_sequences, pieces=tuple((count, size) for count, size in pieces)
+        )
+
+    def executor(self, length: int) -> ExecutorConfig:
+        """Return the sizes of the executor.
+
+        Args:
+            length: Tokens of a sequence that the model was trained for.
+
+        Raises:
+            ValueError: The pages hold no whole request.
+        """
+        most = self.max_length or min(length, _LONGEST)
+        each = num_pages(most, self.page_size)
+        pages = self.pages or max(each, self.max_sequences * each // 2)
+        if pages < each:
+            raise ValueError(
+                f"engine.pages={pages} x engine.page_size={self.page_size} hold no request of"
+                f" {most} tokens: set engine.pages to at least {each}, or a shorter"
+                " engine.max_length"
+            )
+        return ExecutorConfig(
+            num_pages=pages,
+            page_size=self.page_size,
+            shapes=self.shapes,
+            context_lengths=(_SHORT, most) if most > 2 * _SHORT else (most,),
+            num_logprobs=self.num_logprobs,
+        )
+
+
+def open_served(
+    path: str,
+    sizes: EngineSizesConfig,
+    *,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    initial: str | None = None,
+    name: str | None = None,
+    template: TemplateName | None = None,
+    eos: Ends = "auto",
+) -> Served:
+    """Read a checkpoint, compile the steps and start an engine; the caller closes it.
+
+    Args:
+        path: Run directory; or directory, or name on the hub, of a Hugging Face model.
+        sizes: Sizes of the engine.
+        step: Step of the checkpoint; the newest when None.
+        mesh: Mesh with the axes tensor and expert; one device when None.
+        initial: Model that the adapter of the run was trained on, where it has moved.
+        name: Name of the model; that of the run when None.
+        template: How turns are written; when None that of the training data, or of the tokenizer.
+        eos: Whether the end-of-text token ends a text.
+
+    Raises:
+        ValueError: There is no such run, or it cannot be served.
+    """
+    assembly, state, _ = load_run(
+        path, step, mesh or MeshConfig(data=-1), needs_data=False, initial=initial
+    )
+    config, directory = assembly.plan.config, RunDirectory(path)
+    is_alone = mesh is None or assembly.mesh.size == 1
+    params, router_state = state.params, state.router_state
+    if is_alone:
+        params, router_state = jax.device_get((params, router_state))
+        params = jax.device_put(params)
+    executor = ModelExecutor(
+        assembly.plan.model,
+        params,
+        router_state,
+        config=sizes.executor(length_of(directory, config)),
+        execution=assembly.execution,
+        mesh=None if is_alone else assembly.mesh,
+    )
+    engine_config = EngineConfig(batching=sizes.batching, max_waiting=sizes.max_waiting)
+    return Served(
+        name=name or str(config.run.name or directory.path.resolve().name),
+        engine=Engine(executor, engine_config, codec=assembly.source),
+        codec=assembly.source,
+        chat=_chat(assembly, directory, template),
+        eos_ids=end_ids(directory, config, assembly.source, eos),
+        max_logprobs=sizes.num_logprobs,
+    )
+
+
+def _chat(
+    assembly: Assembly, directory: RunDirectory, template: TemplateName | None
+) -> ChatFormat | None:
+    """Return how the model reads conversations; None if it was not trained on any."""
+    source: Any = assembly.source
+    given = (source, assembly.plan.config, directory, template)
+    # A template that was asked for and cannot be used is an error.
+    with contextlib.suppress(*(() if template else (ValueError,))):
+        found, tokenizer = chat_format(*given)
+        return ChatFormat(template=found, tokenizer=tokenizer)
+    return None

@@ -1,0 +1,168 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes answers as the JSON objects of OpenAI's API, whole or in chunks of a stream."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmoe.serve.answers import Ended, Generated
+from jaxmoe.serve.http.served import Served
+
+
+@dataclasses.dataclass(kw_only=True)
+class Choice:
+    """One answer as it grows."""
+
+    index: int
+    """Number among the answers of the request."""
+    text: str = ""
+    """Text so far."""
+    tokens: list[Generated] = dataclasses.field(default_factory=list)
+    """Tokens so far; only what log-probabilities need."""
+    ended: Ended | None = None
+    """Its end."""
+
+
+def usage(ends: Sequence[Ended], number: int) -> dict[str, Any]:
+    """Return the counts of tokens.
+
+    Args:
+        ends: Ends of all answers, those of one prompt side by side.
+        number: Answers of each prompt, which is counted once.
+    """
+    firsts = ends[::number]
+    prompt, written = sum(e.num_prompt for e in firsts), sum(e.num_generated for e in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(e.num_cached for e in firsts)},
+    }
+
+
+class Form(abc.ABC):
+    """Form of the answers of one route."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, served: Served, num_logprobs: int | None):
+        """Begin the answer to one request.
+
+        Args:
+            served: The model.
+            num_logprobs: Alternatives of each token; None writes no log-probabilities.
+        """
+        self._served, self._num_logprobs = served, num_logprobs
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": served.name,
+        }
+
+    def whole(self, choices: Sequence[Choice], counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the object of all answers.
+
+        Args:
+            choices: Answers that have ended.
+            counts: Counts of tokens.
+        """
+        written = [self._whole(one) | self._end(one, one.tokens) for one in choices]
+        return self._head | {"object": self.kind, "choices": written, "usage": counts}
+
+    def chunk(self, choice: Choice, new: str, tokens: Sequence[Generated]) -> dict[str, Any]:
+        """Return the object of a part of an answer.
+
+        Args:
+            choice: The answer; its end is written with its last part.
+            new: Text of the part.
+            tokens: Tokens of the part.
+        """
+        written = self._part(choice, new) | self._end(choice, tokens)
+        return self._head | {"object": self.chunk_kind, "choices": [written]}
+
+    def counted(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the object that ends a stream with the counts of tokens."""
+        return self._head | {"object": self.chunk_kind, "choices": [], "usage": counts}
+
+    def _end(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+        reason = None if choice.ended is None else choice.ended.reason
+        logprobs = None if self._num_logprobs is None else self._logprobs(choice, tokens)
+        return {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
+
+    def _spelled(self, token: int) -> str:
+        return self._served.text([token])
+
+    @abc.abstractmethod
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        """Return the text of a whole answer."""
+
+    @abc.abstractmethod
+    def _part(self, choice: Choice, new: str) -> dict[str, Any]:
+        """Return the text of a part of an answer."""
+
+    @abc.abstractmethod
+    def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens."""
+
+
+class CompletionForm(Form):
+    """Answers of /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text}
+
+    def _part(self, choice: Choice, new: str) -> dict[str, Any]:
+        return {"text": new}
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+        spelled = [self._spelled(one.token) for one in tokens]
+        offset = len("".join(self._spelled(one.token) for one in choice.tokens))
+        ends, at = [], offset - len("".join(spelled))
+        for text in spelled:
+            ends.append(at)
+            at += len(text)
+        return {
+            "tokens": spelled,
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [
+                {self._spelled(token): value for token, value in one.alternatives} for one in tokens
+            ],
+            "text_offset": ends,
+        }
+
+
+class ChatForm(Form):
+    """Answers of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+
+    def _part(self, choice: Choice, new: str) -> dict[str, Any]:
+        is_first = len(choice.text) == len(new) and choice.ended is None
+        return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": new}}
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+        def entry(token: int, value: float | None) -> dict[str, Any]:
+            text = self._spelled(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        return {
+            "content": [
+                entry(one.token, one.logprob)
+                | {"top_logprobs": [entry(token, value) for token, value in one.alternatives]}
+                for one in tokens
+            ]
+        }

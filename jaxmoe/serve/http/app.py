@@ -1,0 +1,266 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the endpoint, an ASGI application of starlette.
+
+    POST /v1/completions  /v1/chat/completions      as OpenAI's clients speak to them
+    GET  /v1/models  /health  /metrics              the model, readiness, numbers for Prometheus
+    GET  /stats  /                                  numbers as JSON, and a page that shows them
+
+A client that goes away cancels its answers. While the server drains, /health and new requests get
+503. With a key, every route but /health asks for `Authorization: Bearer KEY`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import importlib.resources
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jaxmoe.json_bounds import parse_json
+from jaxmoe.optional import require
+from jaxmoe.serve.answers import Ended
+from jaxmoe.serve.http.answered import ChatForm, Choice, CompletionForm, Form, usage
+from jaxmoe.serve.http.asked import Asked, read_chat, read_completion
+from jaxmoe.serve.http.errors import HTTPError
+from jaxmoe.serve.http.prometheus import prometheus_text
+from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.http.streams import Answers, failure
+
+_JSON, _EVENTS = "application/json", "text/event-stream"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointConfig:
+    """Limits and key of an endpoint."""
+
+    max_body: int = 2**20
+    """Bytes of a request at most."""
+    key: str = ""
+    """Bearer key that requests must bring; none when empty."""
+
+
+class Endpoint:
+    """The application; call `app` with a server of ASGI."""
+
+    def __init__(self, served: Served, config: EndpointConfig | None = None):
+        """Build the routes.
+
+        Args:
+            served: The model.
+            config: Limits and key; defaults when None.
+
+        Raises:
+            MissingPackageError: starlette is not installed.
+        """
+        applications = require("starlette.applications", "serve")
+        routing = require("starlette.routing", "serve")
+        self._responses = require("starlette.responses", "serve")
+        self._served, self._config = served, config or EndpointConfig()
+        self.is_draining = False
+        """Whether new requests are refused because the server is about to end."""
+
+        def route(path: str, answer: Callable[[Any], Any], method: str = "GET") -> Any:
+            return routing.Route(path, self._guarded(answer), methods=[method])
+
+        self.app: Any = applications.Starlette(
+            routes=[
+                route("/v1/completions", self._completions, "POST"),
+                route("/v1/chat/completions", self._chat, "POST"),
+                route("/v1/models", self._models),
+                route("/health", self._health),
+                route("/metrics", self._metrics),
+                route("/stats", self._stats),
+                route("/", self._page),
+            ],
+            exception_handlers={404: self._unknown, 405: self._unknown},
+        )
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests, and wait for the answers that have begun.
+
+        Args:
+            seconds: Time to wait at most.
+
+        Returns:
+            Whether all have ended.
+        """
+        self.is_draining = True
+        return await asyncio.to_thread(self._served.engine.drain, seconds)
+
+    def _guarded(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a route that asks for the key and answers errors in their form."""
+
+        async def guarded(request: Any) -> Any:
+            try:
+                if answer != self._health:
+                    self._check_key(request)
+                return await answer(request)
+            except HTTPError as error:
+                return self._error(error)
+
+        return guarded
+
+    def _check_key(self, request: Any) -> None:
+        given, key = request.headers.get("authorization", ""), self._config.key
+        if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise HTTPError(
+                401,
+                "this server needs a key: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+
+    async def _completions(self, request: Any) -> Any:
+        asked = read_completion(await self._body(request), self._served)
+        return await self._answer(request, asked, CompletionForm(self._served, asked.num_logprobs))
+
+    async def _chat(self, request: Any) -> Any:
+        asked = read_chat(await self._body(request), self._served)
+        return await self._answer(request, asked, ChatForm(self._served, asked.num_logprobs))
+
+    async def _body(self, request: Any) -> Any:
+        """Return the JSON value of a body.
+
+        Raises:
+            HTTPError: It is too long or no JSON, or the server is draining.
+        """
+        if self.is_draining:
+            raise HTTPError(503, "the server is about to end", code="draining", retry_after=30)
+        most, body = self._config.max_body, bytearray()
+        too_long = HTTPError(
+            413, f"the body has more than {most} bytes: send a shorter prompt", code="too_large"
+        )
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > most:
+            raise too_long
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise too_long
+        try:
+            return parse_json(body.decode())
+        except ValueError as error:
+            raise HTTPError(400, f"the body is not JSON: {error}") from error
+
+    async def _answer(self, request: Any, asked: Asked, form: Form) -> Any:
+        """Submit the request and answer it, whole or as a stream."""
+        answers = Answers(self._served.engine, asked)
+        choices = [Choice(index=n) for n in range(asked.number * len(asked.prompts))]
+        watch = asyncio.create_task(_cancel_when_gone(request, answers))
+        try:
+            await answers.begin()
+            if not asked.streams:
+                await _collect(answers, choices)
+        finally:
+            watch.cancel()
+        if asked.streams:
+            body = _stream(answers, choices, asked, form)
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=headers)
+        ends = [one.ended for one in choices if one.ended is not None]
+        return self._json(form.whole(choices, usage(ends, asked.number)))
+
+    async def _models(self, request: Any) -> Any:
+        del request
+        served = self._served
+        model = {"id": served.name, "object": "model", "created": served.created}
+        length = served.engine.facts.max_length
+        listed = model | {"owned_by": "jaxmoe", "max_model_len": length}
+        return self._json({"object": "list", "data": [listed]})
+
+    async def _health(self, request: Any) -> Any:
+        del request
+        if self.is_draining or self._served.engine.failure:
+            words = self._served.engine.failure or "the server is about to end"
+            raise HTTPError(503, words, code="draining" if self.is_draining else "engine_error")
+        return self._json({"status": "ok"})
+
+    async def _metrics(self, request: Any) -> Any:
+        del request
+        text, kind = prometheus_text(self._served)
+        return self._responses.Response(text, media_type=kind)
+
+    async def _stats(self, request: Any) -> Any:
+        del request
+        metrics = self._served.engine.metrics
+        values = dataclasses.asdict(metrics) | {
+            "model": self._served.name,
+            "has_chat": self._served.chat is not None,
+            "hit_rate": metrics.hit_rate,
+        }
+        return self._json(values)
+
+    async def _page(self, request: Any) -> Any:
+        del request
+        page = importlib.resources.files("jaxmoe.serve.http").joinpath("page.html")
+        return self._responses.HTMLResponse(page.read_text(encoding="utf-8"))
+
+    async def _unknown(self, request: Any, error: Any) -> Any:
+        message = f"{request.method} {request.url.path} is not a route of this server"
+        return self._error(HTTPError(error.status_code, message, code="unknown_route"))
+
+    def _json(self, value: Any, status: int = 200, **more: Any) -> Any:
+        return self._responses.Response(
+            json.dumps(value), status_code=status, media_type=_JSON, **more
+        )
+
+    def _error(self, error: HTTPError) -> Any:
+        return self._json(error.body, error.status, headers=error.headers)
+
+
+async def _cancel_when_gone(request: Any, answers: Answers) -> None:
+    """Cancel the answers when the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    answers.cancel()
+
+
+async def _collect(answers: Answers, choices: list[Choice]) -> None:
+    """Take in all events.
+
+    Raises:
+        HTTPError: An answer was refused or has failed.
+    """
+    async for number, event in answers:
+        choice = choices[number]
+        choice.text += event.text
+        if not isinstance(event, Ended):
+            choice.tokens.append(event)
+            continue
+        choice.ended = event
+        if event.reason in ("refused", "error"):
+            answers.cancel()
+            raise failure(event)
+
+
+async def _stream(
+    answers: Answers, choices: list[Choice], asked: Asked, form: Form
+) -> AsyncIterator[str]:
+    """Yield the events of a stream; a client that goes away ends the answers."""
+    try:
+        async for number, event in answers:
+            choice = choices[number]
+            choice.text += event.text
+            is_end = isinstance(event, Ended)
+            tokens = [] if isinstance(event, Ended) else [event]
+            choice.tokens += tokens
+            if isinstance(event, Ended):
+                choice.ended = event
+                if event.reason in ("refused", "error"):
+                    yield _event(failure(event).body)
+                    return
+            if event.text or is_end or asked.num_logprobs is not None:
+                yield _event(form.chunk(choice, event.text, tokens))
+        if asked.has_usage:
+            ends = [one.ended for one in choices if one.ended is not None]
+            yield _event(form.counted(usage(ends, asked.number)))
+        yield "data: [DONE]\n\n"
+    finally:
+        answers.cancel()
+
+
+def _event(value: Any) -> str:
+    return f"data: {json.dumps(value)}\n\n"

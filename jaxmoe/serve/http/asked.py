@@ -1,0 +1,177 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the body of a completion or of a chat completion into requests of the engine.
+
+The fields are those of OpenAI's API. Further ones, as in vLLM: `top_k`, `min_p`, `priority`,
+`cache_salt` (requests share the pages of equal prompts with those of the same salt alone). `user`
+names the session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import Any
+
+from jaxmoe.serve.http.errors import HTTPError, wrong
+from jaxmoe.serve.http.fields import Fields
+from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.requests import Sampling
+
+_SHARED = (
+    *("model", "stream", "stream_options", "n", "stop", "seed", "user", "logprobs", "max_tokens"),
+    *("temperature", "top_p", "top_k", "min_p", "priority"),
+    "cache_salt",
+)
+COMPLETION = ("prompt", *_SHARED)
+CHAT = ("messages", "max_completion_tokens", "top_logprobs", *_SHARED)
+_MOST_STOPS, _MOST_ANSWERS, _MOST_PROMPTS = 16, 128, 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One request of a client."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids; each gets `number` answers."""
+    number: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    """Strings that end an answer."""
+    streams: bool
+    """Whether answers are sent while they grow."""
+    has_usage: bool
+    """Whether a stream ends with the counts of tokens."""
+    num_logprobs: int | None
+    """Alternatives of each token; None sends no log-probabilities."""
+    given: dict[str, Any]
+    """Further arguments of `Engine.submit`."""
+
+
+def read_completion(body: Any, served: Served) -> Asked:
+    """Return what a body of /v1/completions asks for.
+
+    Args:
+        body: JSON value.
+        served: The model.
+
+    Raises:
+        HTTPError: A field is wrong or not computed.
+    """
+    fields = Fields(body, COMPLETION)
+    prompts = _prompts(fields.any("prompt"), served)
+    most = fields.integer("logprobs", None, 0)
+    return _asked(fields, served, prompts, most, default=16)
+
+
+def read_chat(body: Any, served: Served) -> Asked:
+    """Return what a body of /v1/chat/completions asks for.
+
+    Args:
+        body: JSON value.
+        served: The model.
+
+    Raises:
+        HTTPError: A field is wrong or not computed, or the model has no chat template.
+    """
+    fields = Fields(body, CHAT)
+    if served.chat is None:
+        raise HTTPError(
+            400,
+            f"{served.name} was not trained on conversations, and its tokenizer has no"
+            " chat_template: use /v1/completions, or start the server with --template chatml",
+            code="no_chat_template",
+        )
+    prompt = served.chat.prompt(fields.any("messages"))
+    most = fields.integer("top_logprobs", 0, 0)
+    if most and not fields.flag("logprobs"):
+        raise wrong("top_logprobs", f"={most} needs logprobs=true")
+    given = most if fields.flag("logprobs") else None
+    limit = fields.integer("max_completion_tokens", None, 1)
+    asked = _asked(fields, served, (prompt,), given, default=limit)
+    ids, texts = served.chat.ends
+    sampling = dataclasses.replace(asked.sampling, stop_ids=(*asked.sampling.stop_ids, *ids))
+    return dataclasses.replace(asked, sampling=sampling, stop=(*asked.stop, *texts))
+
+
+def _prompts(value: Any, served: Served) -> tuple[tuple[int, ...], ...]:
+    """Return the ids of a text, of ids, or of a list of either."""
+    is_several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    several = value if is_several else [value]
+    if len(several) > _MOST_PROMPTS:
+        raise wrong("prompt", f" has {len(several)} prompts, at most {_MOST_PROMPTS} are taken")
+    return tuple(_prompt(one, served) for one in several)
+
+
+def _prompt(value: Any, served: Served) -> tuple[int, ...]:
+    if isinstance(value, str):
+        return served.encode(value, "prompt")
+    is_ids = isinstance(value, list) and all(type(one) is int for one in value)
+    if not is_ids or not value:
+        raise wrong("prompt", " must be a text, token ids, or a list of either, none empty")
+    return tuple(value)
+
+
+def _asked(
+    fields: Fields,
+    served: Served,
+    prompts: tuple[tuple[int, ...], ...],
+    num_logprobs: int | None,
+    default: int | None,
+) -> Asked:
+    """Return the request; the default number of tokens is what the longest prompt leaves."""
+    model = fields.text("model", served.name)
+    if model != served.name:
+        raise HTTPError(
+            404,
+            f"the model {model!r} does not exist: this server has {served.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+    if num_logprobs is not None and num_logprobs > served.max_logprobs:
+        raise wrong(
+            "logprobs",
+            f"={num_logprobs} exceeds the {served.max_logprobs} that the server was started with:"
+            " start it with --engine.num_logprobs",
+        )
+    longest, most = max(map(len, prompts)), served.engine.facts.max_length
+    room = most - longest
+    limit = fields.integer("max_tokens", default or max(room, 1), 1)
+    if limit > room:
+        raise HTTPError(
+            400,
+            f"the prompt has {longest} tokens, and {limit} are to be written: this server holds"
+            f" {most} tokens of a request. Shorten the prompt, or lower max_tokens",
+            param="max_tokens" if room > 0 else "prompt",
+            code="context_length_exceeded",
+        )
+    options = Fields(fields.any("stream_options") or {}, ("include_usage",))
+    sampling = Sampling(
+        max_tokens=limit,
+        temperature=fields.number("temperature", 1.0, 0.0, 100.0),
+        top_k=max(fields.integer("top_k", 0, -1), 0),
+        top_p=fields.number("top_p", 1.0, 1e-9, 1.0),
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        seed=fields.integer("seed", None, 0, 2**31 - 1 - _MOST_ANSWERS) or _seed(fields),
+        stop_ids=served.eos_ids,
+        num_logprobs=num_logprobs or 0,
+    )
+    return Asked(
+        prompts=prompts,
+        number=fields.integer("n", 1, 1, _MOST_ANSWERS),
+        sampling=sampling,
+        stop=fields.texts("stop", _MOST_STOPS),
+        streams=fields.flag("stream"),
+        has_usage=options.flag("include_usage"),
+        num_logprobs=num_logprobs,
+        given={
+            "session": fields.text("user"),
+            "salt": fields.text("cache_salt"),
+            "priority": fields.integer("priority", 0, -1000, 1000),
+        },
+    )
+
+
+def _seed(fields: Fields) -> int:
+    """Return the seed 0 if it was given, else a random one."""
+    return 0 if "seed" in fields else secrets.randbelow(2**31 - 1 - _MOST_ANSWERS)

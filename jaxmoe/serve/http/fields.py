@@ -1,0 +1,118 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the fields of a request; refuses wrong types, unknown names and what is not computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from jaxmoe.configs import closest
+from jaxmoe.serve.http.errors import HTTPError, wrong
+
+_NEUTRAL: dict[str, Any] = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "store": False,
+    "metadata": {},
+}
+"""Fields of OpenAI's API that are not computed, and the value that asks for nothing."""
+
+
+class Fields:
+    """Fields of one request; each is read by its type."""
+
+    def __init__(self, values: Any, names: Collection[str]):
+        """Take the fields of a body.
+
+        Args:
+            values: JSON value of the body.
+            names: Fields that will be read.
+
+        Raises:
+            HTTPError: The body is no object, or has a field that is not computed.
+        """
+        if not isinstance(values, Mapping):
+            raise HTTPError(400, f"the body must be a JSON object, found {type(values).__name__}")
+        for name, value in values.items():
+            if name in names:
+                continue
+            if name not in _NEUTRAL:
+                hint = closest(name, sorted(names))
+                raise wrong(name, f" is not a field of this request{hint}", "unknown_field")
+            if value is not None and value != _NEUTRAL[name]:
+                raise wrong(
+                    name,
+                    f"={_short(value)} is not computed: leave it out, or set it to"
+                    f" {_short(_NEUTRAL[name])}",
+                    "unsupported_field",
+                )
+        self._values = {name: value for name, value in values.items() if value is not None}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def any(self, name: str) -> Any:
+        """Return a value of any type; None if it is missing or null."""
+        return self._values.get(name)
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return a text."""
+        return self._typed(name, default, lambda value: isinstance(value, str), "a text")
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        return self._typed(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    def number(self, name: str, default: float, low: float, high: float = math.inf) -> float:
+        """Return a number within bounds."""
+
+        def fits(value: Any) -> bool:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return is_number and math.isfinite(value) and low <= value <= high
+
+        return float(self._typed(name, default, fits, f"a number {_bounds(low, high)}"))
+
+    def integer(self, name: str, default: Any, low: int, high: float = math.inf) -> Any:
+        """Return an integer within bounds; the default may be None."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+        return self._typed(name, default, fits, f"an integer {_bounds(low, high)}")
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """Return a text or a list of texts, none of them empty."""
+        value = self._values.get(name, ())
+        found = (value,) if isinstance(value, str) else value
+        is_list = isinstance(found, list | tuple) and len(found) <= most
+        if not is_list or not all(isinstance(one, str) and one for one in found):
+            raise wrong(name, f"={_short(value)} must be a text or up to {most} texts, none empty")
+        return tuple(found)
+
+    def _typed(self, name: str, default: Any, fits: Callable[[Any], bool], words: str) -> Any:
+        if name not in self._values:
+            return default
+        value = self._values[name]
+        if not fits(value):
+            raise wrong(name, f"={_short(value)} must be {words}")
+        return value
+
+
+def _bounds(low: float, high: float) -> str:
+    return f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,92 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Model that an endpoint serves: its engine, its tokens and its chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxmoe.data import DataError
+from jaxmoe.data.chat import ChatTemplate, read_messages, render
+from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.generation.chat import answer_ends
+from jaxmoe.generation.text import Codec
+from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.http.errors import HTTPError, wrong
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatFormat:
+    """How a model reads conversations."""
+
+    template: ChatTemplate
+    """How turns are written."""
+    tokenizer: Tokenizer
+    """Tokenizer of the model."""
+
+    def prompt(self, messages: object) -> tuple[int, ...]:
+        """Return the token ids of a conversation that waits for an answer.
+
+        Args:
+            messages: JSON value of the field.
+
+        Raises:
+            HTTPError: They are no messages, or the template cannot write them.
+        """
+        try:
+            turns = read_messages(messages)
+            ids = render(turns, self.template, self.tokenizer, add_generation_prompt=True)
+        except DataError as error:
+            raise HTTPError(400, str(error), param="messages") from error
+        return tuple(ids.tolist())
+
+    @property
+    def ends(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Ids and texts that end an answer."""
+        return answer_ends(self.template, self.tokenizer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model behind the endpoint."""
+
+    name: str
+    """Name of the model in requests."""
+    engine: Engine
+    """Engine, made with the codec."""
+    codec: Codec
+    """Encoder and decoder of text."""
+    chat: ChatFormat | None = None
+    """How it reads conversations; None refuses them."""
+    eos_ids: tuple[int, ...] = ()
+    """Ids that end every text."""
+    max_logprobs: int = 0
+    """Most likely tokens whose log-probabilities may be asked for."""
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    """Time of the start, in seconds since 1970."""
+
+    def encode(self, text: str, param: str) -> tuple[int, ...]:
+        """Return the token ids of a prompt.
+
+        Args:
+            text: Text of the prompt.
+            param: Field of the request.
+
+        Raises:
+            HTTPError: It is empty or cannot be encoded.
+        """
+        try:
+            ids = tuple(np.asarray(self.codec.encode(text)).tolist())
+        except DataError as error:
+            raise HTTPError(400, f"{param}: {error}", param=param) from error
+        if not ids:
+            raise wrong(param, " has no token: give more text")
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self.codec.decode(np.asarray(ids, np.int32))

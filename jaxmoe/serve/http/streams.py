@@ -1,0 +1,102 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the answers of an engine's thread into the event loop of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator
+
+from jaxmoe.serve.answers import Answer, Ended
+from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.http.asked import Asked
+from jaxmoe.serve.http.errors import HTTPError
+from jaxmoe.serve.streams import Stream
+
+
+class Answers:
+    """Events of all answers to one request, in the order in which they come."""
+
+    def __init__(self, engine: Engine, asked: Asked):
+        """Submit the request.
+
+        Args:
+            engine: Engine of the model.
+            asked: The request.
+
+        Raises:
+            HTTPError: The engine cannot compute it.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
+        self._streams: list[Stream] = []
+        self._first: tuple[int, Answer] | None = None
+        self._open = asked.number * len(asked.prompts)
+        try:
+            for prompt in asked.prompts:
+                self._submit(engine, asked, prompt)
+        except ValueError as error:
+            self.cancel()
+            raise HTTPError(400, str(error)) from error
+
+    def _submit(self, engine: Engine, asked: Asked, prompt: tuple[int, ...]) -> None:
+        """Submit one prompt; its other answers wait for the first, to share its pages."""
+        leader: Stream | None = None
+        for number in range(asked.number):
+            sampling = dataclasses.replace(asked.sampling, seed=asked.sampling.seed + number)
+            stream = engine.submit(
+                prompt,
+                sampling,
+                stop=asked.stop,
+                after=leader,
+                on_event=functools.partial(self._put, len(self._streams)),
+                **asked.given,
+            )
+            leader = leader or stream
+            self._streams.append(stream)
+
+    async def begin(self) -> None:
+        """Wait for the first event.
+
+        Raises:
+            HTTPError: The request is refused, or the step has failed.
+        """
+        self._first = await self._events.get()
+        event = self._first[1]
+        if not isinstance(event, Ended) or event.reason not in ("refused", "error"):
+            return
+        self.cancel()
+        raise failure(event)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Answer]]:
+        while self._open:
+            number, event = self._first or await self._events.get()
+            self._first = None
+            self._open -= isinstance(event, Ended)
+            yield number, event
+
+    def cancel(self) -> None:
+        """End all answers early."""
+        for stream in self._streams:
+            stream.cancel()
+
+    def _put(self, number: int, event: Answer) -> None:
+        """Pass an event on; called in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+
+
+def failure(ended: Ended) -> HTTPError:
+    """Return the error of an answer that was refused or failed.
+
+    Args:
+        ended: Its end.
+    """
+    if ended.reason != "refused":
+        return HTTPError(500, ended.message, code="engine_error")
+    if "draining" in ended.message:
+        return HTTPError(503, ended.message, code="draining", retry_after=30)
+    return HTTPError(429, ended.message, code="queue_full", retry_after=1)

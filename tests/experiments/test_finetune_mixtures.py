@@ -1,0 +1,67 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning with mixed additions from the command line: trained, opened, and not folded."""
+
+import pytest
+
+from experiments import evaluate, finetune, generate
+from experiments.checkpoint import __main__ as checkpoint
+from experiments.cli.flags import ExitCode
+from jaxmoe.run.load import load_run
+from tests.support.runs import logged_losses
+
+QUICK = ("--training.steps", "2", "--schedule.warmup_steps", "1", "--tracking.sample_length", "0")
+ADAPTERS = {
+    "lora_mixer": ("--adapter.members", "4"),
+    "task_lora": ("--adapter.members", "2", "--adapter.rank", "2"),
+    "multi_head_routing": ("--adapter.tasks", "2", "--adapter.splits", "2"),
+}
+
+
+def flags(base, directory, name, texts):
+    where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
+    parts = [f"{path.stem}={weight}:{path}" for weight, path in zip((2, 1), texts, strict=True)]
+    data = ("data:mixture", "--data.mix", *parts)
+    return [*where, *QUICK, "--tracking.trackers", *data, f"adapter:{name}", *ADAPTERS[name]]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, words in (("one", "to be or not to be "), ("two", "0 1 1 2 3 5 8 13 21 ")):
+        (folder / f"{name}.txt").write_text(words * 4000, encoding="utf-8")
+    return [folder / "one.txt", folder / "two.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_mixture_is_trained_evaluated_and_read_and_not_folded(
+    name, finished, texts, tmp_path, capsys
+):
+    directory = tmp_path / name
+    assert finetune.main(flags(finished, directory, name, texts)) == ExitCode.DONE
+    assert len(logged_losses(directory)) == 2
+    assembly, _, step = load_run(str(directory), None)
+    batch = assembly.loader.batch(0)
+    assert step == 2
+    assert set(batch.extra) == (set() if name == "lora_mixer" else {"task"})
+    if batch.extra:
+        assert {int(task) for task in batch.extra["task"].ravel()} == {0, 1}
+    assert evaluate.main(["--run.directory", str(directory)]) == ExitCode.DONE
+    words = ["--run.directory", str(directory), "--prompt", "to be", "--length", "3"]
+    assert generate.main(words) == ExitCode.DONE
+    convert = ["convert", "--run.directory", str(directory), "--fold", "True"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        checkpoint.main([*convert, "--to", str(tmp_path / "folded")])
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION
+    assert "depends on the token" in capsys.readouterr().err
+
+
+def test_a_mixture_of_more_parts_than_tasks_is_refused(finished, texts, tmp_path, capsys):
+    words = flags(finished, tmp_path / "run", "task_lora", texts)
+    words[words.index("--adapter.members") + 1] = "1"
+    with pytest.raises(SystemExit):
+        finetune.main(words)
+    message = capsys.readouterr().err
+    assert "data.mix has 2 parts, and adapter:task_lora has 1 tasks" in message

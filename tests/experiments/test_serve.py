@@ -1,0 +1,71 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command `serve`: answers of a trained run, drained by a signal; what it refuses."""
+
+import json
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx2 as httpx
+import pytest
+
+from experiments import serve
+from experiments.cli.flags import ExitCode
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SIZES = ("--engine.max_sequences", "2", "--engine.pieces", "1x16", "--engine.num_logprobs", "1")
+
+
+@pytest.mark.slow
+def test_a_run_is_served_until_a_signal_drains_it(finished, tmp_path):
+    """Its data is token ids, written as numbers."""
+    words = ["--run.directory", str(finished), "--port", "0", "--to", str(tmp_path), *SIZES]
+    command = [sys.executable, "-m", "experiments.serve", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            printed = []
+            while "ready at" not in (line := process.stdout.readline()):
+                assert line, "\n".join(printed)
+                printed.append(line)
+            address = re.search(r"http://\S+", line).group()
+            asked = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+            found = [httpx.post(f"{address}/completions", json=asked, timeout=60) for _ in range(2)]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == ExitCode.DONE
+        finally:
+            process.kill()
+    texts = [one.json()["choices"][0]["text"] for one in found]
+    assert texts[0] == texts[1] and len(texts[0].split()) == 4
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["num_ended"] == {"length": 2} and summary["pages_used"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--run.directory", "nowhere"), "run.directory=nowhere"),
+        (("--port", "99999"), "port=99999 must be from 0 to 65535"),
+        (("--port", "{taken}"), "cannot be listened on"),
+        (("--host", "0.0.0.0", "--port", "0"), "is open to other hosts: set a key"),
+        (("--engine.pieces", "64"), "engine.pieces=64 must be number x tokens"),
+        (("--prot", "1"), "--port"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_words(words, message, capsys, monkeypatch):
+    monkeypatch.delenv("JAXMOE_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        serve.main([word.format(taken=taken.getsockname()[1]) for word in words])
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION
+    assert message in capsys.readouterr().err
+
+
+def test_pages_that_hold_no_request_are_refused():
+    sizes = serve.EngineSizesConfig(pages=3, max_length=64)
+    with pytest.raises(ValueError, match=r"engine\.pages=3 x engine\.page_size=16 hold no request"):
+        sizes.executor(1024)
+    assert serve.EngineSizesConfig().executor(2048).context_lengths == (512, 2048)

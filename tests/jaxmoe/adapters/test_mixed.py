@@ -1,0 +1,165 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters that mix additions for each token: meshes, training, decoding, refusals."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+from jax.sharding import NamedSharding
+
+from jaxmoe.adapters import (
+    LoraConfig,
+    LoraMixerConfig,
+    MultiHeadRoutingConfig,
+    TargetsConfig,
+    TaskLoraConfig,
+    folded,
+)
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.cache import initial_cache
+from jaxmoe.models.transformer import forward
+from jaxmoe.scaling.initialize import init_params, parameter_table
+from jaxmoe.training.loss import forward_and_nll
+from sharding import MeshConfig
+from sharding.distributed import global_batch
+from sharding.sequence_parallel import AllGatherKVConfig
+from tests.support.meshes import mesh_of
+from tests.support.models import FULL, WIDE
+from tests.support.one_step import batch
+from tests.support.tolerances import assert_close
+
+DENSE = TargetsConfig(
+    roles=(
+        *("attention_in", "attention_out", "attention_gate", "mlp_in", "mlp_out"),
+        *("shared_in", "shared_out"),
+    )
+)
+MIXED = {
+    "lora_mixer": LoraMixerConfig(members=4, rank=2, top_k=2, targets=DENSE),
+    "task_lora": TaskLoraConfig(members=3, rank=2, targets=DENSE),
+    "multi_head_routing": MultiHeadRoutingConfig(
+        members=3, rank=2, tasks=3, splits=2, targets=DENSE
+    ),
+}
+EXECUTIONS = {
+    "data2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2)),
+    "data4": ExecutionConfig(mesh=MeshConfig(data=4), remat="full"),
+    "zero2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2), rules="zero2"),
+    "seq2_tensor2": ExecutionConfig(
+        mesh=MeshConfig(seq=2, tensor=2), sequence_parallel=AllGatherKVConfig()
+    ),
+}
+
+
+def adapted(model, adapter):
+    return dataclasses.replace(model, adapter=adapter)
+
+
+def drawn(model):
+    """Parameters with additions and logits that are not zero."""
+    params = traverse_util.flatten_dict(init_params(model, jax.random.key(0)), sep="/")
+    for number, (path, value) in enumerate(sorted(params.items())):
+        if path.endswith((":ups", ":up", ":logits")):
+            key = jax.random.fold_in(jax.random.key(1), number)
+            params[path] = 0.3 * jax.random.normal(key, value.shape)
+    return traverse_util.unflatten_dict(params, sep="/")
+
+
+def task_batch():
+    rows = batch()
+    tasks = np.broadcast_to(np.arange(len(rows.tokens))[:, None] % 3, rows.tokens.shape)
+    return dataclasses.replace(rows, extra={"task": np.array(tasks, np.int32)})
+
+
+def loss_and_gradients(model, execution, params, rows):
+    table = parameter_table(model)
+
+    def loss(trained):
+        whole = table.merged(trained, params)
+        key = jax.random.key(7)
+        nll, output = forward_and_nll(model, execution, whole, rows, train=True, key=key)
+        return nll + 100.0 * sum(output.losses.values(), jnp.float32(0.0))
+
+    return jax.value_and_grad(loss)(table.trained(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("name", MIXED)
+def test_loss_and_gradients_of_mixtures_equal_one_device(name, execution):
+    execution, model = EXECUTIONS[execution], adapted(WIDE, MIXED[name])
+    params, rows = drawn(model), task_batch()
+    wanted = jax.jit(functools.partial(loss_and_gradients, model, ExecutionConfig()))(params, rows)
+    mesh, table = mesh_of(execution), parameter_table(model, rules=execution.axis_rules)
+    placed = jax.device_put(params, table.tree(lambda row: NamedSharding(mesh, row.spec)))
+    with jax.set_mesh(mesh):
+        run = jax.jit(functools.partial(loss_and_gradients, model, execution))
+        found = run(placed, global_batch(rows, mesh))
+    assert_close(found, wanted, "end_to_end")
+    gradients = traverse_util.flatten_dict(wanted[1], sep="/")
+    for row in table.trained_rows:
+        assert float(jnp.abs(gradients[row.path]).max()) > 0, row.path
+
+
+def test_one_member_is_lora():
+    """With one addition, of whatever mixture, a model is one with LoRA of the same factors."""
+    targets = TargetsConfig(roles=("attention_in", "attention_out"))
+    given = {"rank": 2, "alpha": 3.0, "targets": targets}
+    lora = adapted(FULL, LoraConfig(**given))
+    params = drawn(lora)
+    flat = traverse_util.flatten_dict(params, sep="/")
+    ids = jax.random.randint(jax.random.key(2), (2, 6), 0, FULL.vocab_size)
+    wanted = forward(lora, ExecutionConfig(), params, ids).logits
+    members = (TaskLoraConfig(members=1, **given), MultiHeadRoutingConfig(members=1, **given))
+    for adapter in (*members, LoraMixerConfig(members=1, top_k=1, **given)):
+        model, own = adapted(FULL, adapter), {}
+        for row in parameter_table(model):
+            own[row.path] = jnp.zeros(row.shape)
+            if (base := row.path.replace(":downs", ":down").replace(":ups", ":up")) in flat:
+                own[row.path] = flat[base].reshape(row.shape)
+        found = forward(model, ExecutionConfig(), traverse_util.unflatten_dict(own, sep="/"), ids)
+        assert_close(found.logits, wanted, "end_to_end")
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_decoding_with_a_mixture_equals_one_pass(name):
+    model = adapted(dataclasses.replace(WIDE, num_layers=1), MIXED[name])
+    params, execution = drawn(model), ExecutionConfig()
+    ids = jax.random.randint(jax.random.key(2), (2, 4), 0, model.vocab_size)
+    wanted = forward(model, execution, params, ids).logits
+    cache = initial_cache(model, execution, batch=2, length=8)
+
+    def step(cache, token, place):
+        output = forward(model, execution, params, token, positions=place, cache=cache)
+        return output.cache, output.logits[:, 0]
+
+    step = jax.jit(step)
+    for place in range(4):
+        where = jnp.full((2, 1), place, jnp.int32)
+        cache, logits = step(cache, ids[:, place : place + 1], where)
+        assert_close(logits, wanted[:, place], "end_to_end")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LoraMixerConfig(targets=TargetsConfig(roles=("expert_in",))), "expert_in cannot"),
+        (lambda: LoraMixerConfig(members=2), "top_k=3 must be from 1 to adapter.members=2"),
+        (lambda: TaskLoraConfig(task=4), "task=4 must be from 0 to 3"),
+        (lambda: MultiHeadRoutingConfig(splits=0), "splits=0 must be at least 1"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_mixture_is_not_folded():
+    model = adapted(WIDE, MIXED["lora_mixer"])
+    with pytest.raises(ValueError, match="which of them a token has depends on the token"):
+        jax.eval_shape(folded, parameter_table(model).tree(lambda row: jnp.zeros(row.shape)))

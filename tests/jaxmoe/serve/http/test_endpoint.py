@@ -1,0 +1,323 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint, spoken to by OpenAI's client and by plain requests; answers are spelled, not
+computed: after a letter comes the next one."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx2 as httpx
+import openai
+import pytest
+import uvicorn
+
+from jaxmoe.data.chat.built_in import ChatML
+from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.http.app import Endpoint, EndpointConfig
+from jaxmoe.serve.http.served import ChatFormat, Served
+from jaxmoe.serve.plan import Shapes
+from jaxmoe.serve.requests import Result
+
+BYTES = ByteTokenizer()
+TOP = ((97, -0.5), (98, -1.5))
+
+
+class Text:
+    """Bytes as text."""
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
+
+
+class Speller:
+    """Draws the letter after the last one, and waits before each step."""
+
+    def __init__(self, seconds=0.0, answer=None):
+        self.seconds, self.answer, self.fails = seconds, answer, False
+
+    def facts(self, *, max_waiting):
+        return Facts(
+            num_pages=64,
+            page_size=4,
+            max_running=4,
+            max_length=128,
+            max_waiting=max_waiting,
+            shapes=Shapes(singles=4, pieces=((1, 16),)),
+        )
+
+    def check(self, request):
+        if max(request.prompt) > 255:
+            raise ValueError("prompt holds ids above 255")
+
+    def run(self, step):
+        time.sleep(self.seconds)
+        if self.fails:
+            raise RuntimeError("no device")
+        return {
+            work.id: Result(self._next(work), -0.5, TOP[: work.sampling.num_logprobs])
+            for work in (*step.singles, *step.pieces)
+            if work.draws
+        }
+
+    def reset(self):
+        pass
+
+    def _next(self, work):
+        if self.answer is not None:
+            return self.answer[work.index % len(self.answer)]
+        return ord("a") + (work.tokens[-1] - ord("a") + 1 + work.sampling.seed % 2) % 26
+
+
+@contextlib.contextmanager
+def serving(executor=None, *, max_waiting=8, has_chat=True, **limits):
+    """Yield the address, the endpoint and the executor of a server in a thread."""
+    executor = executor or Speller()
+    chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
+    engine = Engine(executor, EngineConfig(max_waiting=max_waiting), codec=Text())
+    served = Served(name="speller", engine=engine, codec=Text(), chat=chat, max_logprobs=2)
+    endpoint = Endpoint(served, EndpointConfig(**limits))
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="error", lifespan="off"))
+    server.capture_signals = contextlib.nullcontext
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    with engine:
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", endpoint, executor
+        finally:
+            server.should_exit = True
+            thread.join()
+    assert not engine.metrics.pages_used
+
+
+@pytest.fixture(scope="module")
+def address():
+    with serving() as (found, _, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_completions_of_openai(client):
+    found = client.completions.create(model="speller", prompt="a", max_tokens=4, seed=0)
+    assert found.choices[0].text == "bcde" and found.choices[0].finish_reason == "length"
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (1, 4)
+    several = client.completions.create(
+        model="speller", prompt=["a", "x"], max_tokens=3, n=2, seed=0, stop=["cd", "z"]
+    )
+    assert [one.text for one in several.choices] == ["b", "ceg", "y", ""]
+    assert [one.finish_reason for one in several.choices] == ["stop", "length", "stop", "stop"]
+    assert [one.index for one in several.choices] == [0, 1, 2, 3]
+    ids = client.completions.create(model="speller", prompt=[97, 98], max_tokens=2, seed=0)
+    assert ids.choices[0].text == "cd" and ids.usage.prompt_tokens == 2
+
+
+def test_log_probabilities(client):
+    found = client.completions.create(model="speller", prompt="a", max_tokens=3, seed=0, logprobs=2)
+    logprobs = found.choices[0].logprobs
+    assert logprobs.tokens == ["b", "c", "d"] and logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.top_logprobs[0] == {"a": -0.5, "b": -1.5} and logprobs.text_offset == [0, 1, 2]
+    talk = client.chat.completions.create(
+        model="speller",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=2,
+        logprobs=True,
+        top_logprobs=1,
+    )
+    first = talk.choices[0].logprobs.content[0]
+    assert first.logprob == -0.5 and first.bytes == list(first.token.encode())
+    assert [(one.token, one.logprob) for one in first.top_logprobs] == [("a", -0.5)]
+
+
+def test_streams_end_with_usage(client):
+    chunks = list(
+        client.chat.completions.create(
+            model="speller",
+            messages=[{"role": "user", "content": "a"}],
+            max_completion_tokens=5,
+            seed=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    whole = "".join(one.choices[0].delta.content for one in chunks if one.choices)
+    assert len(whole) == 5 and chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 5 and not chunks[-1].choices
+    assert {one.id for one in chunks} == {chunks[0].id}
+
+
+def test_a_chat_ends_at_the_mark_of_its_template():
+    answer = "hé<|im_end|>never".encode()
+    with (
+        serving(Speller(answer=answer)) as (address, _, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked = {"model": "speller", "messages": [{"role": "user", "content": "hi"}]}
+        whole = client.chat.completions.create(**asked, max_tokens=20)
+        assert whole.choices[0].message.content == "hé"
+        assert whole.choices[0].finish_reason == "stop"
+        parts = client.chat.completions.create(**asked, max_tokens=20, stream=True)
+        texts = [one.choices[0].delta.content for one in parts]
+        assert "".join(texts) == "hé" and "\ufffd" not in "".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "message"),
+    [
+        ("completions", {"prompt": ""}, 400, "prompt has no token"),
+        ("completions", {"prompt": []}, 400, "prompt must be a text, token ids, or a list"),
+        ("completions", {"prompt": ["a", 1]}, 400, "prompt must be a text, token ids, or a list"),
+        ("completions", {"prompt": [300]}, 400, "prompt holds ids above 255"),
+        ("completions", {"prompt": "a", "max_tokens": 128}, 400, "Shorten the prompt, or lower"),
+        ("completions", {"prompt": "a" * 128}, 400, "the prompt has 128 tokens, and 16 are"),
+        ("completions", {"prompt": "a", "max_token": 1}, 400, "max_token is not a field"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be a"),
+        ("completions", {"prompt": "a", "temperature": True}, 400, "temperature=True must be a"),
+        ("completions", {"prompt": "a", "n": 0}, 400, "n=0 must be an integer from 1 to 128"),
+        ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs=3 exceeds the 2"),
+        ("completions", {"prompt": "a", "echo": True}, 400, "echo=True is not computed"),
+        ("completions", {"prompt": "a", "stop": [""]}, 400, "none empty"),
+        ("completions", {"prompt": "a", "model": "x"}, 404, "the model 'x' does not exist"),
+        ("completions", [1], 400, "the body must be a JSON object, found list"),
+        ("completions", b"{", 400, "the body is not JSON"),
+        ("completions", {"prompt": "a" * 3000}, 413, "the body has more than 2000 bytes"),
+        ("chat/completions", {"messages": []}, 400, "field 'messages' is empty"),
+        ("chat/completions", {"messages": [{"role": "usr", "content": ""}]}, 400, "has the role"),
+        ("chat/completions", {"prompt": "a"}, 400, "prompt is not a field of this request"),
+        ("nowhere", {}, 404, "POST /v1/nowhere is not a route"),
+    ],
+)
+def test_wrong_requests_are_refused_in_words(limited, route, body, status, message):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    found = httpx.post(f"{limited}/v1/{route}", content=content)
+    error = found.json()["error"]
+    assert (found.status_code, message in error["message"]) == (status, True), error
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.fixture(scope="module")
+def limited():
+    with serving(max_body=2000) as (found, _, _):
+        yield found
+
+
+def test_neutral_fields_of_other_servers_are_taken(client):
+    found = client.completions.create(
+        model="speller", prompt="a", max_tokens=1, presence_penalty=0.0, logit_bias={}, best_of=1
+    )
+    assert len(found.choices[0].text) == 1
+
+
+def test_a_key_is_asked_for():
+    with serving(key="secret") as (address, _, _):
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError, match="this server needs a key"):
+                client.models.list()
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="secret") as client:
+            assert [one.id for one in client.models.list()] == ["speller"]
+        assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+
+
+def test_a_model_without_template_refuses_chats():
+    with serving(has_chat=False) as (address, _, _):
+        found = httpx.post(f"{address}/v1/chat/completions", json={"messages": []})
+        assert found.status_code == 400 and "--template chatml" in found.json()["error"]["message"]
+
+
+def _wait(condition):
+    for _ in range(400):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_client_that_goes_away_cancels_its_answer():
+    with serving(Speller(0.05)) as (address, endpoint, _):
+        engine = endpoint._served.engine
+        for streams in (True, False):
+            asked = {"prompt": "a", "max_tokens": 60, "stream": streams}
+            with pytest.raises(httpx.ReadTimeout):
+                if streams:
+                    with httpx.stream("POST", f"{address}/v1/completions", json=asked) as parts:
+                        next(parts.iter_lines())
+                        raise httpx.ReadTimeout("enough")
+                httpx.post(f"{address}/v1/completions", json=asked, timeout=0.3)
+            assert _wait(lambda: not engine.metrics.num_running)
+        assert engine.metrics.num_ended == {"cancelled": 2}
+
+
+def test_a_full_queue_and_draining_are_answered_at_once():
+    with serving(Speller(0.05), max_waiting=1) as (address, endpoint, _):
+        asked, found = {"prompt": "a", "max_tokens": 30}, []
+
+        def ask():
+            found.append(httpx.post(f"{address}/v1/completions", json=asked, timeout=60))
+
+        clients = [threading.Thread(target=ask) for _ in range(9)]
+        for client in clients:
+            client.start()
+        engine = endpoint._served.engine
+        assert _wait(lambda: engine.metrics.num_running)
+        drained = []
+        drain = threading.Thread(target=lambda: drained.append(asyncio.run(endpoint.drain(60))))
+        assert _wait(lambda: engine.metrics.num_submitted == 9)
+        drain.start()
+        assert _wait(lambda: endpoint.is_draining)
+        late = httpx.post(f"{address}/v1/completions", json=asked)
+        assert late.status_code == 503 and late.headers["retry-after"] == "30"
+        assert httpx.get(f"{address}/health").status_code == 503
+        for client in (*clients, drain):
+            client.join()
+    codes = sorted(one.status_code for one in found)
+    assert set(codes) == {200, 429} and drained == [True]
+    refused = next(one for one in found if one.status_code == 429)
+    assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "queue_full"
+
+
+def test_a_failed_step_is_an_error_of_the_server_and_it_goes_on():
+    with serving() as (address, _, executor):
+        executor.fails = True
+        found = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
+        assert found.status_code == 500 and "no device" in found.json()["error"]["message"]
+        executor.fails = False
+        asked = {"prompt": "a", "max_tokens": 1, "seed": 0}
+        again = httpx.post(f"{address}/v1/completions", json=asked)
+        assert again.json()["choices"][0]["text"] == "b"
+
+
+def test_a_slow_client_does_not_stall_others():
+    with serving(Speller(0.002)) as (address, _, _):
+        asked = {"prompt": "a", "max_tokens": 60, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=asked) as slow:
+            lines = slow.iter_lines()
+            next(lines)
+            other = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "seed": 0})
+            assert other.json()["choices"][0]["text"] == "bcdefghijklmnopq"
+            assert sum(line.startswith("data: {") for line in lines) >= 58
+
+
+def test_numbers_and_the_page(address, client):
+    client.completions.create(model="speller", prompt="a", max_tokens=3)
+    text = httpx.get(f"{address}/metrics").text
+    assert 'jaxmoe_tokens_generated_total{model="speller"}' in text
+    assert 'jaxmoe_requests_ended_total{model="speller",reason="length"}' in text
+    assert 'jaxmoe_ttft_seconds{model="speller",quantile="0.5"}' in text
+    stats = httpx.get(f"{address}/stats").json()
+    assert stats["pages_total"] == 64 and stats["has_chat"]
+    assert "<title>jaxmoe</title>" in httpx.get(address).text
+    assert [one.id for one in client.models.list()] == ["speller"]
