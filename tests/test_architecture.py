@@ -137,8 +137,13 @@ REGISTRIES = {
         *("hash", "uniform_random", "forced_balance", "progressive_topk", "moe_plus_plus"),
         *("expert_choice", "soft_moe"),
     },
-    "jaxmoe.serve.policies.batching:BATCHING": {"split_fuse", "prefill_first"},
-    "jaxmoe.serve.policies.dispatch:DISPATCH": {"round_robin", "least_loaded"},
+    "jaxmoe.serve.policies.batching:BATCHING": {
+        *("split_fuse", "prefill_first", "layered", "laps", "flow_prefill", "batch_llm"),
+        *("nexus", "semi_pd", "nano_batches"),
+    },
+    "jaxmoe.serve.policies.dispatch:DISPATCH": {
+        *("round_robin", "least_loaded", "prefix_aware", "dual_map", "llumnix", "dist_serve"),
+    },
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion", "swept_layers"},
     "jaxmoe.training.estimators:ESTIMATORS": {

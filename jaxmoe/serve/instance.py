@@ -44,7 +44,7 @@ class Instance:
         self.queues = Queues()
         self.num_preempted = 0
         self.num_computed = 0
-        """Tokens computed."""
+        """Tokens computed in all layers."""
         self.num_cached = 0
         """Tokens taken from the pool at admissions instead."""
         self._has_sharing = has_sharing
@@ -192,9 +192,10 @@ class Instance:
             one = self.queues.sequences[work.id]
             one.is_busy = False
             one.last_step = now
-            self.num_computed += len(work.tokens)
-            if self._advance(one, work) and work.draws and not one.is_cancelled:
-                events += self._write(one, results[work.id], now)
+            if self._advance(one, work):
+                self.num_computed += len(work.tokens)
+                if work.draws and not one.is_cancelled:
+                    events += self._write(one, results[work.id], now)
             if one.is_cancelled and one.state != "finished":
                 events.append(self.end(one, "cancelled"))
         self.check()

@@ -33,6 +33,8 @@ FACTS = Facts(
     has_layers=True,
     cost=COST,
 )
+ONE_LANE = [name for name, config in BATCHING.items() if not config.traits.needs_partition]
+"""Policies that an executor on pages can run."""
 OBJECTIVE = Objective(ttft=0.5, tpot=0.02)
 
 

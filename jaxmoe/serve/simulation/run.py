@@ -8,6 +8,7 @@ from a cost model, and the tokens from the workload.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import itertools
@@ -63,6 +64,7 @@ class Simulation:
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
         self._followers: dict[int, list[Arrival]] = {}
         self._targets: dict[int, int] = {}
+        self._moving: collections.Counter[int] = collections.Counter()
         self._arrived: dict[int, list[tuple[int, ServedSequence]]] = {}
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -113,7 +115,9 @@ class Simulation:
 
     def _fleet(self) -> FleetView:
         members = tuple(instance.view(self.now) for instance in self._instances)
-        return FleetView(now=self.now, members=members, roles=self._roles)
+        bound = collections.Counter(self._targets.values()) + self._moving
+        expected = tuple(bound[number] for number in range(len(members)))
+        return FleetView(now=self.now, members=members, roles=self._roles, expected=expected)
 
     def _arrive(self, arrival: Arrival) -> None:
         request = arrival.request
@@ -163,6 +167,7 @@ class Simulation:
                     self.refused += 1
                 else:
                     self.sequences[event.id] = live[event.id]
+                    self._targets.pop(event.id, None)
                 for later in self._followers.pop(event.id, ()):
                     self._at(self.now + later.time, lambda a=later: self._arrive(a))
 
@@ -178,6 +183,7 @@ class Simulation:
         size = one.computed * self._cost.sizes.kv_bytes
         seconds = self._cost.chip.link_latency + size / self._cost.chip.far_bandwidth
         pending = self._arrived.setdefault(target, [])
+        self._moving[target] += 1
         self._at(self.now + seconds, lambda: pending.append((source, one)))
 
     def _receive(self, number: int) -> None:
@@ -185,4 +191,5 @@ class Simulation:
         pending = self._arrived.get(number, [])
         while pending and receive(self._instances[number], pending[0][1]) is not None:
             source, one = pending.pop(0)
+            self._moving[number] -= 1
             departed(self._instances[source], one.id)

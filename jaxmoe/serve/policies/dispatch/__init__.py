@@ -11,9 +11,20 @@ from jaxmoe.configs import registry_of
 from jaxmoe.serve.policies.dispatch.base import DispatchConfig as DispatchConfig
 from jaxmoe.serve.policies.dispatch.base import Dispatcher as Dispatcher
 from jaxmoe.serve.policies.dispatch.base import FleetView as FleetView
+from jaxmoe.serve.policies.dispatch.dist_serve import DistServeConfig as DistServeConfig
+from jaxmoe.serve.policies.dispatch.dual_map import DualMapConfig as DualMapConfig
 from jaxmoe.serve.policies.dispatch.least_loaded import LeastLoadedConfig as LeastLoadedConfig
+from jaxmoe.serve.policies.dispatch.llumnix import LlumnixConfig as LlumnixConfig
+from jaxmoe.serve.policies.dispatch.prefix_aware import PrefixAwareConfig as PrefixAwareConfig
 from jaxmoe.serve.policies.dispatch.round_robin import RoundRobinConfig as RoundRobinConfig
 
-DispatchUnion = RoundRobinConfig | LeastLoadedConfig
+DispatchUnion = (
+    RoundRobinConfig
+    | LeastLoadedConfig
+    | PrefixAwareConfig
+    | DualMapConfig
+    | LlumnixConfig
+    | DistServeConfig
+)
 
 DISPATCH = registry_of(DispatchUnion)

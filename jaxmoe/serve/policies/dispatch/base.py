@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.requests import Request
+from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
 Role = Literal["both", "prefill", "decode"]
@@ -41,6 +42,8 @@ class FleetView:
     members: tuple[InstanceView, ...]
     roles: tuple[Role, ...]
     """What each instance does."""
+    expected: tuple[int, ...]
+    """Sequences that are placed at each instance and still on their way."""
 
 
 class Dispatcher:
@@ -88,3 +91,15 @@ class DispatchConfig:
 def load(view: InstanceView) -> int:
     """Return the tokens that an instance has still to compute, one for each decoding sequence."""
     return sum(one.left for one in (*view.running, *view.busy, *view.waiting, *view.swapped))
+
+
+def cached_tokens(view: InstanceView, request: Request) -> int:
+    """Return the tokens of a prompt that an instance has in its pool.
+
+    Args:
+        view: Instance.
+        request: Request.
+    """
+    size, prompt = view.facts.page_size, request.prompt
+    one = Sequence(request=request, order=0, arrived=0.0, page_size=size, tokens=list(prompt))
+    return len(view.hits(one)) * size

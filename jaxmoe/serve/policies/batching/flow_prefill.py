@@ -1,0 +1,70 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes the prompt with the least slack, and may leave it between layers for a more urgent one.
+
+Source: FlowPrefill: a prompt is one piece that can stop between operators, and decisions are made
+when a request arrives or a prompt is complete, not at every stop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.serve.draft import Draft
+from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.plan import Plan, PolicyTraits
+from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.view import InstanceView
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FlowPrefillConfig(BatchingConfig):
+    """Least slack first; prompts stop between layers."""
+
+    name: ClassVar[str] = "flow_prefill"
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_layers=True, needs_cost=True)
+
+    stops: int = 4
+    """Places between layers at which a prompt may stop."""
+
+    def __post_init__(self) -> None:
+        if self.stops < 1:
+            raise ValueError(f"stops={self.stops} must be at least 1")
+
+    def build(self, facts: Facts) -> Batching:
+        """Return the policy for one instance."""
+        layers = facts.num_layers
+        stride = -(-layers // self.stops)
+        known: set[int] = set()
+        chosen: list[int] = []
+
+        def slack(one: Sequence, draft: Draft, now: float) -> tuple[float, tuple[int, int]]:
+            objective = one.request.objective
+            if objective is None or facts.cost is None:
+                return float("inf"), one.rank
+            part = Part(
+                draft.left(one), len(one.tokens) - draft.left(one), (one.layers_done, layers)
+            )
+            return one.arrived + objective.ttft - now - facts.cost.seconds([part]), one.rank
+
+        def plan(view: InstanceView) -> Plan:
+            draft = Draft(view)
+            for one in draft.decoding():
+                draft.single(one)
+            prompts = {one.id: one for one in (*draft.prompts(), *view.waiting)}
+            if set(prompts) != known or not chosen:
+                known.clear()
+                known.update(prompts)
+                order = sorted(prompts.values(), key=lambda one: slack(one, draft, view.now))
+                chosen[:] = [one.id for one in order]
+            for id_ in chosen:
+                one = prompts[id_]
+                count = one.layered_count if one.layers_done else draft.left(one)
+                end = min(one.layers_done + stride, layers)
+                if draft.piece(one, count, layers=(one.layers_done, end)):
+                    break
+            return draft.plan()
+
+        return plan

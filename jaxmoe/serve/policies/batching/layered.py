@@ -1,0 +1,63 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a whole prompt through one group of layers per step, so that experts are read once for it.
+
+Source: layered prefill (arXiv:2510.08055). A prompt cut into pieces reads the experts of every
+layer once per piece; cut into groups of layers it reads each layer once. Which prompts share a step
+is left open there: here one at a time, or several short ones of one group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.serve.draft import Draft
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.plan import Plan, PolicyTraits
+from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.view import InstanceView
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayeredConfig(BatchingConfig):
+    """A group of layers of a whole prompt per step, with all layers of decoding."""
+
+    name: ClassVar[str] = "layered"
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_layers=True)
+
+    chunk: int = 512
+    """Tokens of a prompt per group of layers."""
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk} must be at least 1 token")
+
+    def build(self, facts: Facts) -> Batching:
+        """Return the policy for one instance."""
+
+        def next_layers(one: Sequence, count: int) -> tuple[int, int] | None:
+            groups = min(-(-count // self.chunk), facts.num_layers)
+            if groups == 1:
+                return None
+            borders = [facts.num_layers * i // groups for i in range(groups + 1)]
+            return one.layers_done, next(b for b in borders if b > one.layers_done)
+
+        def plan(view: InstanceView) -> Plan:
+            draft = Draft(view)
+            for one in draft.decoding():
+                draft.single(one)
+            prompts = sorted(draft.prompts(), key=lambda one: -one.layers_done)
+            used = 0
+            for one in (*prompts, *view.waiting):
+                count = one.layered_count if one.layers_done else draft.left(one)
+                if used and used + count > self.chunk:
+                    break
+                taken = draft.piece(one, count, layers=next_layers(one, count))
+                if not taken:
+                    break
+                used += taken
+            return draft.plan()
+
+        return plan

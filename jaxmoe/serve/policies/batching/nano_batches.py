@@ -1,0 +1,59 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts every step into nano-batches whose compute, memory and network overlap.
+
+Source: NanoFlow (arXiv:2408.12757). The step is that of split-fuse; the number of parts is the one
+with the shortest predicted time, because each part reads the weights again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.serve.draft import Draft
+from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.plan import Plan, PolicyTraits
+from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
+from jaxmoe.serve.view import InstanceView
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NanoBatchesConfig(BatchingConfig):
+    """Decoding and pieces of prompts in overlapping parts."""
+
+    name: ClassVar[str] = "nano_batches"
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_cost=True)
+
+    budget: int = 2048
+    """Tokens of one step, decoding included."""
+    most: int = 4
+    """Parts of a step at most."""
+
+    def __post_init__(self) -> None:
+        if self.budget < 1 or self.most < 1:
+            raise ValueError(f"budget={self.budget} and most={self.most} must be at least 1")
+
+    def build(self, facts: Facts) -> Batching:
+        """Return the policy for one instance."""
+
+        def plan(view: InstanceView) -> Plan:
+            draft = Draft(view)
+            parts = []
+            for one in draft.decoding()[: self.budget]:
+                if draft.single(one):
+                    parts.append(Part(1, one.computed))
+            for one in (*draft.prompts(), *view.waiting):
+                left = draft.left(one)
+                count = draft.piece(one, self.budget - draft.tokens())
+                if not count:
+                    break
+                parts.append(Part(count, len(one.tokens) - left))
+            best = 1
+            if facts.cost is not None and parts:
+                cost = facts.cost
+                numbers = range(1, min(self.most, sum(part.count for part in parts)) + 1)
+                best = min(numbers, key=lambda n: cost.seconds(parts, nano_batches=n))
+            return draft.plan(nano_batches=best)
+
+        return plan

@@ -1,0 +1,30 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plan of an instance whose device is split: lane 0 decodes, lane 1 computes prompts."""
+
+from __future__ import annotations
+
+from jaxmoe.serve.draft import Draft
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.view import InstanceView
+
+DECODE, PREFILL = 0, 1
+
+
+def plan_lanes(view: InstanceView, decode_share: float, budget: int) -> Plan:
+    """Return the work of the lanes that are free.
+
+    Args:
+        view: State of the instance.
+        decode_share: Share of the device for decoding; prompts have the rest.
+        budget: Tokens of the prompts of one step.
+    """
+    draft = Draft(view)
+    if DECODE in view.free_lanes:
+        for one in draft.decoding():
+            draft.single(one, DECODE)
+    if PREFILL in view.free_lanes:
+        for one in (*draft.prompts(), *view.waiting):
+            if not draft.piece(one, budget - draft.tokens(PREFILL), PREFILL):
+                break
+    return draft.plan({DECODE: decode_share, PREFILL: 1.0 - decode_share})

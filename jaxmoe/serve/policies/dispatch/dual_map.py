@@ -1,0 +1,112 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Maps the beginning of a prompt to two instances, and takes the one with more of it cached.
+
+Source: DualMap: two hashes of the beginning give two candidates, so that equal beginnings meet and
+the load still spreads (the power of two choices). The candidate with the longer cached beginning
+serves, unless its predicted time to the first token breaks the promise: then the other. Requests
+that wait too long at one candidate move to the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import ClassVar
+
+from jaxmoe.serve.facts import Part
+from jaxmoe.serve.policies.dispatch.base import (
+    DispatchConfig,
+    Dispatcher,
+    FleetView,
+    Move,
+    Route,
+    cached_tokens,
+)
+from jaxmoe.serve.requests import Request
+from jaxmoe.serve.view import InstanceView
+
+POINTS = 32
+"""Places of each instance on the ring."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DualMapConfig(DispatchConfig):
+    """Two instances for each beginning of a prompt."""
+
+    name: ClassVar[str] = "dual_map"
+
+    prefix: int = 64
+    """Tokens of the beginning that is hashed."""
+
+    def build(self) -> Dispatcher:
+        """Return the policy for one fleet."""
+        return _DualMap(self.prefix)
+
+
+class _DualMap(Dispatcher):
+    def __init__(self, prefix: int):
+        self._prefix = prefix
+
+    def place(self, request: Request, fleet: FleetView) -> Route:
+        if len(fleet.members) == 1:
+            return Route(0)
+        hits = {
+            i: cached_tokens(fleet.members[i], request)
+            for i in self.candidates(request, len(fleet.members))
+        }
+        first, second = sorted(hits, key=lambda i: (-hits[i], _wait(fleet.members[i], 0), i))
+        limit = request.objective.ttft if request.objective else float("inf")
+        waits = {i: _wait(fleet.members[i], len(request.prompt) - hits[i]) for i in hits}
+        return Route(second if waits[first] > limit and waits[second] < waits[first] else first)
+
+    def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
+        for number, view in enumerate(fleet.members):
+            for one in reversed(view.waiting):
+                objective = one.request.objective
+                if objective is None or one.num_written or len(fleet.members) < 2:
+                    continue
+                (other,) = set(self.candidates(one.request, len(fleet.members))) - {number} or {
+                    number
+                }
+                waited = fleet.now - one.arrived
+                here = waited + _wait(view, 0)
+                there = waited + _wait(fleet.members[other], one.left)
+                if here > objective.ttft and there < min(here, objective.ttft):
+                    return (Move(one.id, number, other),)
+        return ()
+
+    def candidates(self, request: Request, count: int) -> tuple[int, int]:
+        """Return two instances, which depend on the beginning of the prompt alone.
+
+        Args:
+            request: Request.
+            count: Instances, at least two.
+        """
+        ring = sorted((_hash(f"{i} {p}"), i) for i in range(count) for p in range(POINTS))
+        beginning = f"{request.adapter} {request.salt} {request.prompt[: self._prefix]}"
+        found: list[int] = []
+        for seed in range(64):
+            place = _hash(f"{seed} {beginning}")
+            chosen = next((i for position, i in ring if position >= place), ring[0][1])
+            if chosen not in found:
+                found.append(chosen)
+            if len(found) == 2:
+                break
+        else:
+            found = [found[0], (found[0] + 1) % count]
+        return found[0], found[1]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _wait(view: InstanceView, more: int) -> float:
+    """Return the predicted seconds until an instance has computed its prompts and some tokens."""
+    live = (*view.running, *view.busy, *view.waiting)
+    parts = [Part(one.left, one.computed) for one in live]
+    parts += [Part(more)] if more else []
+    if view.facts.cost is None:
+        return float(sum(part.count for part in parts))
+    return view.facts.cost.seconds(parts) if parts else 0.0

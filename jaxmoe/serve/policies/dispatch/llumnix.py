@@ -1,0 +1,74 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Places requests at the freest instance, and moves running ones from crowded instances to it.
+
+Source: Llumnix (arXiv:2406.03243) and its code: freeness = (free pages - pages that the waiting
+need) / running requests, the steps of decoding for which an instance has room. Below a threshold of
+3 an instance gives sequences away, if the difference to the freest shrinks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.policies.dispatch.base import DispatchConfig, Dispatcher, FleetView, Move, Route
+from jaxmoe.serve.requests import Request
+from jaxmoe.serve.view import InstanceView
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LlumnixConfig(DispatchConfig):
+    """Freest instance; running requests move there."""
+
+    name: ClassVar[str] = "llumnix"
+
+    threshold: float = 3.0
+    """Freeness below which an instance gives sequences away."""
+
+    def build(self) -> Dispatcher:
+        """Return the policy for one fleet."""
+        return _Llumnix(self.threshold)
+
+
+class _Llumnix(Dispatcher):
+    def __init__(self, threshold: float):
+        self._threshold = threshold
+
+    def place(self, request: Request, fleet: FleetView) -> Route:
+        del request
+        numbers = range(len(fleet.members))
+        return Route(max(numbers, key=lambda i: (freeness(fleet.members[i]), -i)))
+
+    def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
+        numbers = range(len(fleet.members))
+        source = min(numbers, key=lambda i: (freeness(fleet.members[i]), i))
+        target = max(numbers, key=lambda i: (freeness(fleet.members[i]), -i))
+        there, here = fleet.members[target], fleet.members[source]
+        low, high = freeness(here), freeness(there)
+        if low >= self._threshold or source == target:
+            return ()
+        if there.num_running >= there.facts.max_running or there.waiting:
+            return ()
+        movable = [one for one in here.running if one.left == 1 and one.num_written]
+        for one in sorted(movable, key=lambda one: (one.request.priority, len(one.pages))):
+            pages = len(one.pages)
+            after = freeness(there, pages, 1) - freeness(here, -pages, -1)
+            if pages <= there.pool.num_free and abs(after) < high - low:
+                return (Move(one.id, source, target),)
+        return ()
+
+
+def freeness(view: InstanceView, pages: int = 0, requests: int = 0) -> float:
+    """Return the steps of decoding for which an instance has free pages, per request.
+
+    Args:
+        view: Instance.
+        pages: Pages to count as used beyond those that are.
+        requests: Requests to count beyond those that are there.
+    """
+    size = view.facts.page_size
+    wanted = sum(num_pages(len(one.tokens), size) for one in view.waiting)
+    free = view.pool.num_free - wanted - pages
+    return free / max(view.num_running + len(view.waiting) + requests, 1)
