@@ -38,8 +38,8 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data import Batch
-from jaxmoe.models.chain import Chain, layer_calls
-from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
+from jaxmoe.models.layerwise.chain import Chain, layer_calls
+from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.diagnostics.depth import (

@@ -42,7 +42,7 @@ from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
 from jaxmoe.generation.prompts import read_prompts, write_samples
 from jaxmoe.generation.text import GenerationConfig, Sample
-from jaxmoe.models.offload import LayerWindow, parse_window
+from jaxmoe.models.layerwise.offload import LayerWindow, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends

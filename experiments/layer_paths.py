@@ -36,7 +36,7 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data import Batch
-from jaxmoe.models.chain import Chain
+from jaxmoe.models.layerwise.chain import Chain
 from jaxmoe.optional import require
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run

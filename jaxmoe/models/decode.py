@@ -126,7 +126,7 @@ def stream(
         router_state: State of the routers, stacked over MoE layers; fresh when None.
         execution: How the model is computed.
         at_once: Tokens of one part, at most 64; the first part has one.
-        programs: Makes the programs, such as `jaxmoe.models.offload.LayerWindow`; the whole model
+        programs: Makes the programs, such as `jaxmoe.models.layerwise.offload.LayerWindow`; the whole model
             in one when None.
 
     Raises:

@@ -235,7 +235,7 @@ class Run:
             step: Step of the checkpoint; the newest when None.
             reading: Part of the cache that a generated token attends to.
             on_sample: Called with the sample of a single prompt as its text grows.
-            programs: Makes the programs, see `jaxmoe.models.offload`.
+            programs: Makes the programs, see `jaxmoe.models.layerwise.offload`.
 
         Returns:
             A sample, or a list of them for several prompts.

@@ -28,20 +28,20 @@ from sharding.sequence_parallel.form import Choice as Choice
 from sharding.sequence_parallel.form import SequenceForm as SequenceForm
 from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules
 from sharding.sequence_parallel.none import NoSequenceParallelConfig as NoSequenceParallelConfig
-from sharding.sequence_parallel.page_selection import (
-    PageSelectionConfig as PageSelectionConfig,
-)
 from sharding.sequence_parallel.paged import PagedCache as PagedCache
 from sharding.sequence_parallel.paged import PageTables as PageTables
 from sharding.sequence_parallel.paged import empty_pages as empty_pages
 from sharding.sequence_parallel.paged import page_axes as page_axes
 from sharding.sequence_parallel.paged_latent import PagedLatents as PagedLatents
+from sharding.sequence_parallel.reading.page_selection import (
+    PageSelectionConfig as PageSelectionConfig,
+)
+from sharding.sequence_parallel.reading.whole_cache import WholeCacheConfig as WholeCacheConfig
 from sharding.sequence_parallel.ring import RingConfig as RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
 from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig
 from sharding.sequence_parallel.ulysses import UlyssesConfig as UlyssesConfig
 from sharding.sequence_parallel.usp import UlyssesRingConfig as UlyssesRingConfig
-from sharding.sequence_parallel.whole_cache import WholeCacheConfig as WholeCacheConfig
 
 SequenceParallelConfig = (
     NoSequenceParallelConfig

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data import Batch
-from jaxmoe.models.chain import Chain, layer_calls
+from jaxmoe.models.layerwise.chain import Chain, layer_calls
 from sharding.constrain import place_like
 
 FREE: Final = 0.02

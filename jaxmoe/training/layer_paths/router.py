@@ -23,7 +23,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.data import Batch
-from jaxmoe.models.chain import Chain
+from jaxmoe.models.layerwise.chain import Chain
 from jaxmoe.training.layer_paths.rows import REPEAT, RoutedRows, run_rows
 
 HIDDEN: Final = 128

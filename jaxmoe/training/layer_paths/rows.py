@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data import Batch
 from jaxmoe.layers.records import Stream
-from jaxmoe.models.chain import Chain
+from jaxmoe.models.layerwise.chain import Chain
 from jaxmoe.training.cross_entropy import token_nll
 
 SKIP, RUN, REPEAT = range(3)

@@ -14,8 +14,8 @@ from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.residual import LadderResidualConfig
-from jaxmoe.models.chain import Chain, layer_calls
-from jaxmoe.models.layer_parallel import parallel_scan, sweep_streams
+from jaxmoe.models.layerwise.chain import Chain, layer_calls
+from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.run.diagnostics.depth import (

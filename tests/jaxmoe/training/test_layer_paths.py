@@ -14,7 +14,7 @@ import pytest
 
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.chain import Chain
+from jaxmoe.models.layerwise.chain import Chain
 from jaxmoe.models.transformer import forward
 from jaxmoe.training.cross_entropy import token_nll
 from jaxmoe.training.layer_paths.router import (

@@ -11,9 +11,9 @@ import pytest
 
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.chain import Chain
 from jaxmoe.models.config import AttentionConfig, ModelConfig
-from jaxmoe.models.layer_parallel import sweep_streams
+from jaxmoe.models.layerwise.chain import Chain
+from jaxmoe.models.layerwise.layer_parallel import sweep_streams
 from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training import NextTokenConfig, SweptLayersConfig

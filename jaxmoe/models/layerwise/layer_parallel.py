@@ -26,8 +26,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
-from jaxmoe.models.chain import Chain, layer_inputs, stack_parameters
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.layerwise.chain import Chain, layer_inputs, stack_parameters
 from jaxmoe.models.stacks import LayerCall, LayerStack, Scan
 from sharding import axes as ax
 

@@ -25,8 +25,12 @@ from sharding.sequence_parallel import (
     as_cached,
     empty_slots,
 )
-from sharding.sequence_parallel.page_scores import empty_summaries, page_scores, with_new_keys
-from sharding.sequence_parallel.summarized_cache import pages_of
+from sharding.sequence_parallel.reading.page_scores import (
+    empty_summaries,
+    page_scores,
+    with_new_keys,
+)
+from sharding.sequence_parallel.reading.summarized_cache import pages_of
 from tests.support.tolerances import assert_close
 
 LAYERS, BATCH, PROMPT, NEW, HEADS, GROUP, WIDTH = 3, 2, 20, 5, 2, 2, 4

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sharding.constrain import Placement
 from sharding.sequence_parallel.cached import KVCache
 from sharding.sequence_parallel.local_attention import AttentionRules, Seen
-from sharding.sequence_parallel.page_selection import PageSelectionConfig
+from sharding.sequence_parallel.reading.page_selection import PageSelectionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ from sharding.sequence_parallel.cached import (
     write_tokens,
 )
 from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
-from sharding.sequence_parallel.page_scores import (
+from sharding.sequence_parallel.reading.page_scores import (
     NUM_SUMMARIES,
     PageScore,
     attention_received,
@@ -53,7 +53,7 @@ from sharding.sequence_parallel.page_scores import (
     page_scores,
     with_new_keys,
 )
-from sharding.sequence_parallel.summarized_cache import (
+from sharding.sequence_parallel.reading.summarized_cache import (
     SummarizedCache,
     all_pages,
     own_pages,

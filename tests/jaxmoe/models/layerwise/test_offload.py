@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.models.decode import generate, stream
-from jaxmoe.models.offload import LayerWindow, parse_window
+from jaxmoe.models.layerwise.offload import LayerWindow, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
 from tests.support.models import FULL

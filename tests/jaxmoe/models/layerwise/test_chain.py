@@ -15,8 +15,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import DenseConfig
 from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.mixers import Mamba2Config
-from jaxmoe.models.chain import Chain
 from jaxmoe.models.config import LayerConfig
+from jaxmoe.models.layerwise.chain import Chain
 from jaxmoe.models.loop import LoopConfig
 from jaxmoe.models.transformer import forward
 from tests.jaxmoe.layers.test_mesh_invariance import values_of

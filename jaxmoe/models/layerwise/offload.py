@@ -28,9 +28,9 @@ from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import Cache, initial_cache
-from jaxmoe.models.chain import Chain, layer_calls, stack_parameters
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import DecodeState, Programs
+from jaxmoe.models.layerwise.chain import Chain, layer_calls, stack_parameters
 from jaxmoe.models.sampling import choose
 from jaxmoe.models.stacks import LayerCall
 
