@@ -126,8 +126,8 @@ def stream(
         router_state: State of the routers, stacked over MoE layers; fresh when None.
         execution: How the model is computed.
         at_once: Tokens of one part, at most 64; the first part has one.
-        programs: Makes the programs, such as `jaxmoe.models.layerwise.offload.LayerWindow`; the whole model
-            in one when None.
+        programs: Makes the programs, such as `LayerWindow` of `jaxmoe.models.layerwise.offload`;
+            the whole model in one when None.
 
     Raises:
         ValueError: As `generate`; raised before the first part.

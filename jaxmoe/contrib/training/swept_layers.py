@@ -4,10 +4,10 @@
 
     loss = nll + weight * nll after s sweeps        s drawn from 1 to `sweeps` in each step
 
-`jaxmoe.models.layerwise.layer_parallel` defines a sweep, which evaluates equal layers at once. A model that
-is trained with it is nearer to its exact output after few of them. A step costs about as much as
-1 + `sweeps` steps, and the logged training loss includes the further term; the held-out loss does
-not.
+`jaxmoe.models.layerwise.layer_parallel` defines a sweep, which evaluates equal layers at once. A
+model that is trained with it is nearer to its exact output after few of them. A step costs about as
+much as 1 + `sweeps` steps, and the logged training loss includes the further term; the held-out
+loss does not.
 
 Reading: the repository states weights from 0.0625 to 0.5 over sampled configurations; a
 configuration is taken to be a number of sweeps over all equal layers.
