@@ -89,6 +89,8 @@ def write_converted(
 ) -> None:
     """Write the run directory, with the data position and the tokenizer of the source."""
     manifest = read_manifest(source.checkpoints_directory / str(step))
+    # Of the training, as the state of the optimiser is.
+    state = dataclasses.replace(state, adapter=None, average=None)
     with new_run(target, config) as unfinished:
         copy_tokenizer(source, unfinished)
         save_checkpoint(
