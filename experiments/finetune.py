@@ -32,7 +32,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
-from jaxmoe.run.load import saved_config
+from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training.stopwatch import process_age
 from sharding.pipeline import InterleavedConfig
 

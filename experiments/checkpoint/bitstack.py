@@ -34,7 +34,8 @@ from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.precision import STACKED
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import load_run, saved_config
+from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training.state import TrainState
 
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

@@ -63,7 +63,8 @@ from jaxmoe.precision import MIXED, STACKED, MixedConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import load_run, saved_config
+from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training.state import TrainState
 from pallas_kernels import MixedArray, QuantizedArray
 

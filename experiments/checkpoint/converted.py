@@ -19,8 +19,9 @@ from jaxmoe.run.assemble import Assembly, describe_devices
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import load_run, saved_config
+from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
+from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training.state import TrainState
 
 

@@ -29,10 +29,11 @@ from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import at_execution, load_run, saved_config
+from jaxmoe.run.load import load_run
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.adapted import base_of
 from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer, own_data
+from jaxmoe.run.provenance.saved import at_execution, saved_config
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import TrainState, state_around
 

@@ -89,5 +89,6 @@ def answer_ends(
     """
     ids = tuple(one[0] for one in stop_sequences(template, tokenizer) if len(one) == 1)
     end = template.end
-    is_spelled = end is not None and end.kind == "control" and end.text
-    return ids, (end.text,) if is_spelled else ()
+    if end is None or end.kind != "control" or not end.text:
+        return ids, ()
+    return ids, (end.text,)

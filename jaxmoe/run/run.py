@@ -40,8 +40,9 @@ from jaxmoe.run.conversion import end_ids
 from jaxmoe.run.diagnostics.cache_pages import ReadingResult, decoding, measure_reading
 from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import at_execution, describe_precision, on_data, restore_run, saved_config
+from jaxmoe.run.load import describe_precision, restore_run
 from jaxmoe.run.loop import Steps
+from jaxmoe.run.provenance.saved import at_execution, on_data, saved_config
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
 from jaxmoe.run.results import EvaluateResult, TrainedStep, TrainResult

@@ -73,9 +73,9 @@ class SharedStoreConfig(Adapter):
         """The adapter in words, for the header of a run."""
         return f"shared_store, {self.compression:g} weights per cell, trained from the first step"
 
-    def check(self, execution: ExecutionConfig) -> None:
+    def check_execution(self, execution: ExecutionConfig) -> None:
         """Refuse meshes that cut matrices: every device makes whole ones from all cells."""
-        Adapter.check(self, execution)
+        Adapter.check_execution(self, execution)
         for axis in ("stage", "expert", "tensor"):
             if (size := getattr(execution.mesh, axis)) > 1:
                 raise ValueError(

@@ -161,18 +161,18 @@ def test_streams_end_with_usage(client):
 
 
 def test_a_chat_ends_at_the_mark_of_its_template():
-    answer = "hé<|im_end|>never".encode()
+    answer = "h\u00e9<|im_end|>never".encode()
     with (
         serving(Speller(answer=answer)) as (address, _, _),
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         asked = {"model": "speller", "messages": [{"role": "user", "content": "hi"}]}
         whole = client.chat.completions.create(**asked, max_tokens=20)
-        assert whole.choices[0].message.content == "hé"
+        assert whole.choices[0].message.content == "h\u00e9"
         assert whole.choices[0].finish_reason == "stop"
         parts = client.chat.completions.create(**asked, max_tokens=20, stream=True)
         texts = [one.choices[0].delta.content for one in parts]
-        assert "".join(texts) == "hé" and "\ufffd" not in "".join(texts)
+        assert "".join(texts) == "h\u00e9" and "\ufffd" not in "".join(texts)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the configuration of a run or a Hugging Face model, with another mesh or other data."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
+from jaxmoe.checkpoint.huggingface.hub import is_huggingface
+from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
+from jaxmoe.data import DataConfig
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.kept_tokenizer import own_data
+from sharding.mesh import MeshConfig
+from sharding.pipeline import InterleavedConfig
+from sharding.sequence_parallel import CacheFormat
+
+BATCHES, BATCH_SIZE, SEQUENCE_LENGTH = 8, 8, 128
+"""Held-out batches, their sequences and their tokens, for models that were imported."""
+
+
+def saved_config(path: str | os.PathLike[str], initial: str | None = None) -> PretrainConfig:
+    """Return the configuration of a run directory, or of a directory of a Hugging Face model.
+
+    Args:
+        path: Directory.
+        initial: Model that the adapter of the run was trained on, where it has moved; None: the one
+            that the run names.
+
+    Raises:
+        ValueError: There is neither a run nor a model that this library computes, or `initial` is
+            given for a run without an adapter.
+    """
+    if not is_huggingface(path):
+        return _on_base(RunDirectory(path).load_config(PretrainConfig), path, initial)
+    if initial is not None:
+        raise ValueError(f"run.initial={initial}: {path} is no run with an adapter: leave it out")
+    place = pathlib.Path(path)
+    model, _ = open_huggingface(place)
+    config = PretrainConfig(
+        run=RunConfig(directory=str(place), name=place.resolve().name),
+        model=model,
+        data=bundled_data(place, read_fields(place)),
+        training=TrainingConfig(batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH),
+        evaluation=EvaluationConfig(batches=BATCHES),
+    )
+    shards = config.execution.mesh.resolve(jax.device_count()).batch_shards
+    rows = -(-BATCH_SIZE // shards) * shards
+    return dataclasses.replace(
+        config, training=dataclasses.replace(config.training, batch_size=rows)
+    )
+
+
+def _on_base(config: PretrainConfig, path: Any, initial: str | None) -> PretrainConfig:
+    """Return a configuration with another path of the model that the adapter was trained on."""
+    if initial is None:
+        return config
+    if config.model.adapter is None:
+        raise ValueError(
+            f"run.initial={initial}: {path} has no adapter, its checkpoints hold all parameters:"
+            " leave it out"
+        )
+    checkpoint = dataclasses.replace(config.checkpoint, initial=initial)
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+def at_execution(
+    config: PretrainConfig,
+    path: str,
+    mesh: MeshConfig | None = None,
+    cache: CacheFormat = "compute",
+) -> PretrainConfig:
+    """Return the configuration of a trained run with another mesh or cache.
+
+    Args:
+        config: Configuration of the run.
+        path: Run directory, for messages.
+        mesh: Mesh to use; the one of the run when None.
+        cache: Format of cached keys and values.
+
+    Raises:
+        ValueError: `cache` is given for a model that has no cache.
+    """
+    if cache != "compute" and not config.model.attention.is_causal:
+        raise ValueError(
+            f"cache={cache}: {path} holds a model that is not causal"
+            " (model.attention.is_causal=False), which is computed without a cache: leave it out"
+        )
+    precision = dataclasses.replace(config.execution.precision, cache=cache)
+    execution = dataclasses.replace(config.execution, precision=precision)
+    if mesh is not None:
+        # A fold and a pipeline belong to the mesh of the training.
+        execution = dataclasses.replace(
+            execution, mesh=mesh, fold=None, pipeline=InterleavedConfig()
+        )
+    return dataclasses.replace(config, execution=execution)
+
+
+def on_data(
+    config: PretrainConfig,
+    directory: RunDirectory,
+    data: DataConfig | None = None,
+    sequence_length: int | None = None,
+    batches: int | None = None,
+) -> PretrainConfig:
+    """Return the configuration of a trained run with other held-out data.
+
+    Args:
+        config: Configuration of the run.
+        directory: Run directory.
+        data: Data to evaluate on, all of it where it is files; the run's held-out data when None.
+        sequence_length: Tokens of a sequence; those of a training row when None.
+        batches: Number of held-out batches; that of the run when None.
+
+    Raises:
+        ValueError: The data has other tokens than the run.
+    """
+    if data is not None:
+        tokenizer = own_data(config, directory).tokenizer
+        reads_bytes = data.tokenizer is not None and data.tokenizer.is_bytes
+        if tokenizer is not None and not tokenizer.is_bytes and reads_bytes:
+            if not data.takes_tokenizer or tokenizer.is_trained:
+                raise ValueError(
+                    f"data:{data.name} is in bytes, and the tokens of this run are those of"
+                    f" {tokenizer}: choose --data.path 'docs/**/*.md', and name the run's"
+                    " tokenizer.json with --data.tokenizer.path if it was trained"
+                )
+            data = dataclasses.replace(data, tokenizer=tokenizer)
+        config = dataclasses.replace(config, data=data.for_evaluation())
+    training, evaluation = config.training, config.evaluation
+    if sequence_length is not None:
+        training = dataclasses.replace(training, sequence_length=sequence_length)
+    if batches is not None:
+        evaluation = dataclasses.replace(evaluation, batches=batches)
+    return dataclasses.replace(config, training=training, evaluation=evaluation)
