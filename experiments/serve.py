@@ -3,7 +3,7 @@
 """Serves a run or a Hugging Face model over HTTP, as OpenAI's clients speak (extra `serve`).
 
     python -m experiments.serve --run.directory runs/pretrain/tiny --port 8000
-    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 40}'
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main("}'
 
     from openai import OpenAI
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")

@@ -154,7 +154,7 @@ class Averaging:
         trained, average = table.trained(now.params), now.average
         rows = table.trained(table.tree(lambda row: row))
         before = average.get("grads")
-        befores = jax.tree.map(lambda _: None, trained) if before is None else before
+        earlier = jax.tree.map(lambda _: None, trained) if before is None else before
 
         def moved(row: ParameterSpec, mean: Array, new: Array, slope: Array, last: Any) -> Array:
             far = new.astype(jnp.float32) - mean
@@ -163,7 +163,7 @@ class Averaging:
             after = weight * new.astype(jnp.float32) + (1.0 - weight) * mean
             return jnp.where(is_good, after, mean)
 
-        given = (average["params"], trained, grads, befores)
+        given = (average["params"], trained, grads, earlier)
         found = {"params": jax.tree.map(moved, rows, *given, is_leaf=_is_row)}
         if before is not None:
             found["grads"] = jax.tree.map(

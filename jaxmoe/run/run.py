@@ -252,10 +252,9 @@ class Run:
             given = GenerationConfig(length=length, sampling=sampling, seed=seed, stop=tuple(stop))
             loaded = self._load(step, needs_data=False)
             assembly, source = loaded.assembly, loaded.assembly.source
-            if isinstance(prompt, np.ndarray):
-                prompts = [prompt]
-            else:
-                prompts = encode_prompts(source, [prompt] if isinstance(prompt, str) else prompt)
+            is_ids = isinstance(prompt, np.ndarray)
+            texts: Any = [prompt] if isinstance(prompt, str) else prompt
+            prompts = [prompt] if is_ids else encode_prompts(source, texts)
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
             given = dataclasses.replace(given, eos_ids=ends)
             execution, precision = decoding(assembly, reading, prompts, length)

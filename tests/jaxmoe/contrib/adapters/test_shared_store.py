@@ -129,4 +129,4 @@ def test_what_a_store_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"adapter.targets.layers=\(1,\): layers are one array"):
         SharedStoreConfig(targets=TargetsConfig(layers=(1,)))
     with pytest.raises(ValueError, match=r"execution.mesh.tensor=2: adapter:shared_store has all"):
-        SharedStoreConfig().check(ExecutionConfig(mesh=MeshConfig(tensor=2)))
+        SharedStoreConfig().check_execution(ExecutionConfig(mesh=MeshConfig(tensor=2)))
