@@ -137,6 +137,9 @@ REGISTRIES = {
         *("hash", "uniform_random", "forced_balance", "progressive_topk", "moe_plus_plus"),
         *("expert_choice", "soft_moe"),
     },
+    "jaxmoe.serve.caches:ITEM_CACHES": {
+        *("lru", "lfu", "belady", "scores", "predicted", "window", "category"),
+    },
     "jaxmoe.serve.policies.batching:BATCHING": {
         *("split_fuse", "prefill_first", "layered", "laps", "flow_prefill", "batch_llm"),
         *("nexus", "semi_pd", "nano_batches"),

@@ -1,0 +1,92 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records and interface of item caches: items with sizes, a trace of uses, a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import ClassVar
+
+Item = Hashable
+"""Name of an item: (layer, expert), a layer, a model, the name of a page, a query."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """One use of an item."""
+
+    item: Item
+    size: float = 1.0
+    """Bytes."""
+    category: str = ""
+    """Kind of item, for policies that distinguish kinds."""
+    time: float = 0.0
+    """Seconds."""
+    scores: Mapping[Item, float] = dataclasses.field(default_factory=dict)
+    """Scores of items of the same kind that are known with this use, such as of all experts of the
+    layer by the router."""
+    expected: tuple[Item, ...] = ()
+    """Items that a predictor expects next."""
+
+
+class ItemCache:
+    """State of a policy during a replay; subclasses override what they decide."""
+
+    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
+        """Take note of a use.
+
+        Args:
+            number: Place in the trace.
+            use: Use.
+            is_hit: Whether the item was in the cache.
+        """
+
+    def loaded(self, number: int, item: Item) -> None:
+        """Take note that an item was stored, after a miss or ahead of its use."""
+
+    def victim(self, number: int, held: Collection[Item]) -> Item:
+        """Return the item to evict.
+
+        Args:
+            number: Place in the trace.
+            held: Items that may be evicted; at least one.
+        """
+        raise NotImplementedError
+
+    def stores(self, number: int, use: Use, held: Mapping[Item, float], capacity: float) -> bool:
+        """Return whether a missed item is stored; all are by default.
+
+        Args:
+            number: Place in the trace.
+            use: Use that missed.
+            held: Bytes of the items in the cache.
+            capacity: Bytes of the cache.
+        """
+        del number, use, held, capacity
+        return True
+
+    def is_valid(self, use: Use) -> bool:
+        """Return whether an item in the cache may still be used; all may by default."""
+        del use
+        return True
+
+    def prefetch(self, number: int, use: Use) -> Sequence[Item]:
+        """Return items to load ahead of their use, the most urgent first; none by default."""
+        del number, use
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ItemCacheConfig:
+    """A policy of an item cache."""
+
+    name: ClassVar[str]
+
+    def build(self, trace: Sequence[Use]) -> ItemCache:
+        """Return the policy for one replay.
+
+        Args:
+            trace: All uses; only `belady` looks at those to come.
+        """
+        raise NotImplementedError
