@@ -234,6 +234,13 @@ def test_what_the_features_name_exists(flag_pages):
     assert len(found) > 150 and not faults, "\n".join(faults)
 
 
+def test_what_the_page_of_inference_names_exists(flag_pages):
+    page = (ROOT / ".docs" / "inference.md").read_text(encoding="utf-8")
+    found = re.findall(r"`([^`]+)`", page)
+    faults = [fault for code in found if (fault := fault_of_code(code, flag_pages))]
+    assert len(found) > 20 and not faults, "\n".join(faults)
+
+
 @pytest.mark.parametrize(
     "code",
     [
