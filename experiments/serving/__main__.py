@@ -1,8 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compares policies of serving on simulated instances.
+"""Compares policies of serving on simulated instances, and puts load on a server.
 
     python -m experiments.serving simulate [--preset qwen3_30b_a3b --chip h100] [--rates 4 8 12]
+    python -m experiments.serving load --url http://127.0.0.1:8000 [--workload.rate 4]
 
 To add a command: `experiments/serving/__main__.py` (a line in `COMMANDS`), and a file with `main`
 beside it.
@@ -16,10 +17,14 @@ from collections.abc import Callable, Sequence
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
 from experiments.cli.output import write
+from experiments.serving import load as serving_load
 from experiments.serving import simulate as serving_simulate
 from jaxmoe.configs import closest
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"simulate": serving_simulate.main}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "load": serving_load.main,
+    "simulate": serving_simulate.main,
+}
 """Functions by the first word; each takes the other words and returns the exit code."""
 
 

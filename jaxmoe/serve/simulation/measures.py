@@ -32,6 +32,9 @@ class Measures:
     tpot_p50: float
     """Seconds per further token."""
     tpot_p99: float
+    total_p50: float
+    """Seconds until the last token."""
+    total_p99: float
     tokens_per_second: float
     """Written tokens."""
     preempted: int = 0
@@ -73,7 +76,7 @@ def measure(simulation: Simulation) -> Measures:
     if not sequences:
         raise ValueError("no request was answered: lower the lengths, or raise max_length")
     return dataclasses.replace(
-        _measured(sequences),
+        measure_sequences(sequences),
         preempted=simulation.num_preempted,
         expert_bytes=simulation.expert_bytes,
         computed=simulation.num_computed,
@@ -83,9 +86,14 @@ def measure(simulation: Simulation) -> Measures:
     )
 
 
-def _measured(sequences: Iterable[Sequence]) -> Measures:
+def measure_sequences(sequences: Iterable[Sequence]) -> Measures:
+    """Return the numbers of sequences with whole answers, at least one.
+
+    Args:
+        sequences: Sequences of any clock, that of a simulator or of a client.
+    """
     found = list(sequences)
-    ttft, tpot, _ = np.array([latency(one) for one in found]).T
+    ttft, tpot, total = np.array([latency(one) for one in found]).T
     good = sum(map(is_within, found))
     last = max(one.last or 0.0 for one in found)
     seconds = max(last - min(one.arrived for one in found), 1e-9)
@@ -98,5 +106,7 @@ def _measured(sequences: Iterable[Sequence]) -> Measures:
         ttft_p99=float(np.quantile(ttft, 0.99)),
         tpot_p50=float(np.median(tpot)),
         tpot_p99=float(np.quantile(tpot, 0.99)),
+        total_p50=float(np.median(total)),
+        total_p99=float(np.quantile(total, 0.99)),
         tokens_per_second=sum(one.num_written for one in found) / seconds,
     )

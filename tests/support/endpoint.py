@@ -1,0 +1,104 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""An endpoint whose answers are spelled, not computed: after a letter comes the next one.
+
+`python -m tests.support.endpoint PORT` serves it in a process of its own, until it is killed.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+import threading
+import time
+
+import uvicorn
+
+from jaxmoe.data.chat.built_in import ChatML
+from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.http.app import Endpoint, EndpointConfig
+from jaxmoe.serve.http.served import ChatFormat, Served
+from jaxmoe.serve.plan import Shapes
+from jaxmoe.serve.requests import Result
+
+BYTES = ByteTokenizer()
+TOP = ((97, -0.5), (98, -1.5))
+
+
+class Text:
+    """Bytes as text."""
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
+
+
+class Speller:
+    """Draws the letter after the last one, and waits before each step."""
+
+    def __init__(self, seconds=0.0, answer=None):
+        self.seconds, self.answer, self.fails = seconds, answer, False
+
+    def facts(self, *, max_waiting):
+        return Facts(
+            num_pages=64,
+            page_size=4,
+            max_running=4,
+            max_length=128,
+            max_waiting=max_waiting,
+            shapes=Shapes(singles=4, pieces=((1, 16),)),
+        )
+
+    def check(self, request):
+        if max(request.prompt) > 255:
+            raise ValueError("prompt holds ids above 255")
+
+    def run(self, step):
+        time.sleep(self.seconds)
+        if self.fails:
+            raise RuntimeError("no device")
+        return {
+            work.id: Result(self._next(work), -0.5, TOP[: work.sampling.num_logprobs])
+            for work in (*step.singles, *step.pieces)
+            if work.draws
+        }
+
+    def reset(self):
+        pass
+
+    def _next(self, work):
+        if self.answer is not None:
+            return self.answer[work.index % len(self.answer)]
+        return ord("a") + (work.tokens[-1] - ord("a") + 1 + work.sampling.seed % 2) % 26
+
+
+@contextlib.contextmanager
+def serving(executor=None, *, max_waiting=8, has_chat=True, port=0, **limits):
+    """Yield the address, the endpoint and the executor of a server in a thread."""
+    executor = executor or Speller()
+    chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
+    engine = Engine(executor, EngineConfig(max_waiting=max_waiting), codec=Text())
+    served = Served(name="speller", engine=engine, codec=Text(), chat=chat, max_logprobs=2)
+    endpoint = Endpoint(served, EndpointConfig(**limits))
+    listening = socket.create_server(("127.0.0.1", port))
+    server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="error", lifespan="off"))
+    server.capture_signals = contextlib.nullcontext
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    with engine:
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", endpoint, executor
+        finally:
+            server.should_exit = True
+            thread.join()
+    assert not engine.metrics.pages_used
+
+
+if __name__ == "__main__":
+    with serving(Speller(0.0005), max_waiting=64, port=int(sys.argv[1])) as (address, _, _):
+        print(address, flush=True)
+        threading.Event().wait()
