@@ -112,9 +112,7 @@ def main(argv: Sequence[str]) -> int:
     say(f"{len(arrivals)} requests of workload {workload.name} to {name} at {config.url}")
     started = time.monotonic()
     fields = {"model": name, "temperature": config.temperature}
-    sent = send_load(
-        client, arrivals, fields, vocab=config.vocab, connections=config.connections
-    )
+    sent = send_load(client, arrivals, fields, vocab=config.vocab, connections=config.connections)
     report = report_load(sent)
     with cli.exit_on_bad_configuration():
         directory.write_summary(

@@ -15,6 +15,7 @@ import pytest
 
 from experiments import serve
 from experiments.cli.flags import ExitCode
+from experiments.serving import load
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SIZES = ("--engine.max_sequences", "2", "--engine.pieces", "1x16", "--engine.num_logprobs", "1")
@@ -35,6 +36,9 @@ def test_a_run_is_served_until_a_signal_drains_it(finished, tmp_path):
             address = re.search(r"http://\S+", line).group()
             asked = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
             found = [httpx.post(f"{address}/completions", json=asked, timeout=60) for _ in range(2)]
+            words = ["--url", address, "--run.directory", str(tmp_path / "load"), "--vocab", "16"]
+            words += ["--requests", "20", "--workload.rate", "50", "--workload.prompt_median", "6"]
+            assert load.main([*words, "--workload.answer_median", "3"]) == ExitCode.DONE
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == ExitCode.DONE
         finally:
@@ -42,7 +46,11 @@ def test_a_run_is_served_until_a_signal_drains_it(finished, tmp_path):
     texts = [one.json()["choices"][0]["text"] for one in found]
     assert texts[0] == texts[1] and len(texts[0].split()) == 4
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["num_ended"] == {"length": 2} and summary["pages_used"] == 0
+    assert summary["num_ended"] == {"length": 22} and summary["pages_used"] == 0
+    seen = json.loads((tmp_path / "load" / "summary.json").read_text())
+    assert (seen["requests"], seen["failed"], seen["measures"]["finished"]) == (20, 0, 20)
+    assert seen["cached_tokens"] <= summary["tokens_cached"]
+    assert seen["written_tokens"] + 8 == summary["tokens_generated"]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,9 @@ def test_failures_are_counted_by_reason(tmp_path, capsys):
         assert "failed 3 x: status 500: " in capsys.readouterr().out
         executor.fails = False
         client = Client(address)
-        assert client.complete({"prompt": [300]}).failure == "status 400: prompt holds ids above 255"
+        assert (
+            client.complete({"prompt": [300]}).failure == "status 400: prompt holds ids above 255"
+        )
         assert client.complete({"prompt": "a"}).num_written == 16
 
 
@@ -127,11 +129,11 @@ def _answering(text):
     ("text", "failure"),
     [
         ("", "Remote end closed connection"),
-        ("HTTP/1.1 200 OK\r\n\r\ndata: {\"choices\": [{}]}\n\n", "the stream broke off"),
+        ('HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{}]}\n\n', "the stream broke off"),
         ("HTTP/1.1 200 OK\r\n\r\ndata: {\n\n", "Expecting property name"),
         ("HTTP/1.1 200 OK\r\n\r\ndata: 3\n\n", "is not"),
         ("HTTP/1.1 200 OK\r\n\r\ndata: [DONE]\n\n", "no token or no usage"),
-        ("HTTP/1.1 200 OK\r\n\r\ndata: {\"error\": {\"message\": \"full\"}}\n\n", "stream: full"),
+        ('HTTP/1.1 200 OK\r\n\r\ndata: {"error": {"message": "full"}}\n\n', "stream: full"),
         ("HTTP/1.1 502 Bad\r\n\r\n<html>", "status 502: <html>"),
     ],
 )
