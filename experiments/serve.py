@@ -53,8 +53,7 @@ class ServeConfig:
     """Model to serve, and where."""
 
     run: FinishedRunConfig = FinishedRunConfig()
-    """Trained run and checkpoint; without a mesh one device answers, with one the axes tensor and
-    expert share the work."""
+    """Trained run and checkpoint; its mesh has the axes tensor and expert, or is one device."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all of this host, which needs JAXMOE_API_KEY."""
     port: int = 8000

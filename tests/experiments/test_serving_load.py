@@ -109,6 +109,31 @@ def test_failures_are_counted_by_reason(tmp_path, capsys):
         assert client.complete({"prompt": "a"}).num_written == 16
 
 
+class _Broken(Client):
+    """Fails at the second request."""
+
+    count = 0
+
+    def complete(self, body):
+        self.count += 1
+        if self.count == 2:
+            time.sleep(0.1)  # the first one waits for its answer by then
+            raise KeyboardInterrupt
+        return super().complete(body)
+
+
+def test_an_interruption_ends_what_waits_for_the_server():
+    arrivals = GammaConfig(requests=2, rate=1e4, prompt_median=4, answer_median=6).arrivals(
+        Objective(), 64
+    )
+    started, threads = time.monotonic(), threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = _Broken(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=60)
+        with pytest.raises(KeyboardInterrupt):
+            send_load(client, arrivals, {}, vocab=256, connections=2)
+    assert time.monotonic() - started < 20 and threading.active_count() == threads
+
+
 def _answering(text):
     """Return the address of a server that answers one connection with a text and closes it."""
     listening = socket.create_server(("127.0.0.1", 0))

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
+import socket
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -65,6 +67,8 @@ class Client:
         self._host, self._port = parts.hostname, port
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._url, self._timeout = url, timeout
+        self._open: set[socket.socket] = set()
+        self._is_closed = False
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -107,9 +111,14 @@ class Client:
             Times and counts, or why it failed; nothing is raised for what the server does.
         """
         asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-        connection, found = self._connect(), Outcome()
+        connection, found, opened = self._connect(), Outcome(), None
+        content = json.dumps(asked).encode()
         try:
-            content = json.dumps(asked).encode()
+            connection.connect()
+            opened = connection.sock
+            self._open.add(opened)
+            if self._is_closed:
+                return Outcome(failure="the client was closed")
             connection.request("POST", f"{self._base}/completions", content, self._headers)
             answer = connection.getresponse()
             if answer.status != 200:
@@ -122,10 +131,18 @@ class Client:
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             return dataclasses.replace(found, failure=_words(error))
         finally:
+            self._open.discard(opened)
             connection.close()
         if found.first is None or not found.num_written:
             return dataclasses.replace(found, failure="the stream has no token or no usage")
         return found
+
+    def close(self) -> None:
+        """End the completions that other threads wait for, and all later ones; they fail."""
+        self._is_closed = True
+        for one in tuple(self._open):
+            with contextlib.suppress(OSError):  # it has ended by itself
+                one.shutdown(socket.SHUT_RDWR)
 
     def _connect(self) -> http.client.HTTPConnection:
         return self._kind(self._host, self._port, timeout=self._timeout)

@@ -14,7 +14,7 @@ import heapq
 import queue
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxmoe.serve.http.client import Client, Outcome
@@ -87,10 +87,12 @@ def send_load(
         fields: Fields of every body, such as the model.
         vocab: As in `prompt_of`.
         connections: Requests in flight at most.
+
+    An interruption closes the client.
     """
     followers: dict[int, list[Arrival]] = {}
     start, due, found = time.monotonic(), list[tuple[float, int, Arrival]](), list[Sent]()
-    ended: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[Arrival, float, Future[Outcome]]] = queue.SimpleQueue()
     for arrival in arrivals:
         if arrival.after is None:
             due.append((start + arrival.time, arrival.request.id, arrival))
@@ -98,30 +100,31 @@ def send_load(
             followers.setdefault(arrival.after, []).append(arrival)
     heapq.heapify(due)
 
-    def ask(arrival: Arrival, arrived: float) -> None:
-        try:
-            outcome = client.complete(_body(arrival, vocab) | dict(fields))
-        except Exception as error:  # a lost outcome would wait for ever
-            outcome = Outcome(failure=repr(error))
-        ended.put(Sent(arrival=arrival, arrived=arrived, outcome=outcome))
+    def send(arrival: Arrival, arrived: float) -> None:
+        future = pool.submit(client.complete, _body(arrival, vocab) | dict(fields))
+        future.add_done_callback(lambda done: ended.put((arrival, arrived, done)))
 
     pool, flying = ThreadPoolExecutor(connections, thread_name_prefix=_THREAD), 0
     try:
         while due or flying:
             while due and due[0][0] <= time.monotonic():
                 arrived, _, arrival = heapq.heappop(due)
-                pool.submit(ask, arrival, arrived)
+                send(arrival, arrived)
                 flying += 1
             try:
-                one = ended.get(timeout=max(due[0][0] - time.monotonic(), 0.0) if due else None)
+                wait = max(due[0][0] - time.monotonic(), 0.0) if due else None
+                arrival, arrived, done = ended.get(timeout=wait)
             except queue.Empty:
                 continue
             flying -= 1
-            found.append(one)
-            for later in followers.pop(one.arrival.request.id, ()):
+            found.append(Sent(arrival=arrival, arrived=arrived, outcome=done.result()))
+            for later in followers.pop(arrival.request.id, ()):
                 heapq.heappush(due, (time.monotonic() + later.time, later.request.id, later))
     finally:
-        pool.shutdown(wait=not flying, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        if flying:  # after an interruption some still wait for the server
+            client.close()
+        pool.shutdown()
     return found
 
 
