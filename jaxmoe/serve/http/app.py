@@ -185,11 +185,12 @@ class Endpoint:
 
     async def _stats(self, request: Any) -> Any:
         del request
-        metrics = self._served.engine.metrics
+        metrics, load = self._served.engine.metrics, self._served.engine.expert_load
         values = dataclasses.asdict(metrics) | {
             "model": self._served.name,
             "has_chat": self._served.chat is not None,
             "hit_rate": metrics.hit_rate,
+            "expert_load": [] if load is None else load.tolist(),
         }
         return self._json(values)
 

@@ -11,6 +11,7 @@ import threading
 import time
 
 import httpx2 as httpx
+import numpy as np
 import openai
 import pytest
 import uvicorn
@@ -70,6 +71,9 @@ class Speller:
 
     def reset(self):
         pass
+
+    def expert_load(self):
+        return np.array([[1.0, 3.0], [2.0, 2.0]])
 
     def _next(self, work):
         if self.answer is not None:
@@ -319,5 +323,7 @@ def test_numbers_and_the_page(address, client):
     assert 'jaxmoe_ttft_seconds{model="speller",quantile="0.5"}' in text
     stats = httpx.get(f"{address}/stats").json()
     assert stats["pages_total"] == 64 and stats["has_chat"]
+    assert stats["expert_load"] == [[1.0, 3.0], [2.0, 2.0]]
+    assert 'jaxmoe_expert_load_ratio{layer="0",model="speller"} 1.5' in text
     assert "<title>jaxmoe</title>" in httpx.get(address).text
     assert [one.id for one in client.models.list()] == ["speller"]
