@@ -234,6 +234,8 @@ def test_a_key_is_asked_for():
         with openai.OpenAI(base_url=f"{address}/v1", api_key="secret") as client:
             assert [one.id for one in client.models.list()] == ["speller"]
         assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{address}/?key=secret").status_code == 200
+        assert httpx.get(f"{address}/stats").status_code == 401
 
 
 def test_a_model_without_template_refuses_chats():
