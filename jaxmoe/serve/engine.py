@@ -56,6 +56,10 @@ class Executor(Protocol):
         """Begin with empty pages, after a step that failed."""
         ...
 
+    def expert_load(self) -> Any:
+        """Return the tokens that each expert of each MoE layer has got [L E]; None without any."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -120,6 +124,11 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """Numbers after the last step."""
         return self._metrics
+
+    @property
+    def expert_load(self) -> Any:
+        """Tokens that each expert of each MoE layer has got so far [L E]; None without any."""
+        return self._executor.expert_load()
 
     @property
     def is_draining(self) -> bool:
@@ -271,7 +280,10 @@ class Engine:
             if steps or plan.admit or plan.evict or plan.restore:
                 wake = 0.0
             else:
-                wake = None if plan.wake is None else max(plan.wake - time.monotonic(), 0.0)
+                # While there is a rate, the numbers are renewed until it has fallen to 0.
+                rest = [1.0] if self._metrics.tokens_per_second else []
+                rest += [] if plan.wake is None else [max(plan.wake - time.monotonic(), 0.0)]
+                wake = min(rest, default=None)
 
     def _read_inbox(self, timeout: float | None) -> None:
         """Take in what clients have sent; wait for it if there is nothing to compute.

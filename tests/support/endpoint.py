@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import uvicorn
 
 from jaxmoe.data.chat.built_in import ChatML
@@ -69,6 +70,9 @@ class Speller:
 
     def reset(self):
         pass
+
+    def expert_load(self):
+        return np.array([[1.0, 3.0], [2.0, 2.0]])
 
     def _next(self, work):
         if self.answer is not None:

@@ -151,6 +151,10 @@ class Smaller:
         """Begin with empty pages."""
         executor().reset()
 
+    def expert_load(self) -> Any:
+        """Return the tokens of each expert."""
+        return executor().expert_load()
+
 
 @dataclasses.dataclass
 class Served:

@@ -118,6 +118,7 @@ class ModelExecutor:
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
         self._swapped: dict[int, Held] = {}
+        self._load: np.ndarray | None = None
         self._move = make_transfers(self.execution)
         self.reset()
         self.programs = tuple(self._compile(one) for one in self._shapes())
@@ -153,7 +154,13 @@ class ModelExecutor:
             inputs, rows = self._inputs(step, Program(pieces, length))
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
             found = jax.device_get(outputs)
+        if found.load is not None:
+            self._load = found.load + (0 if self._load is None else self._load)
         return {work.id: _result(found, work, row, at) for work, row, at in rows if work.draws}
+
+    def expert_load(self) -> np.ndarray | None:
+        """Return the tokens that each expert of each MoE layer has got [L E]; None before any."""
+        return self._load
 
     def facts(self, *, max_waiting: int) -> Facts:
         """Return the sizes of the instance, for its policies.

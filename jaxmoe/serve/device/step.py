@@ -70,6 +70,8 @@ class StepOutputs(NamedTuple):
     """Their log-probabilities."""
     experts: Int[Any, "L T K"] | None
     """Experts of each token in each MoE layer, as counted by the router; None unless recorded."""
+    load: Float[Any, "L E"] | None
+    """Tokens that each expert has got; None for a dense model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +123,8 @@ def make_step(
         logits = output_logits(rows, head_weight(params, model), model, execution)
         logits = execution.placement.place(logits, (None, None, None))[0]
         outputs = _chosen(logits, inputs, options)
+        if output.statistics is not None:
+            outputs = outputs._replace(load=output.statistics.counts)
         if options.has_experts:
             assert output.statistics is not None  # `recorded` has refused a model without MoE
             outputs = outputs._replace(experts=output.statistics.extra[RECORDED] - 1)
@@ -153,4 +157,4 @@ def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutp
             lambda logprobs: none,
             logprobs,
         )
-    return StepOutputs(tokens, own, top[1], top[0], None)
+    return StepOutputs(tokens, own, top[1], top[0], None, None)

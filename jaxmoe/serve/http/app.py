@@ -7,7 +7,8 @@
     GET  /stats  /                                  numbers as JSON, and a page that shows them
 
 A client that goes away cancels its answers. While the server drains, /health and new requests get
-503. With a key, every route but /health asks for `Authorization: Bearer KEY`.
+503. With a key, every route but /health and the page asks for `Authorization: Bearer KEY`; the page
+sends the key of its address, `/?key=KEY`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Endpoint:
 
         async def guarded(request: Any) -> Any:
             try:
-                if answer != self._health:
+                if answer not in (self._health, self._page):
                     self._check_key(request)
                 return await answer(request)
             except HTTPError as error:
@@ -185,11 +186,12 @@ class Endpoint:
 
     async def _stats(self, request: Any) -> Any:
         del request
-        metrics = self._served.engine.metrics
+        metrics, load = self._served.engine.metrics, self._served.engine.expert_load
         values = dataclasses.asdict(metrics) | {
             "model": self._served.name,
             "has_chat": self._served.chat is not None,
             "hit_rate": metrics.hit_rate,
+            "expert_load": [] if load is None else load.tolist(),
         }
         return self._json(values)
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxmoe.optional import require
 from jaxmoe.serve.http.served import Served
-from jaxmoe.serve.metrics import EngineMetrics
 
 _GAUGES = {
     "requests_waiting": ("num_waiting", "Requests in the queue."),
@@ -48,15 +47,16 @@ def prometheus_text(served: Served) -> tuple[bytes, str]:
     client = require("prometheus_client", "serve")
     core = require("prometheus_client.core", "serve")
     registry = client.CollectorRegistry()
-    registry.register(_Collector(served.engine.metrics, served.name, core))
+    registry.register(_Collector(served, core))
     return client.generate_latest(registry), client.CONTENT_TYPE_LATEST
 
 
 class _Collector:
     """Numbers of one time."""
 
-    def __init__(self, metrics: EngineMetrics, model: str, core: Any):
-        self._metrics, self._model, self._core = metrics, model, core
+    def __init__(self, served: Served, core: Any):
+        self._metrics, self._load = served.engine.metrics, served.engine.expert_load
+        self._model, self._core = served.name, core
 
     def collect(self) -> Iterator[Any]:
         """Yield the families."""
@@ -72,6 +72,15 @@ class _Collector:
         for reason, number in self._metrics.num_ended.items():
             ended.add_metric([self._model, reason], number)
         yield ended
+        ratio = self._core.GaugeMetricFamily(
+            "jaxmoe_expert_load_ratio",
+            "Tokens of the busiest expert over the mean, by MoE layer.",
+            labels=["layer", "model"],
+        )
+        for layer, load in enumerate(() if self._load is None else self._load):
+            if load.sum():
+                ratio.add_metric([str(layer), self._model], float(load.max() / load.mean()))
+        yield ratio
         for name, words in _TIMES.items():
             times = getattr(self._metrics, name)
             found = self._core.GaugeMetricFamily(

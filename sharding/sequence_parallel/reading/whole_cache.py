@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -80,21 +80,21 @@ class WholeCacheConfig:
         q: Float[Array, "B S N H"],
         k: Float[Array, "B S M H"],
         v: Float[Array, "B S M H"],
-        cache: KVCache,
+        cache: Any,
         layer: Int[Array, ""],
         *,
         placement: Placement,
         positions: Int[Array, "B S"],
         token_mask: Bool[Array, "B S"],
         rules: AttentionRules,
-    ) -> tuple[Float[Array, "B S N H"], Seen, KVCache]:
+    ) -> tuple[Float[Array, "B S N H"], Seen, Any]:
         """Write new keys and values and attend to all; see `KVCache.attend`.
 
         Args:
             q: Queries of the new tokens.
             k: Keys of the new tokens.
             v: Values of the new tokens.
-            cache: Cache with slots for all tokens to come.
+            cache: Cache with slots for all tokens to come, or pages of a server.
             layer: Layer of the cache that is written and read.
             placement: Layout rules.
             positions: Positions of the new tokens.

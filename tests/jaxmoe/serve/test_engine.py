@@ -10,7 +10,7 @@ import pytest
 from jaxmoe.serve import Sampling
 from jaxmoe.serve.answers import Ended, Generated
 from jaxmoe.serve.engine import Engine, EngineConfig
-from tests.support.serving import SIZES, Smaller, check_answers
+from tests.support.serving import MODEL, SIZES, Smaller, check_answers
 from tests.support.texts import Letters
 
 
@@ -55,6 +55,17 @@ def test_streams_of_many_clients_equal_each_alone():
         metrics.num_preempted > 0
     )
     assert not threads(), "the threads end with the engine"
+
+
+def test_load_of_experts_counts_every_computed_token():
+    with Engine(Smaller()) as engine:
+        before = 0 if engine.expert_load is None else engine.expert_load.sum()
+        read(engine.submit((1, 2, 3, 4, 5), Sampling(max_tokens=4)))
+        computed = engine.metrics.tokens_computed
+        load = engine.expert_load
+    layers, experts = load.shape
+    assert load.sum() - before == computed * layers * MODEL.moe.top_k
+    assert experts == MODEL.moe.num_experts
 
 
 def test_stop_strings_cut_across_tokens_and_stop_ids_end():

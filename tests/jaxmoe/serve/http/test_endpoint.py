@@ -146,6 +146,8 @@ def test_a_key_is_asked_for():
         with openai.OpenAI(base_url=f"{address}/v1", api_key="secret") as client:
             assert [one.id for one in client.models.list()] == ["speller"]
         assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{address}/?key=secret").status_code == 200
+        assert httpx.get(f"{address}/stats").status_code == 401
 
 
 def test_a_model_without_template_refuses_chats():
@@ -235,5 +237,7 @@ def test_numbers_and_the_page(address, client):
     assert 'jaxmoe_ttft_seconds{model="speller",quantile="0.5"}' in text
     stats = httpx.get(f"{address}/stats").json()
     assert stats["pages_total"] == 64 and stats["has_chat"]
+    assert stats["expert_load"] == [[1.0, 3.0], [2.0, 2.0]]
+    assert 'jaxmoe_expert_load_ratio{layer="0",model="speller"} 1.5' in text
     assert "<title>jaxmoe</title>" in httpx.get(address).text
     assert [one.id for one in client.models.list()] == ["speller"]
