@@ -16,7 +16,8 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 65
     """A checkpoint differs from what was written (EX_DATAERR)."""
     LOST = 69
-    """Another process of the run was lost; its number was printed (EX_UNAVAILABLE)."""
+    """Another process of the run was lost, whose number was printed; or a server answered nothing
+    (EX_UNAVAILABLE)."""
     NOT_SAVED = 74
     """The run ended in order, but its last state could not be written (EX_IOERR)."""
     PREEMPTED = 75

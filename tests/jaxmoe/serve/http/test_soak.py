@@ -207,7 +207,7 @@ def test_two_thousand_requests_and_a_kill_leave_nothing_behind():
     assert 0 < kinds["failed"] <= 2 * THREADS, collections.Counter(o for _, o in outcomes)
     assert kinds["done"] > REQUESTS // 2 and kinds["gone"] > 50 and kinds["refused"] > 100
     _check(found)
-    assert found["num_ended"]["cancelled"] > 10
+    assert found["num_ended"].get("cancelled", 0) > 10
     assert not final.failure and final.num_written == 4
     assert late_threads <= early_threads, (early_threads, late_threads)
     print(f"server {early:.1f} then {late:.1f} MB, clients {own:.1f} then {own_late:.1f}, {kinds}")
