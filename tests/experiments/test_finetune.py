@@ -184,8 +184,9 @@ def test_another_base_is_refused(finished, tuned, tmp_path, capsys):
 def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(tuned, moved)
-    text = (moved / "config.json").read_text()
-    (moved / "config.json").write_text(text.replace(str(finished), str(tmp_path / "gone")))
+    config = json.loads((moved / "config.json").read_text())
+    config["checkpoint"]["initial"] = str(tmp_path / "gone")
+    (moved / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="gone"):
         load_run(str(moved), None, needs_data=False)
     found, wanted = (

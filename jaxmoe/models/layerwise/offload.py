@@ -56,7 +56,7 @@ class WindowStore:
         self._size, self._next = size, 0
         self._held: dict[tuple[str, int], concurrent.futures.Future[Any]] = {}
         self._last: tuple[str, int] | None = None
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "layers")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="layers")
         self.asked = self.waited = self.moved_bytes = self.peak_layers = self.peak_bytes = 0
 
     def layer(self, call: LayerCall) -> tuple[Any, int]:

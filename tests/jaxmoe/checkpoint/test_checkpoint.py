@@ -134,10 +134,8 @@ def test_restore_without_target(tmp_path):
     restored = load_checkpoint(tmp_path)
     wanted = serialization.to_state_dict(state)
     wanted["opt_state"] = {"0": wanted["opt_state"]["0"], "3": wanted["opt_state"]["3"]}
-    assert wanted.pop("recent_norms") is None
-    assert wanted.pop("layer_norms") is None
-    assert wanted.pop("local") is None
-    assert wanted.pop("estimator") is None
+    for name in ("recent_norms", "layer_norms", "local", "estimator", "adapter", "average"):
+        assert wanted.pop(name) is None
     _assert_same(restored, wanted)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import init_params
-from jaxmoe.generation.text import GenerationConfig, _certain, _first, continue_texts
+from jaxmoe.generation.text import GenerationConfig, certain_length, continue_texts, first_stop
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.diffuse import diffuse
 from jaxmoe.models.sampling import SamplingConfig
@@ -69,9 +69,9 @@ def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     ],
 )
 def test_text_that_may_change_or_begin_a_stop_string_is_held_back(text, stop, certain):
-    assert _certain(text, stop) == certain
+    assert certain_length(text, stop) == certain
 
 
 def test_the_earliest_stop_string_ends_a_text():
-    assert _first("one two", ("two", "e t", "none")) == 2
-    assert _first("one", ()) == 3
+    assert first_stop("one two", ("two", "e t", "none")) == 2
+    assert first_stop("one", ()) == 3
