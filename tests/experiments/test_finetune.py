@@ -191,7 +191,7 @@ def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):
         load_run(str(moved), None, needs_data=False)
     found, wanted = (
         load_run(*where, needs_data=False, initial=initial)[1]
-        for where, initial in (((str(moved), 4), str(finished)), ((str(tuned), 4), None))
+        for where, initial in (((str(place), 4), str(finished)) for place in (moved, tuned))
     )
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
     with pytest.raises(ValueError, match="has no adapter, its checkpoints hold all parameters"):
