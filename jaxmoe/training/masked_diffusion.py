@@ -42,9 +42,8 @@ from jaxtyping import Array, Float, Int, Key, UInt
 from jaxmoe.data.batch import Batch
 from jaxmoe.data.source import Source
 from jaxmoe.data.synthetic import SyntheticSource
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.training.objective import TokenGiven
+from jaxmoe.training.objective import Objective
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -53,7 +52,7 @@ _STREAM = 0x6D61736B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedDiffusionConfig:
+class MaskedDiffusionConfig(Objective):
     """Predict masked tokens from the rest of the row; needs attention.is_causal False."""
 
     name: ClassVar[str] = "masked_diffusion"
@@ -124,37 +123,6 @@ class MaskedDiffusionConfig:
         if batch.segment_ids is None:
             return jnp.sum(jnp.ones_like(jnp.asarray(batch.loss_weights)), axis=1)
         return jnp.sum(jnp.asarray(batch.segment_ids) != 0, axis=1, dtype=jnp.float32)
-
-    def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
-        """Return the loss of each token from its negative log-likelihood, for some positions.
-
-        Args:
-            nll: Negative log-likelihood of the targets, nats.
-            given: Weights and extra arrays of the same positions.
-        """
-        return nll * given.weights
-
-    def further_loss(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        params: Any,
-        batch: Batch,
-        loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]],
-        given: dict[str, Any],
-    ) -> Float[Array, ""] | None:
-        """Return None: the loss of the tokens is the whole loss of a training pass.
-
-        Args:
-            model: Model to compute.
-            execution: How it is computed.
-            params: Parameters of the model.
-            batch: Rows.
-            loss_of: Summed loss of activations after the final norm.
-            given: Arguments of the pass.
-        """
-        del model, execution, params, batch, loss_of, given
-        return None
 
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement

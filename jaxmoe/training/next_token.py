@@ -10,22 +10,20 @@ The batch is used as the loader made it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.data.source import Source
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.training.objective import TokenGiven
+from jaxmoe.training.objective import Objective
 from sharding.constrain import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NextTokenConfig:
+class NextTokenConfig(Objective):
     """Predict each token from those before it."""
 
     name: ClassVar[str] = "next_token"
@@ -71,37 +69,6 @@ class NextTokenConfig:
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
         """Return the part of each row in `num_tokens`."""
         return jnp.sum(jnp.asarray(batch.loss_weights), axis=1)
-
-    def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
-        """Return the loss of each token from its negative log-likelihood, for some positions.
-
-        Args:
-            nll: Negative log-likelihood of the targets, nats.
-            given: Weights and extra arrays of the same positions.
-        """
-        return nll * given.weights
-
-    def further_loss(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        params: Any,
-        batch: Batch,
-        loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]],
-        given: dict[str, Any],
-    ) -> Float[Array, ""] | None:
-        """Return None: the loss of the tokens is the whole loss of a training pass.
-
-        Args:
-            model: Model to compute.
-            execution: How it is computed.
-            params: Parameters of the model.
-            batch: Rows.
-            loss_of: Summed loss of activations after the final norm.
-            given: Arguments of the pass.
-        """
-        del model, execution, params, batch, loss_of, given
-        return None
 
     def prepare(self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement):
         """Return the batch of a training step unchanged."""

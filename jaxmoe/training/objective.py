@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`TokenGiven`: what an objective reads beside the likelihood of a token.
+"""Defines the base class of objectives, and what they read beside the likelihood of a token.
 
-An objective is a member of `ObjectiveConfig` with these members:
+An objective is a member of `ObjectiveConfig` that extends `Objective`, with these members:
 
     num_examined                    passes over a held-out batch
     check(model)                    raises if the model cannot be trained with it
@@ -21,9 +21,15 @@ union of `jaxmoe/training/__init__.py`.
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
+from typing import Any
 
 from flax import struct
 from jaxtyping import Array, Float, Shaped
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
 
 
 # Not checked at run time: tree functions also fill records with shapes and specs.
@@ -36,3 +42,40 @@ class TokenGiven:
     """`Batch.loss_weights`."""
     extra: dict[str, Shaped[Array, "B S ..."]] = struct.field(default_factory=dict)
     """`Batch.extra`."""
+
+
+class Objective:
+    """Base class of the configs of objectives: the loss of a token is its weighted likelihood."""
+
+    __slots__ = ()
+
+    def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
+        """Return the loss of each token from its negative log-likelihood, for some positions.
+
+        Args:
+            nll: Negative log-likelihood of the targets, nats.
+            given: Weights and extra arrays of the same positions.
+        """
+        return nll * given.weights
+
+    def further_loss(
+        self,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        params: Any,
+        batch: Batch,
+        loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]],
+        given: dict[str, Any],
+    ) -> Float[Array, ""] | None:
+        """Return None: the loss of the tokens is the whole loss of a training pass.
+
+        Args:
+            model: Model to compute.
+            execution: How it is computed.
+            params: Parameters of the model.
+            batch: Rows.
+            loss_of: Summed loss of activations after the final norm.
+            given: Arguments of the pass.
+        """
+        del model, execution, params, batch, loss_of, given
+        return None
