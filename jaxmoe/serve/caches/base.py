@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import ClassVar
@@ -30,7 +31,7 @@ class Use:
     """Items that a predictor expects next."""
 
 
-class ItemCache:
+class ItemCache(abc.ABC):
     """State of a policy during a replay; subclasses override what they decide."""
 
     def used(self, number: int, use: Use, *, is_hit: bool) -> None:
@@ -41,10 +42,13 @@ class ItemCache:
             use: Use.
             is_hit: Whether the item was in the cache.
         """
+        del number, use, is_hit
 
     def loaded(self, number: int, item: Item) -> None:
         """Take note that an item was stored, after a miss or ahead of its use."""
+        del number, item
 
+    @abc.abstractmethod
     def victim(self, number: int, held: Collection[Item]) -> Item:
         """Return the item to evict.
 
@@ -52,7 +56,6 @@ class ItemCache:
             number: Place in the trace.
             held: Items that may be evicted; at least one.
         """
-        raise NotImplementedError
 
     def stores(self, number: int, use: Use, held: Mapping[Item, float], capacity: float) -> bool:
         """Return whether a missed item is stored; all are by default.
@@ -78,15 +81,15 @@ class ItemCache:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ItemCacheConfig:
+class ItemCacheConfig(abc.ABC):
     """A policy of an item cache."""
 
     name: ClassVar[str]
 
+    @abc.abstractmethod
     def build(self, trace: Sequence[Use]) -> ItemCache:
         """Return the policy for one replay.
 
         Args:
             trace: All uses; only `belady` looks at those to come.
         """
-        raise NotImplementedError

@@ -9,6 +9,7 @@ Trace files are read by `jaxmoe/serve/simulation/traces.py`.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ class Arrival:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
+class Workload(abc.ABC):
     """What all workloads share."""
 
     name: ClassVar[str]
@@ -52,6 +53,7 @@ class Workload:
         if not self.rate > 0 or self.requests < 1:
             raise ValueError(f"rate={self.rate} and requests={self.requests} must be positive")
 
+    @abc.abstractmethod
     def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
         """Return the requests in the order of their ids.
 
@@ -59,7 +61,6 @@ class Workload:
             objective: Promised latency of every request.
             max_length: Tokens of a sequence at most; longer ones are cut.
         """
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
@@ -17,19 +18,19 @@ Batching = Callable[[InstanceView], Plan]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BatchingConfig:
+class BatchingConfig(abc.ABC):
     """A batching policy."""
 
     name: ClassVar[str]
     traits: ClassVar[PolicyTraits] = PolicyTraits()
 
+    @abc.abstractmethod
     def build(self, facts: Facts) -> Batching:
         """Return the policy for one instance.
 
         Args:
             facts: Sizes and shapes of the instance.
         """
-        raise NotImplementedError
 
     def check(self, facts: Facts) -> None:
         """Raise if an instance lacks what the policy needs.

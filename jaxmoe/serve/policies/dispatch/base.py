@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import ClassVar, Literal
 
@@ -46,9 +47,10 @@ class FleetView:
     """Sequences that are placed at each instance and still on their way."""
 
 
-class Dispatcher:
+class Dispatcher(abc.ABC):
     """Places requests; subclasses keep what they need to remember."""
 
+    @abc.abstractmethod
     def place(self, request: Request, fleet: FleetView) -> Route:
         """Return where a new request is served.
 
@@ -56,7 +58,6 @@ class Dispatcher:
             request: Request.
             fleet: All instances.
         """
-        raise NotImplementedError
 
     def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
         """Return the sequences to move now; none by default.
@@ -69,15 +70,15 @@ class Dispatcher:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DispatchConfig:
+class DispatchConfig(abc.ABC):
     """A dispatch policy."""
 
     name: ClassVar[str]
     traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True)
 
+    @abc.abstractmethod
     def build(self) -> Dispatcher:
         """Return the policy for one fleet."""
-        raise NotImplementedError
 
     def roles(self, num_instances: int) -> tuple[Role, ...]:
         """Return what each instance does; everything by default.
