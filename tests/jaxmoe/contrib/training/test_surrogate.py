@@ -93,7 +93,7 @@ def test_large_models_are_refused():
 def test_gradient_of_a_model_nears_that_of_backpropagation():
     """The cosine is that of n of d directions, seen through M features of uneven sensitivity."""
     model = dataclasses.replace(DENSE, num_layers=1, embed_dim=8, dense_dim=8)
-    problem, found, numbers = problem_of(model), [], (8, 64, 192)
+    problem, found, numbers = problem_of(model), [], (8, 64, 256)
     wanted = flat(estimated(BackpropConfig(), problem, state_of(model)).summed.grads)
     for queries in numbers:
         config = SurrogateConfig(features=2048, queries=queries, epsilon=1e-2)
