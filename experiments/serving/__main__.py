@@ -11,17 +11,14 @@ beside it.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
-from experiments.cli.output import write
+from experiments.cli.parts import Part, run_part
 from experiments.serving import load as serving_load
 from experiments.serving import simulate as serving_simulate
-from jaxmoe.configs import closest
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: dict[str, Part] = {
     "load": serving_load.main,
     "simulate": serving_simulate.main,
 }
@@ -30,22 +27,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    listing = "\n".join(f"  {name}  {_about(command)}" for name, command in COMMANDS.items())
-    if not argv or argv[0].startswith("-"):
-        write(
-            f"{(__doc__ or '').strip()}\n\nCommands (add --help to one for its flags):\n{listing}"
-        )
-        is_help = list(argv) in (["-h"], ["--help"])
-        return int(cli.ExitCode.DONE if is_help else cli.ExitCode.BAD_CONFIGURATION)
-    name, *rest = argv
-    if name not in COMMANDS:
-        cli.fail(f"unknown command {name!r}{closest(name, COMMANDS)}\ncommands:\n{listing}")
-    return COMMANDS[name](rest)
-
-
-def _about(command: Callable[..., int]) -> str:
-    """Return the first line of the docstring of a command's file."""
-    return (sys.modules[command.__module__].__doc__ or "").partition("\n")[0]
+    return run_part(COMMANDS, argv, __doc__)
 
 
 if __name__ == "__main__":

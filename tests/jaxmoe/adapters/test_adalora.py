@@ -75,7 +75,9 @@ def as_theirs(params):
 
 
 def allocator(torch, module, **changes):
-    rank_allocator = pytest.importorskip("peft.tuners.adalora.layer").RankAllocator
+    rank_allocator = pytest.importorskip(
+        "peft.tuners.adalora.layer", reason="peft is not installed"
+    ).RankAllocator
     fields = {"beta1": 0.85, "beta2": 0.85, "target_r": 2, "tinit": 2, "tfinal": 3, "deltaT": 3}
     config = types.SimpleNamespace(**{**fields, "total_step": 12, **changes})
     return rank_allocator(module, config, "default")
@@ -94,7 +96,7 @@ class Parameters:
 
 
 def test_scores_and_masks_equal_those_of_peft():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     state, theirs = first_state(drawn(0)), Parameters(torch, drawn(0))
     allocates = allocator(torch, theirs)
     for step in range(1, 10):
@@ -121,7 +123,7 @@ def test_scores_and_masks_equal_those_of_peft():
 
 
 def test_budget_equals_that_of_peft_and_ends_exactly():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     allocates = allocator(torch, Parameters(torch, drawn(0)))
     ours = [CONFIG.budget(step, TABLE) for step in range(13)]
     assert ours == [allocates.budget_schedule(step)[0] for step in range(13)]

@@ -35,8 +35,11 @@ def addition(logits, tasks, x, down, up):
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_weights_and_additions_equal_those_of_peft(splits):
-    torch, poly = pytest.importorskip("torch"), pytest.importorskip("peft.tuners.poly.layer")
-    config = pytest.importorskip("peft").PolyConfig(
+    torch, poly = (
+        pytest.importorskip("torch", reason="torch is not installed"),
+        pytest.importorskip("peft.tuners.poly.layer", reason="peft is not installed"),
+    )
+    config = pytest.importorskip("peft", reason="peft is not installed").PolyConfig(
         r=RANK, n_tasks=TASKS, n_skills=COUNT, n_splits=splits, init_weights=False
     )
     layer = poly.Linear(torch.nn.Linear(INPUTS, OUTPUTS, bias=False), "one", config).eval()

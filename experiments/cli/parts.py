@@ -1,0 +1,40 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the parts of a command that has several, such as `experiments.checkpoint convert`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from experiments.cli.exit_codes import ExitCode
+from experiments.cli.flags import fail
+from experiments.cli.output import write
+from jaxmoe.configs import closest
+
+Part = Callable[[Sequence[str]], int]
+"""Function of the words after the name of the part; returns the exit code."""
+
+
+def run_part(parts: Mapping[str, Part], argv: Sequence[str], about: str | None) -> int:
+    """Run the part that the first word names, or list all, and return the exit code.
+
+    Args:
+        parts: Functions by the first word.
+        argv: Arguments of the command line.
+        about: Docstring of the command.
+    """
+    listing = "\n".join(f"  {name}  {_about(part)}" for name, part in parts.items())
+    if not argv or argv[0].startswith("-"):
+        write(f"{(about or '').strip()}\n\nCommands (add --help to one for its flags):\n{listing}")
+        is_help = list(argv) in (["-h"], ["--help"])
+        return int(ExitCode.DONE if is_help else ExitCode.BAD_CONFIGURATION)
+    name, *rest = argv
+    if name not in parts:
+        fail(f"unknown command {name!r}{closest(name, parts)}\ncommands:\n{listing}")
+    return parts[name](rest)
+
+
+def _about(part: Part) -> str:
+    """Return the first line of the docstring of a part's file."""
+    return (sys.modules[part.__module__].__doc__ or "").partition("\n")[0]
