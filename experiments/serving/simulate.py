@@ -141,6 +141,21 @@ def cost_of(config: SimulateConfig) -> Roofline:
     return Roofline(sizes=sizes, chip=CHIPS[config.chip], num_chips=config.chips)
 
 
+def facts_of(config: SimulateConfig, cost: Roofline) -> Facts:
+    """Return the sizes of one instance."""
+    num_pages = cost.num_pages(config.page_size)
+    return Facts(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_length=min(config.max_length, num_pages * config.page_size),
+        num_layers=cost.sizes.num_layers,
+        has_partitions=True,
+        has_layers=True,
+        cost=cost,
+    )
+
+
 def describe(config: SimulateConfig, cost: Roofline) -> str:
     """Return a line on the model, the device and the workload."""
     pages = cost.num_pages(config.page_size)
@@ -160,16 +175,7 @@ def simulate(config: SimulateConfig, cost: Roofline) -> Iterator[dict[str, Any]]
     """
     say(describe(config, cost))
     objective = Objective(ttft=config.ttft, tpot=config.tpot)
-    facts = Facts(
-        num_pages=cost.num_pages(config.page_size),
-        page_size=config.page_size,
-        max_running=config.max_running,
-        max_length=min(config.max_length, cost.num_pages(config.page_size) * config.page_size),
-        num_layers=cost.sizes.num_layers,
-        has_partitions=True,
-        has_layers=True,
-        cost=cost,
-    )
+    facts = facts_of(config, cost)
     for rate in config.rates:
         workload = dataclasses.replace(config.workload, rate=rate * config.instances)
         arrivals = workload.arrivals(objective, facts.max_length)
