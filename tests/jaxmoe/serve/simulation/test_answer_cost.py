@@ -43,10 +43,10 @@ BY_HAND = (
 
 
 def test_costs_are_those_computed_by_hand():
-    for *given, flops, as_flops in BY_HAND:
-        assert COST.flops(*given) == pytest.approx(flops), given
-        assert COST.bytes_as_flops(*given) == pytest.approx(as_flops), given
-        assert COST.total(*given) == pytest.approx(flops + as_flops), given
+    for *case, flops, as_flops in BY_HAND:
+        assert COST.flops(*case) == pytest.approx(flops), case
+        assert COST.bytes_as_flops(*case) == pytest.approx(as_flops), case
+        assert COST.total(*case) == pytest.approx(flops + as_flops), case
 
 
 @settings(max_examples=30, deadline=None)
