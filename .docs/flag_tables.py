@@ -43,6 +43,8 @@ COMMANDS = {
     "launch": "experiments.launch.__main__:LaunchConfig",
     "launch --supervise": "experiments.launch.config:SuperviseConfig",
     "launch --islands": "experiments.launch.islands:IslandsConfig",
+    "serving advise": "experiments.serving.advise:AdviseConfig",
+    "serving caches": "experiments.serving.caches:CachesConfig",
     "serving load": "experiments.serving.load:LoadConfig",
     "serving simulate": "experiments.serving.simulate:SimulateConfig",
     "transfer": "experiments.studies.transfer.config:TransferConfig",

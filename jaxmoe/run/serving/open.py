@@ -105,6 +105,45 @@ class EngineSizesConfig:
         )
 
 
+def open_executor(
+    path: str,
+    sizes: EngineSizesConfig,
+    *,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    initial: str | None = None,
+) -> tuple[ModelExecutor, Assembly]:
+    """Read a checkpoint and compile the steps.
+
+    Args:
+        path: Run directory; or directory, or name on the hub, of a Hugging Face model.
+        sizes: Sizes of the engine.
+        step: Step of the checkpoint; the newest when None.
+        mesh: Mesh with the axes tensor and expert; one device when None.
+        initial: Model that the adapter of the run was trained on, where it has moved.
+
+    Raises:
+        ValueError: There is no such run, or it cannot be served.
+    """
+    assembly, state, _ = load_run(
+        path, step, mesh or MeshConfig(data=-1), needs_data=False, initial=initial
+    )
+    is_alone = mesh is None or assembly.mesh.size == 1
+    params, router_state = state.params, state.router_state
+    if is_alone:
+        params, router_state = jax.device_get((params, router_state))
+        params = jax.device_put(params)
+    executor = ModelExecutor(
+        assembly.plan.model,
+        params,
+        router_state,
+        config=sizes.executor(length_of(RunDirectory(path), assembly.plan.config)),
+        execution=assembly.execution,
+        mesh=None if is_alone else assembly.mesh,
+    )
+    return executor, assembly
+
+
 def open_served(
     path: str,
     sizes: EngineSizesConfig,
@@ -131,23 +170,8 @@ def open_served(
     Raises:
         ValueError: There is no such run, or it cannot be served.
     """
-    assembly, state, _ = load_run(
-        path, step, mesh or MeshConfig(data=-1), needs_data=False, initial=initial
-    )
+    executor, assembly = open_executor(path, sizes, step=step, mesh=mesh, initial=initial)
     config, directory = assembly.plan.config, RunDirectory(path)
-    is_alone = mesh is None or assembly.mesh.size == 1
-    params, router_state = state.params, state.router_state
-    if is_alone:
-        params, router_state = jax.device_get((params, router_state))
-        params = jax.device_put(params)
-    executor = ModelExecutor(
-        assembly.plan.model,
-        params,
-        router_state,
-        config=sizes.executor(length_of(directory, config)),
-        execution=assembly.execution,
-        mesh=None if is_alone else assembly.mesh,
-    )
     engine_config = EngineConfig(batching=sizes.batching, max_waiting=sizes.max_waiting)
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),
