@@ -45,6 +45,8 @@ class FleetView:
     """What each instance does."""
     expected: tuple[int, ...]
     """Sequences that are placed at each instance and still on their way."""
+    moves: tuple[Move, ...] = ()
+    """Running sequences on their way; until they land the source may go on with them."""
 
 
 class Dispatcher(abc.ABC):

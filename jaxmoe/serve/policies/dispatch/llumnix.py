@@ -49,6 +49,8 @@ class _Llumnix(Dispatcher):
         low, high = freeness(here), freeness(there)
         if low >= self._threshold or source == target:
             return ()
+        if any({move.source, move.target} & {source, target} for move in fleet.moves):
+            return ()  # the free pages change when it lands
         if there.num_running >= there.facts.max_running or there.waiting:
             return ()
         movable = [one for one in here.running if one.left == 1 and one.num_written]

@@ -107,7 +107,7 @@ def test_everything_is_served_and_the_pages_are_free_again(policy):
     given = arrivals(rate=400.0, prefixes=2, prefix_tokens=40)
     simulation = simulated(policy, given, facts={"num_pages": 60, "max_length": 960})
     assert set(simulation.sequences) == set(range(12))
-    for instance in simulation._instances:
+    for instance in simulation.fleet.instances:
         instance.check_pages()
         assert instance.pool.num_free == 60
     for arrival in given:
@@ -170,6 +170,6 @@ def test_the_plans_are_those_of_an_executor_on_pages(policy):
 
 def test_a_policy_that_never_plans_is_named():
     simulation = Simulation(arrivals(requests=2), FACTS, BATCHING["split_fuse"](), COST)
-    simulation._policies = [lambda view: Plan()]
+    simulation.fleet._policies = [lambda view: Plan()]
     with pytest.raises(RuntimeError, match="policy 'split_fuse' left 2 requests unserved"):
         simulation.run()
