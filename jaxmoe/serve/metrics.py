@@ -7,6 +7,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from jaxmoe.serve.answers import Ended
 from jaxmoe.serve.instance import Instance
@@ -32,6 +34,10 @@ class EngineMetrics:
     """Ended requests by reason."""
     num_preempted: int = 0
     """Times that a request gave its pages back for another."""
+    num_moved: int = 0
+    """Requests that went to another instance."""
+    pages_moved: int = 0
+    """Pages that were copied to another instance."""
     num_steps: int = 0
     """Steps that devices computed."""
     pages_total: int = 0
@@ -65,6 +71,26 @@ class EngineMetrics:
         return self.pages_used / self.pages_total if self.pages_total else 0.0
 
 
+def total(members: Sequence[EngineMetrics]) -> EngineMetrics:
+    """Return the numbers of several instances as those of one.
+
+    Args:
+        members: Numbers of each instance; a request that moved was submitted to several.
+    """
+    if len(members) == 1:
+        return members[0]
+    ended: collections.Counter[EndReason] = collections.Counter()
+    for one in members:
+        ended.update(one.num_ended)
+    sums: dict[str, Any] = {
+        field.name: sum((getattr(one, field.name) for one in members), start=field.default)
+        for field in dataclasses.fields(EngineMetrics)
+        if field.name != "num_ended"
+    }
+    sums["num_submitted"] -= sums["num_moved"]
+    return EngineMetrics(num_ended=dict(ended), **sums)
+
+
 class Meter:
     """Counts what an engine does; used by its thread alone."""
 
@@ -96,12 +122,13 @@ class Meter:
         if ended.tpot is not None:
             self._tpot.append(ended.tpot)
 
-    def metrics(self, instance: Instance, now: float) -> EngineMetrics:
+    def metrics(self, instance: Instance, now: float, *, pages_moved: int = 0) -> EngineMetrics:
         """Return the numbers as they are.
 
         Args:
             instance: Instance of the engine.
             now: Seconds.
+            pages_moved: Pages that were copied to another instance.
         """
         while self._recent and self._recent[0][0] < now - _SECONDS:
             self._recent.popleft()
@@ -109,10 +136,12 @@ class Meter:
         seconds = min(max(now - self._begun, 1e-3), _SECONDS)
         return EngineMetrics(
             num_waiting=len(queues.waiting) + len(queues.swapped),
-            num_running=len(queues.running),
+            num_running=len(queues.running) + len(queues.moving),
             num_submitted=queues.submitted,
             num_ended=dict(queues.ended),
             num_preempted=instance.num_preempted,
+            num_moved=queues.moved_away,
+            pages_moved=pages_moved,
             num_steps=self._num_steps,
             pages_total=pool.size,
             pages_used=pool.size - pool.num_free,

@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from jaxmoe.serve.facts import Facts, Part
-from jaxmoe.serve.fleet import Fleet
+from jaxmoe.serve.fleet.fleet import Fleet
+from jaxmoe.serve.fleet.migration import Copy
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.migration import Copy
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
 from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig

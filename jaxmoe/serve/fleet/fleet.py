@@ -17,8 +17,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
+from jaxmoe.serve.fleet.migration import Copy, Migration
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.migration import Copy, Migration
 from jaxmoe.serve.moves import transfer_waiting
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
