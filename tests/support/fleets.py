@@ -152,4 +152,4 @@ class Rig:
 
     @property
     def is_busy(self) -> bool:
-        return self.fleet.is_moving or any(not one.is_idle for one in self.fleet.instances)
+        return bool(self.fleet._moves) or any(not one.is_idle for one in self.fleet.instances)
