@@ -38,6 +38,16 @@ def test_a_fleet_is_compared_by_dispatch(tmp_path, capsys):
     assert "split_fuse least_loaded" in capsys.readouterr().out
 
 
+def test_retention_and_scaling_are_compared(tmp_path, capsys):
+    words = ["--batching", "split_fuse", "--dispatch", "pd_serve", "--instances", "2"]
+    words += ["--retention", "lru", "swap_groups", "--scaling", "fixed", "polca", *SMALL]
+    assert main(["simulate", "--run.directory", str(tmp_path), *words]) == 0
+    out = capsys.readouterr().out
+    assert "split_fuse swap_groups polca" in out and "J/token" in out
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert len(rows) == 8 and all(row["joules_per_token"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -45,6 +55,7 @@ def test_a_fleet_is_compared_by_dispatch(tmp_path, capsys):
         (["simulate", "--chip", "h10"], "chip=h10 is unknown: did you mean 'h100'?"),
         (["simulate", "--instances", "0"], "instances=0"),
         (["simulate", "--rates", "0"], "rate=0.0"),
+        (["simulate", "--scaling", "slow"], "scaling=slow is unknown: did you mean 'slo'?"),
         (["simulat"], "unknown command 'simulat': did you mean 'simulate'?"),
     ],
 )
