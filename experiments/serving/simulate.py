@@ -8,9 +8,12 @@
     python -m experiments.serving simulate --instances 8 --dispatch pd_serve prfaas saga
     python -m experiments.serving simulate --instances 8 --scaling fixed slo polca
     python -m experiments.serving simulate workload:file --workload.path BurstGPT_1.csv
+    python -m experiments.serving simulate --run.directory runs/pretrain/tiny
 
-The instances and policies are those of the engine; the time of a step is that of a roofline. Prints
-a line per policy and rate:
+The instances and policies are those of the engine; the time of a step is that of a roofline. With
+the directory of a trained run, its model is compiled as it is served here (`engine`), and the time
+of a step is the median of its compiled shape, or that of a roofline whose rates are fitted to these
+medians (`cost`). Prints a line per policy and rate:
 
     goodput/s    requests per second within ttft and tpot
     within SLO   their share of all requests
@@ -19,11 +22,12 @@ a line per policy and rate:
     copies       between device and host memory, of what a policy of retention swaps
     J/token      energy of all instances that are on, by approximate watts of the device
 
-Writes summary.json, report.html and plots/goodput.png.
+Writes summary.json, report.html and plots/goodput.png, for a run into its folder simulate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -41,6 +45,8 @@ from jaxmoe.models.presets import PRESETS
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.serving.open import EngineSizesConfig
+from jaxmoe.run.serving.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
 from jaxmoe.serve.policies.dispatch import DISPATCH
@@ -99,6 +105,14 @@ class SimulateConfig:
     """Running sequences of an instance at most."""
     max_length: int = 20_000
     """Tokens of a sequence at most; longer ones are cut."""
+    engine: EngineSizesConfig = EngineSizesConfig()
+    """What is compiled and measured of a run, in place of preset, chip, chips and the sizes above;
+    `batching` above names the policies."""
+    cost: CostSource = "auto"
+    """Time of a step: roofline of the chip, table of a run's compiled shapes, or rates fitted to
+    it; auto takes the table on a CPU and the rates on other devices."""
+    repeats: int = 5
+    """Steps of each shape that are timed."""
 
     def __post_init__(self) -> None:
         known: dict[str, Mapping[str, Any]] = {
@@ -126,23 +140,34 @@ def main(argv: Sequence[str]) -> int:
     config = cli.parse_flags(SimulateConfig(), argv, prog, __doc__ or "")
     started = time.perf_counter()
     with cli.exit_on_bad_configuration():
-        start_process(needs_devices=False)
-        require("matplotlib.figure")
         directory = RunDirectory(config.run.directory or f"runs/serving/{config.run.name or 'sim'}")
-        directory.check_free_of_runs()
-        cost = cost_of(config)
-        rows = list(simulate(config, cost))
+        start_process(needs_devices=directory.has_config())
+        require("matplotlib.figure")
+        measured = None
+        if directory.has_config():
+            measured = measure_run(str(directory.path), config.engine, config.repeats, config.cost)
+            say(measured.about)
+            directory = RunDirectory(directory.path / "simulate")
+        elif config.cost in ("table", "fit"):
+            raise ValueError(
+                f"cost={config.cost} is measured with the model of a run: set run.directory to one"
+            )
+        cost = measured.cost if measured else cost_of(config)
+        facts = measured.facts if measured else facts_of(config, cost)
+        about = describe(config, facts, measured and measured.name)
+        rows = list(simulate(config, cost, facts, about))
         directory.plots_directory.mkdir(parents=True, exist_ok=True)
         picture = directory.plots_directory / "goodput.png"
         draw_goodput(picture, rows)
         table = [HEADINGS, *map(cells, rows)]
-        write_report(directory.path / "report.html", describe(config, cost), table, rows)
+        write_report(directory.path / "report.html", about, table, rows)
         directory.write_summary(
             {
                 "status": "done",
-                "preset": config.preset,
-                "chip": config.chip,
-                "pages": cost.num_pages(config.page_size),
+                "preset": None if measured else config.preset,
+                "chip": None if measured else config.chip,
+                "measured": measured and measured.summary,
+                "pages": facts.num_pages,
                 "rows": rows,
                 "wall_seconds": time.perf_counter() - started,
             }
@@ -172,27 +197,33 @@ def facts_of(config: SimulateConfig, cost: Roofline) -> Facts:
     )
 
 
-def describe(config: SimulateConfig, cost: Roofline) -> str:
+def describe(config: SimulateConfig, facts: Facts, name: str | None = None) -> str:
     """Return a line on the model, the device and the workload."""
-    pages = cost.num_pages(config.page_size)
+    where = f"{config.preset} on {config.instances} x {config.chips} {config.chip}"
+    if name is not None:
+        where = f"{name} on {config.instances} like it"
     return (
-        f"{config.preset} on {config.instances} x {config.chips} {config.chip}, {pages} pages of"
-        f" {config.page_size} tokens each, workload {config.workload.name}, SLO {config.ttft} s and"
+        f"{where}, {facts.num_pages} pages of"
+        f" {facts.page_size} tokens each, workload {config.workload.name}, SLO {config.ttft} s and"
         f" {1000 * config.tpot:g} ms"
     )
 
 
-def simulate(config: SimulateConfig, cost: Roofline) -> Iterator[dict[str, Any]]:
+def simulate(
+    config: SimulateConfig, cost: Roofline, facts: Facts, about: str
+) -> Iterator[dict[str, Any]]:
     """Yield the numbers of every policy at every rate.
 
     Args:
         config: Config of the command.
         cost: Cost model of one instance.
+        facts: Its sizes.
+        about: Line to print before.
     """
-    say(describe(config, cost))
+    say(about)
     objective = Objective(ttft=config.ttft, tpot=config.tpot)
-    facts = facts_of(config, cost)
-    chosen = (config.batching or tuple(BATCHING), config.dispatch, config.retention, config.scaling)
+    policies = config.batching or [name for name in BATCHING if _can_run(name, facts)]
+    chosen = (tuple(policies), config.dispatch, config.retention, config.scaling)
     for rate in config.rates:
         workload = dataclasses.replace(config.workload, rate=rate * config.instances)
         arrivals = workload.arrivals(objective, facts.max_length)
@@ -221,6 +252,14 @@ def _run(
         dispatch = dispatch.measured(pilot.seconds_of_roles)
     options |= {"dispatch": dispatch, "scaling": SCALING[names[3]]()}
     return Simulation(arrivals, facts, batching, cost, **options).run()
+
+
+def _can_run(name: str, facts: Facts) -> bool:
+    """Return whether the instances have what a batching policy needs."""
+    with contextlib.suppress(ValueError):
+        BATCHING[name]().check(facts)
+        return True
+    return False
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class Engine:
         self._streams: dict[int, Stream] = {}
         self._followers: dict[int, list[Stream]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._exchanges: list[Future[Any]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_draining = False
@@ -245,12 +246,13 @@ class Engine:
 
         Returns:
             What `adopt` returns, when the change is done; or its error: then nothing has changed.
+            It is cancelled when the engine ends before.
         """
         done: Future[Any] = Future()
+        self._exchanges.append(done)
+        self._inbox.put(lambda: self._members.exchange(number, executor, done))
         if self._serving.done():
-            done.set_exception(RuntimeError("the engine has ended: start another"))
-        else:
-            self._inbox.put(lambda: self._members.exchange(number, executor, done))
+            done.cancel()
         return done
 
     def _stop_accepting(self) -> None:
@@ -332,7 +334,9 @@ class Engine:
             self._cancel(id_)
 
     def _end_all(self, serving: Future[None]) -> None:
-        """End the streams that are left when the thread has failed."""
+        """End what is left: exchanges, and streams when the thread has failed."""
+        for one in self._exchanges:
+            one.cancel()
         error = serving.exception()
         if error is None:
             return

@@ -82,11 +82,11 @@ def total(members: Sequence[EngineMetrics]) -> EngineMetrics:
     ended: collections.Counter[EndReason] = collections.Counter()
     for one in members:
         ended.update(one.num_ended)
-    sums: dict[str, Any] = {
-        field.name: sum((getattr(one, field.name) for one in members), start=field.default)
-        for field in dataclasses.fields(EngineMetrics)
-        if field.name != "num_ended"
-    }
+    sums: dict[str, Any] = {}
+    for field in dataclasses.fields(EngineMetrics):
+        if field.name != "num_ended":
+            zero: Any = field.default
+            sums[field.name] = sum((getattr(one, field.name) for one in members), start=zero)
     sums["num_submitted"] -= sums["num_moved"]
     return EngineMetrics(num_ended=dict(ended), **sums)
 
@@ -95,7 +95,7 @@ class Meter:
     """Counts what an engine does; used by its thread alone."""
 
     def __init__(self) -> None:
-        self._num_steps = self._num_generated = 0
+        self._num_steps = self._num_generated = self._num_recent = 0
         self._ttft: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
         self._tpot: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
@@ -111,6 +111,7 @@ class Meter:
         self._begun = min(self._begun, now)
         self._num_steps += 1
         self._num_generated += num_generated
+        self._num_recent += num_generated
         self._recent.append((now, num_generated))
 
     def end(self, ended: Ended) -> None:
@@ -131,7 +132,7 @@ class Meter:
             pages_moved: Pages that were copied to another instance.
         """
         while self._recent and self._recent[0][0] < now - _SECONDS:
-            self._recent.popleft()
+            self._num_recent -= self._recent.popleft()[1]
         queues, pool = instance.queues, instance.pool
         seconds = min(max(now - self._begun, 1e-3), _SECONDS)
         return EngineMetrics(
@@ -149,7 +150,7 @@ class Meter:
             tokens_computed=instance.num_computed,
             tokens_cached=instance.num_cached,
             tokens_generated=self._num_generated,
-            tokens_per_second=sum(count for _, count in self._recent) / seconds,
+            tokens_per_second=self._num_recent / seconds,
             ttft=tuple(self._ttft),
             tpot=tuple(self._tpot),
         )

@@ -56,7 +56,7 @@ LINES = {
     "resize": [("--mesh.data", "2", *IN_RUN)],
     "report": [(BUCKET,), IN_RUN],
     "routers": [IN_RUN],
-    "serving": [("load", *IN_RUN), ("simulate", *IN_RUN)],
+    "serving": [("advise", *IN_RUN), ("caches", *IN_RUN), ("load", *IN_RUN), ("simulate", *IN_RUN)],
     "serve": [IN_RUN],
     "transfer": [IN_RUN],
 }

@@ -152,5 +152,5 @@ class Rig:
 
     @property
     def is_busy(self) -> bool:
-        is_left = self.fleet.is_moving or bool(self.fleet.offered)
+        is_left = bool(self.fleet._moves) or bool(self.fleet.offered)
         return is_left or any(not one.is_idle for one in self.fleet.instances)

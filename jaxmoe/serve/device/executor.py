@@ -203,11 +203,6 @@ class ModelExecutor:
         Raises:
             ValueError: The weights are quantised, or the mesh has other axes.
         """
-        if self.execution.precision.weights != "floating":
-            raise ValueError(
-                f"execution.precision.weights={self.execution.precision.weights!r} stay on the mesh"
-                " on which they were quantised: serve floating-point weights to change the mesh"
-            )
         params = weights_on(self.model, self._params, ServedConfig.of(execution), mesh)
         state = self._router_state
         state = None if state is None else replicated_on(state, mesh)

@@ -40,7 +40,15 @@ def weights_on(model: ModelConfig, params: Any, execution: ServedConfig, mesh: A
         params: Nested dict of floating-point arrays.
         execution: Rules of the mesh.
         mesh: Mesh to lay them out on.
+
+    Raises:
+        ValueError: They are quantised.
     """
+    if (weights := execution.precision.weights) != "floating":
+        raise ValueError(
+            f"execution.precision.weights={weights!r} stay on the mesh on which they were"
+            " quantised: serve floating-point weights, or one instance on one mesh"
+        )
     table = parameter_table(model, rules=execution.axis_rules)
     return jax.device_put(params, table.tree(lambda row: NamedSharding(mesh, row.spec)))
 

@@ -65,11 +65,6 @@ class Fleet:
         self.most_paused = 0
         """Pages at most that a live move has copied while its sequence waited."""
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether a move is under way."""
-        return bool(self._moves)
-
     def instance_of(self, id_: int) -> Instance | None:
         """Return the instance that has a request, None if it has ended."""
         return next((i for i in self.instances if id_ in i.queues.sequences), None)
@@ -153,7 +148,8 @@ class Fleet:
         """
         source, target = self.instances[move.source], self.instances[move.target]
         one = source.queues.sequences[move.id]
-        if move.id in self._moves or one.state not in ("waiting", "running"):
+        is_movable = one.state in ("waiting", "running") and move.id not in self._moves
+        if not is_movable or source is target:
             return
         self.num_moves += 1
         if one.state == "waiting":

@@ -182,6 +182,8 @@ class Members:
             executor: Executor with a method `adopt`.
             done: Gets what that method returns, or raises.
         """
+        if not done.set_running_or_notify_cancel():
+            return
         member = self.all[number]
         adopting = member.thread.submit(executor.adopt, member.executor)
         if (error := adopting.exception()) is not None:

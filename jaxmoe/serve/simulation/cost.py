@@ -150,6 +150,24 @@ class Roofline:
             self._watts(operations, total, nano_batches),
         )
 
+    def demands(self, parts: Sequence[Part]) -> tuple[float, float, float]:
+        """Return the numbers that the rates are multiplied with: 1, FLOPs, bytes of memory.
+
+        An operation counts in one of the two, by what takes longer on one device.
+
+        Args:
+            parts: Work of each sequence.
+        """
+        flops, moved = 0.0, 0.0
+        for operation, _ in self._operations(parts):
+            read = operation.weights + operation.other
+            arithmetic = operation.flops / (self.chip.flops * self.chip.efficiency)
+            if arithmetic > read / (self.chip.memory_bandwidth * self.memory_efficiency):
+                flops += operation.flops
+            else:
+                moved += read
+        return 1.0, flops, moved
+
     @property
     def idle_watts(self) -> float:
         """Power of the instance when it waits."""

@@ -167,7 +167,7 @@ def test_an_engine_of_two_instances_answers_as_one_alone(dispatch):
         assert read(late)[1].reason in ("cancelled", "length")
         assert engine.drain(timeout=60)
         engine._fleet.check_pages()
-        assert not engine._fleet.is_moving
+        assert not engine._fleet._moves
         each, metrics = engine.instance_metrics, engine.metrics
     assert {id_: tokens for id_, (tokens, _) in found.items()} == {
         id_: answer(one, 40) for id_, one in given.items()
@@ -239,3 +239,28 @@ def test_a_policy_that_moves_refuses_an_executor_that_cannot():
         engine_of("llumnix", [Fixed(), Fixed()])
     with engine_of("least_loaded", [Fixed(), Fixed()]) as engine:
         assert read(engine.submit((1, 2), Sampling(max_tokens=2)))[1].reason == "length"
+
+
+def test_exchanges_keep_the_pages_or_change_nothing():
+    class Adopting(PageWorker):
+        """Takes over what the present executor holds, or refuses."""
+
+        refuses = False
+
+        def adopt(self, other):
+            if self.refuses:
+                raise ValueError("sizes differ")
+            self.pages.memory |= other.pages.memory
+            return "adopted"
+
+    request = Request(id=0, prompt=(1, 2, 3), sampling=Sampling(max_tokens=30))
+    wrong = Adopting(SMALL)
+    wrong.refuses = True
+    with engine_of("least_loaded") as engine:
+        stream = engine.submit(request.prompt, request.sampling)
+        for _ in range(3):
+            assert engine.exchange(Adopting(SMALL)).result(60) == "adopted"
+            with pytest.raises(ValueError, match="sizes differ"):
+                engine.exchange(wrong).result(60)
+        assert read(stream)[0] == answer(request, 40)
+    assert engine.exchange(Adopting(SMALL)).cancelled()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from jaxmoe.serve import BATCHING, Facts, Plan, Request, Sampling
@@ -182,3 +183,45 @@ def test_a_prompt_that_is_half_computed_moves(policy):
     rig.serve([(0.0, request)])
     check_tokens(rig, [(0.0, request)])
     assert rig.fleet.instances[0].queues.moved_away == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_moves_ends_and_cancels_lose_nothing(seed):
+    rng = np.random.default_rng(seed)
+    facts = Facts(num_pages=16, page_size=4, max_running=3, max_length=40)
+    given = [
+        (
+            float(rng.integers(12)),
+            Request(
+                id=id_,
+                prompt=tuple(rng.integers(3, size=rng.integers(1, 14)).tolist()),
+                sampling=Sampling(max_tokens=int(rng.integers(1, 25))),
+            ),
+        )
+        for id_ in range(14)
+    ]
+    rig = Rig(facts, ScriptedConfig(decode=1 if seed % 3 == 0 else None), 3)
+
+    def disturb(rig):
+        places = [
+            (id_, number)
+            for number, instance in enumerate(rig.fleet.instances)
+            for id_, one in instance.queues.sequences.items()
+            if one.state in ("waiting", "running")
+        ]
+        if places and rng.random() < 0.7:
+            id_, source = places[rng.integers(len(places))]
+            target = (source + int(rng.integers(1, 3))) % 3
+            rig.fleet.move(Move(id_, source, target), is_live=bool(rng.random() < 0.7))
+        if rig.fleet._moves and rng.random() < 0.2:
+            rig.fleet.abort(next(iter(rig.fleet._moves)))
+        if rng.random() < 0.03:
+            rig.streams.add(rig.fleet.cancel(int(rng.integers(14))))
+
+    rig.serve(given, between=disturb, before=lambda rig: disturb(rig) if seed % 2 else None)
+    assert rig.fleet.num_moves > rig.fleet.num_aborted > 0
+    assert rig.fleet.most_paused <= 1
+    for _, request in given:
+        whole, end = answer(request, 40), rig.streams.ends[request.id]
+        found = rig.streams.tokens.get(request.id, [])
+        assert found == whole or end.reason == "cancelled" and found == whole[: len(found)]

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.serve import Instance, Sampling
+from jaxmoe.serve import Sampling
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import page_bytes
 from jaxmoe.serve.engine import Engine, EngineConfig
