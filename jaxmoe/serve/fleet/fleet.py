@@ -99,7 +99,7 @@ class Fleet:
             Nothing, or the end of the stream if it is refused.
         """
         self._offer_again(now)
-        route = self._dispatcher.place(request, self.view(now))
+        route = None if self.offered else self._dispatcher.place(request, self.view(now))
         if route is None and self.instances[0].refusal(request) is None:
             self.offered[request.id] = (request, now)
             return ()
@@ -255,11 +255,12 @@ class Fleet:
             instance.check_pages()
 
     def _offer_again(self, now: float) -> None:
-        """Queue the requests that the policy has a place for now, in the order they came."""
+        """Queue requests, the oldest first, until the policy has no place for one."""
         for request, arrived in [*self.offered.values()]:
-            if (route := self._dispatcher.place(request, self.view(now))) is not None:
-                del self.offered[request.id]
-                self._queue(request, arrived, route)
+            if (route := self._dispatcher.place(request, self.view(now))) is None:
+                return
+            del self.offered[request.id]
+            self._queue(request, arrived, route)
 
     def _queue(self, request: Request, arrived: float, route: Route) -> tuple[Event, ...]:
         events = self.instances[route.prefill].submit(request, arrived)

@@ -64,6 +64,8 @@ class Dispatcher(abc.ABC):
     def place(self, request: Request, fleet: FleetView) -> Route | None:
         """Return where a new request is served; None to be asked again when something has ended.
 
+        Later requests wait behind one that has no place.
+
         Args:
             request: Request.
             fleet: All instances.

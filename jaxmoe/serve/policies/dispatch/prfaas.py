@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends a prompt to a remote instance if its keys and values come back before a local one is done.
 
-Source: prefill as a service between data centers; our reading of its rule. A prompt goes away iff
+Source: PrfaaS (arXiv:2604.15039), our reading of its rule. A prompt goes away iff
 
     time at the remote instance + latency and bytes of keys and values / bandwidth + backlog
         < time at the local instance

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the calls of a workflow at one instance; an idle instance steals whole workflows.
 
-Source: SAGA, scheduling of workflows of agents; our reading. The calls of a workflow (a session)
+Source: SAGA (arXiv:2605.00528), our reading. The calls of a workflow (a session)
 share a growing beginning, so that a later one goes where the earlier ones are cached. An instance
 at rest takes a workflow of which all calls wait elsewhere, if it computes them from nothing before
 the other one is through; later calls follow it. While a tool runs no call is there: the pages of a

@@ -8,9 +8,9 @@ Source: POLCA (arXiv:2308.12908). More instances share a power budget than it fe
     above 89 %                  those to the second, the others to the third
     above 100 %                 all to the brake, until the next decision
 
-A level ends when the power is 5 % of the budget below its threshold, one at a decision. The two
-thresholds are the paper's; the clocks are of its A100 (1275, 1110, 1305 and 288 of 1410 MHz), from
-memory. An instance has low priority while no request on it has a priority above 0.
+A level ends when the power is 5 % of the budget below its threshold, one at a decision. Thresholds
+and clocks (of an A100: 1275, 1110, 1305 and 288 of 1410 MHz) are fields and were not verified. An
+instance has low priority while no request on it has a priority above 0.
 """
 
 from __future__ import annotations

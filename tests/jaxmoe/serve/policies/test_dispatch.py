@@ -277,7 +277,7 @@ def workflows(pause, rate=4.0, **fields):
 
 
 def test_saga_keeps_a_workflow_at_its_instance():
-    given = workflows(0.2, rate=40.0)
+    given = workflows(0.2, rate=12.0)
     simulation, routes = fleet("saga", given, 2)
     homes = collections.defaultdict(set)
     for one in given:

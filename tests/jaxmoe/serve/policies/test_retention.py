@@ -18,6 +18,12 @@ from tests.support.simulated import COST, FACTS, arrivals
 TIGHT = dataclasses.replace(FACTS, num_pages=48, max_length=640)
 
 
+def taken(pool, count, after=None):
+    pages = pool.take(count, after)
+    assert pages is not None
+    return pages
+
+
 def swapping(retention, facts=TIGHT):
     given = arrivals(rate=4000.0, answer_median=100.0, requests=10)
     config = BATCHING["split_fuse"]()
@@ -48,14 +54,14 @@ def test_swap_groups_need_fewer_copies_and_fewer_bytes():
 
 def test_a_sequence_gets_pages_side_by_side_while_there_are_such():
     pool = BlockPool(32, 4, group=8)
-    first, second = pool.take(3), pool.take(2)
+    first, second = taken(pool, 3), taken(pool, 2)
     for _ in range(5):
-        first += pool.take(1, first[-1])
-        second += pool.take(1, second[-1])
+        first += taken(pool, 1, first[-1])
+        second += taken(pool, 1, second[-1])
     assert first == list(range(8)) and second == list(range(8, 15))
     assert Swap(id=0, pages=tuple(first + second), num_tokens=60).num_runs == 1
     pool.check([first, second])
-    rest = pool.take(17)  # when no whole group is left, any page will do
+    rest = taken(pool, 17)  # when no whole group is left, any page will do
     assert sorted(first + second + rest) == list(range(32)) and pool.take(1) is None
 
 
@@ -72,7 +78,7 @@ def test_only_the_increment_of_a_copy_that_is_kept_travels():
 
 def test_what_is_demoted_is_evicted_first():
     pool = BlockPool(4, 1)
-    pages = pool.take(4)
+    pages = taken(pool, 4)
     for page in pages:
         pool.name(page, bytes([page]))
     pool.give(pages[:2])

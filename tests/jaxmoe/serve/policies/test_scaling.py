@@ -15,17 +15,21 @@ from jaxmoe.serve.policies.dispatch import DISPATCH
 from jaxmoe.serve.policies.scaling import SCALING, PolcaConfig
 from jaxmoe.serve.policies.scaling.base import rate_within
 from jaxmoe.serve.simulation import Simulation, measure
+from jaxmoe.serve.simulation.measures import latency
 from tests.support.simulated import COST, FACTS, arrivals
 
 QUICK = {"slo": {"interval": 0.05}, "elastic_experts": {"interval": 0.05}}
 QUICK["polca"] = {"interval": 0.02, "budget": 0.4}
-SLOW = dataclasses.replace(COST, chip=dataclasses.replace(COST.chip, host_bandwidth=1e12))
+FREQUENT = {"slo": {"interval": 0.02}}
+QUICKLY_READ = dataclasses.replace(COST, chip=dataclasses.replace(COST.chip, host_bandwidth=1e12))
 """Costs of which the weights are read quickly."""
 
 
-def scaled(name, given, number=3, *, cost=SLOW, dispatch="least_loaded", **fields):
+def scaled(
+    name, given, number=3, often=None, *, cost=QUICKLY_READ, dispatch="least_loaded", **fields
+):
     facts = dataclasses.replace(FACTS, cost=cost)
-    config = SCALING[name](**{**QUICK.get(name, {}), **fields})
+    config = SCALING[name](**{**(often or QUICK.get(name, {})), **fields})
     return Simulation(
         given,
         facts,
@@ -55,7 +59,7 @@ def test_joining_and_draining_lose_no_request(name, dispatch):
     for one in late:
         request = dataclasses.replace(one.request, id=one.request.id + 40)
         given.append(dataclasses.replace(one, request=request, time=begin + one.time))
-    simulation = scaled(name, given, dispatch=dispatch)
+    simulation = scaled(name, given, 3, FREQUENT.get(name), dispatch=dispatch)
     assert set(simulation.sequences) == set(range(48))
     for one in given:
         written = simulation.sequences[one.request.id].tokens
@@ -63,7 +67,7 @@ def test_joining_and_draining_lose_no_request(name, dispatch):
     simulation.fleet.check_pages()
     opened = [number for _, number, _ in simulation.scaling.changes]
     if name == "slo":
-        assert max(opened) == 3 and opened[-1] < 3  # they have joined and drained
+        assert max(opened) > 1 == opened[-1]  # they have joined and drained
     else:
         assert set(opened) <= {3}
 
@@ -72,6 +76,25 @@ def test_slo_without_limits_keeps_one_instance():
     simulation = scaled("slo", crowd(Objective()))
     assert not simulation.scaling.changes and simulation.busy_seconds[1:] == [0.0, 0.0]
     assert rate_within(COST, FACTS, [one.request for one in crowd(Objective())]) == math.inf
+
+
+def test_an_instance_that_drains_ends_what_it_has_and_takes_nothing_more():
+    given = crowd(requests=40, answer_median=100.0)
+    simulation = Simulation(given, FACTS, BATCHING["split_fuse"](), COST, num_instances=2)
+    left, submit = {}, simulation.fleet.submit
+
+    def noted(request, now):
+        if request.id == 20:
+            simulation.fleet.num_open = 1
+            left.update(dict.fromkeys(simulation.fleet.instances[1].queues.sequences))
+        return submit(request, now)
+
+    simulation.fleet.submit = noted
+    simulation.run()
+    drained = simulation.fleet.instances[1].queues
+    assert left and drained.submitted <= 20 and drained.ended["length"] == drained.submitted
+    assert set(simulation.sequences) == set(range(40))
+    assert simulation.scaling._is_on == [True, False]
 
 
 def test_the_rate_within_an_objective_grows_with_it_and_with_devices():
@@ -147,11 +170,16 @@ def test_polca_spares_requests_of_high_priority():
         dataclasses.replace(one, request=dataclasses.replace(one.request, priority=id_ % 2))
         for id_, one in enumerate(arrivals(rate=500.0, requests=40, prompt_median=900.0))
     ]
-    simulation = scaled("polca", given, 2, dispatch="round_robin", interval=0.05, budget=0.6)
-    seconds = [0.0, 0.0]
-    for id_, one in simulation.sequences.items():
-        seconds[id_ % 2] += one.last - one.arrived
-    assert seconds[1] < seconds[0]
+    slower = []
+    capped = scaled("polca", given, 2, dispatch="round_robin", interval=0.05, budget=0.9)
+    free = scaled("fixed", given, 2, dispatch="round_robin")
+    for parity in (0, 1):  # the requests of one instance
+        times = [
+            sum(latency(one)[2] for id_, one in found.sequences.items() if id_ % 2 == parity)
+            for found in (capped, free)
+        ]
+        slower.append(times[0] / times[1])
+    assert slower[0] > slower[1] > 1
 
 
 def test_power_follows_the_clock_and_the_load():
