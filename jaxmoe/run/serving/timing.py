@@ -17,6 +17,8 @@ from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.simulation import ModelSizes, Roofline
 from jaxmoe.serve.simulation.measured import Fit, TableCost, Timing, fit_rates, measure_steps
 
+_MOST_WAITING = 2**20
+
 CostSource = Literal["auto", "roofline", "table", "fit"]
 
 
@@ -62,9 +64,7 @@ def measure_run(
     cost = fit.cost if fit is not None and source != "roofline" else nominal
     if source == "table":
         cost = TableCost.of(executor.config.shapes, timings, cost)
-    facts = dataclasses.replace(
-        executor.facts(max_waiting=Facts(num_pages=1).max_waiting), cost=cost
-    )
+    facts = dataclasses.replace(executor.facts(max_waiting=_MOST_WAITING), cost=cost)
     return MeasuredRun(
         name=f"{pathlib.Path(path).resolve().name} on {platform}",
         cost=cost,
