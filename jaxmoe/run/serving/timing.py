@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.serving.open import EngineSizesConfig, open_executor
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.simulation import ModelSizes, Roofline
@@ -56,7 +56,7 @@ def measure_run(
     if source == "auto":
         source = "table" if platform == "cpu" else "fit"
     # Nominal rates are replaced by the fitted ones, where there are any.
-    chip = next((one for one in CHIPS.values() if one.platform == platform), CHIPS["cpu"])
+    chip = attached_chip(jax.local_devices()[0])
     nominal = Roofline(sizes=ModelSizes.of(assembly.plan.model), chip=chip)
     is_needed = source == "fit"
     has_fit = is_needed or (len(timings) >= 4 and importlib.util.find_spec("scipy") is not None)
