@@ -55,6 +55,7 @@ COMMANDS = {
     "bench step": "experiments.bench.step:StepBenchConfig",
     "bench kernels": "experiments.bench.kernels:KernelBenchConfig",
     "bench routers": "experiments.bench.routers:RouterBenchConfig",
+    "bench serve": "experiments.bench.serve:ServeBenchConfig",
     "bench finetune": "experiments.bench.finetune:FinetuneBenchConfig",
     "bench chunks": "experiments.bench.chunks:ChunkBenchConfig",
     "bench compiled": "experiments.bench.compiled:CompiledBenchConfig",

@@ -8,10 +8,13 @@
     from openai import OpenAI
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 
+    python -m experiments.serve --engine.instances 2 engine.dispatch:llumnix      # two instances
+
 Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), and / (a
-page to chat with and to watch the load). With the environment variable JAXMOE_API_KEY every
-request must bring that key. Ctrl-C or SIGTERM lets the answers end that have begun, for at most
-`--drain` seconds; a second signal ends the server at once.
+page to chat with and to watch the load). Several instances answer behind one address, and /metrics
+has the numbers of each. With the environment variable JAXMOE_API_KEY every request must bring that
+key. Ctrl-C or SIGTERM lets the answers end that have begun, for at most `--drain` seconds; a second
+signal ends the server at once.
 
 Exit codes: 0 after draining; 2 for a configuration that cannot be served.
 """
@@ -41,6 +44,7 @@ from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
 from jaxmoe.run.conversion import Ends
 from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.metrics import EngineMetrics
@@ -107,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
             )
             asyncio.run(_serve(config, endpoint, served, listening))
     if config.to is not None:
-        _write_summary(pathlib.Path(config.to), served.engine.metrics)
+        _write_summary(pathlib.Path(config.to), served.engine)
     return int(ExitCode.DONE)
 
 
@@ -154,11 +158,15 @@ def _header(config: ServeConfig, served: Served) -> str:
     facts = served.engine.facts
     shapes = [f"{facts.max_running}x1", *(f"+{p}x{c}" for p, c in engine.shapes.pieces)]
     talks = "chat and completions" if served.chat else "completions (no chat template)"
+    fleet = ""
+    if engine.instances > 1:
+        fleet = f"fleet    {engine.instances} instances, dispatch {engine.dispatch.name}\n"
     return (
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
         f"pages    {facts.num_pages} x {facts.page_size} tokens, {facts.max_length} of a request\n"
         f"shapes   {' '.join(shapes)}, batching {engine.batching.name}\n"
+        f"{fleet}"
         f"routes   {talks}"
     )
 
@@ -220,8 +228,9 @@ def _line(metrics: EngineMetrics) -> str:
     )
 
 
-def _write_summary(directory: pathlib.Path, metrics: EngineMetrics) -> None:
-    values = {"status": "done"} | dataclasses.asdict(metrics)
+def _write_summary(directory: pathlib.Path, engine: Engine) -> None:
+    values = {"status": "done"} | dataclasses.asdict(engine.metrics)
+    values["instances"] = [dataclasses.asdict(one) for one in engine.instance_metrics]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "summary.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

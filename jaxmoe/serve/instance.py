@@ -54,6 +54,8 @@ class Instance:
         """Pages to copy with the next step."""
         self.dropped: list[int] = []
         """Swapped sequences that ended since the last step."""
+        self.incoming: dict[int, list[int]] = {}
+        """Pages that are taken for sequences on their way here, by request."""
 
     @property
     def is_idle(self) -> bool:
@@ -236,7 +238,8 @@ class Instance:
         Raises:
             AssertionError: An invariant does not hold.
         """
-        self.pool.check(one.pages for one in self.queues.sequences.values())
+        held = [one.pages for one in self.queues.sequences.values()]
+        self.pool.check([*held, *self.incoming.values()])
 
     def end(self, one: Sequence, reason: EndReason, message: str = "") -> End:
         """End a sequence that no step computes.

@@ -17,12 +17,14 @@ from jaxmoe.run.conversion import Ends, end_ids, length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.chat import chat_format
+from jaxmoe.run.serving.instances import device_groups, executors_on
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
+from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
 from sharding.mesh import MeshConfig
 
 _LONGEST = 4096
@@ -53,14 +55,21 @@ class EngineSizesConfig:
     """Most likely tokens whose log-probabilities a request may ask for."""
     batching: BatchingUnion = SplitFuseConfig()
     """What a step computes."""
+    instances: int = 1
+    """Instances of the model, each on devices of its own; all share the devices where there are
+    enough for one only."""
+    dispatch: DispatchUnion = LeastLoadedConfig()
+    """Which instance answers a request, and what moves between them."""
 
     def __post_init__(self):
-        for field in ("max_sequences", "max_length", "pages", "page_size", "max_waiting"):
+        fields = ("max_sequences", "max_length", "pages", "page_size", "max_waiting", "instances")
+        for field in fields:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"engine.{field}={value} must be at least 1")
         if self.num_logprobs < 0:
             raise ValueError(f"engine.num_logprobs={self.num_logprobs} must be 0 or more")
+        self.dispatch.roles(self.instances)
         if not self.pieces:
             raise ValueError("engine.pieces is empty: name a shape for prompts, such as 1x256")
         for piece in self.pieces:
@@ -105,15 +114,15 @@ class EngineSizesConfig:
         )
 
 
-def open_executor(
+def open_executors(
     path: str,
     sizes: EngineSizesConfig,
     *,
     step: int | None = None,
     mesh: MeshConfig | None = None,
     initial: str | None = None,
-) -> tuple[ModelExecutor, Assembly]:
-    """Read a checkpoint and compile the steps.
+) -> tuple[list[ModelExecutor], Assembly]:
+    """Read a checkpoint and compile the steps of every instance.
 
     Args:
         path: Run directory; or directory, or name on the hub, of a Hugging Face model.
@@ -125,23 +134,22 @@ def open_executor(
     Raises:
         ValueError: There is no such run, or it cannot be served.
     """
-    assembly, state, _ = load_run(
-        path, step, mesh or MeshConfig(data=-1), needs_data=False, initial=initial
-    )
+    groups = device_groups(sizes.instances, mesh)
+    # Several instances take their weights from host memory.
+    loaded = MeshConfig(data=-1) if mesh is None or len(groups) > 1 else mesh
+    assembly, state, _ = load_run(path, step, loaded, needs_data=False, initial=initial)
+    most = sizes.executor(length_of(RunDirectory(path), assembly.plan.config))
+    given: dict[str, Any] = {"config": most, "execution": assembly.execution}
+    model, params, router_state = assembly.plan.model, state.params, state.router_state
+    if len(groups) > 1:
+        executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
+        return executors, assembly
     is_alone = mesh is None or assembly.mesh.size == 1
-    params, router_state = state.params, state.router_state
     if is_alone:
         params, router_state = jax.device_get((params, router_state))
         params = jax.device_put(params)
-    executor = ModelExecutor(
-        assembly.plan.model,
-        params,
-        router_state,
-        config=sizes.executor(length_of(RunDirectory(path), assembly.plan.config)),
-        execution=assembly.execution,
-        mesh=None if is_alone else assembly.mesh,
-    )
-    return executor, assembly
+    on = None if is_alone else assembly.mesh
+    return [ModelExecutor(model, params, router_state, mesh=on, **given)], assembly
 
 
 def open_served(
@@ -157,6 +165,8 @@ def open_served(
 ) -> Served:
     """Read a checkpoint, compile the steps and start an engine; the caller closes it.
 
+    Several instances have the same weights, each laid out by the mesh on devices of its own.
+
     Args:
         path: Run directory; or directory, or name on the hub, of a Hugging Face model.
         sizes: Sizes of the engine.
@@ -170,12 +180,14 @@ def open_served(
     Raises:
         ValueError: There is no such run, or it cannot be served.
     """
-    executor, assembly = open_executor(path, sizes, step=step, mesh=mesh, initial=initial)
+    executors, assembly = open_executors(path, sizes, step=step, mesh=mesh, initial=initial)
     config, directory = assembly.plan.config, RunDirectory(path)
-    engine_config = EngineConfig(batching=sizes.batching, max_waiting=sizes.max_waiting)
+    engine_config = EngineConfig(
+        batching=sizes.batching, dispatch=sizes.dispatch, max_waiting=sizes.max_waiting
+    )
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),
-        engine=Engine(executor, engine_config, codec=assembly.source),
+        engine=Engine(executors, engine_config, codec=assembly.source),
         codec=assembly.source,
         chat=_chat(assembly, directory, template),
         eos_ids=end_ids(directory, config, assembly.source, eos),

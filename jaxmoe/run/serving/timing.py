@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from jaxmoe.planning.attached import attached_chip
-from jaxmoe.run.serving.open import EngineSizesConfig, open_executor
+from jaxmoe.run.serving.open import EngineSizesConfig, open_executors
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.simulation import ModelSizes, Roofline
 from jaxmoe.serve.simulation.measured import Fit, TableCost, Timing, fit_rates, measure_steps
@@ -50,7 +50,8 @@ def measure_run(
     Raises:
         ValueError: The run cannot be served, or too few shapes are compiled for a fit.
     """
-    executor, assembly = open_executor(path, sizes)
+    executors, assembly = open_executors(path, dataclasses.replace(sizes, instances=1))
+    executor = executors[0]
     timings = measure_steps(executor, executor.config, repeats)
     platform = jax.default_backend()
     if source == "auto":

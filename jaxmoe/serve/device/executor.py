@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,16 +20,22 @@ import numpy as np
 
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.sampling import Limits
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
-from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
-from jaxmoe.serve.device.transfers import Held, make_transfers
+from jaxmoe.serve.device.resharding import (
+    Resharding,
+    received_bytes,
+    replicated_on,
+    weights_on,
+)
+from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
+from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
+from jaxmoe.serve.device.transfers import Held, host_bytes, make_transfers, num_calls
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import Shapes
-from jaxmoe.serve.requests import Request, Result, Sampling
-from jaxmoe.serve.step import Step, Work
+from jaxmoe.serve.requests import Request, Result
+from jaxmoe.serve.step import Step
 from sharding.sequence_parallel import PageTables
 
 
@@ -99,7 +105,7 @@ class ModelExecutor:
 
         Args:
             model: Config of the model.
-            params: Its parameters, on one device or laid out on the mesh.
+            params: Its parameters, laid out on the mesh, or on one device, which then computes.
             router_state: State of the routers, stacked over MoE layers; fresh when None.
             config: Sizes; defaults when None.
             execution: How the model is computed.
@@ -118,6 +124,11 @@ class ModelExecutor:
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
         self._swapped: dict[int, Held] = {}
+        self._weight_bytes = 0
+        self.moved_bytes = 0
+        """Bytes of pages that went to host memory and back, for swaps and moves."""
+        self.num_transfers = 0
+        """Calls that moved them."""
         self._load: np.ndarray | None = None
         self._move = make_transfers(self.execution)
         self.reset()
@@ -156,7 +167,70 @@ class ModelExecutor:
             found = jax.device_get(outputs)
         if found.load is not None:
             self._load = found.load + (0 if self._load is None else self._load)
-        return {work.id: _result(found, work, row, at) for work, row, at in rows if work.draws}
+        return {work.id: result_of(found, work, row, at) for work, row, at in rows if work.draws}
+
+    def read_pages(self, pages: Sequence[int]) -> Held:
+        """Return the content of some pages, in host memory.
+
+        Args:
+            pages: Pages of the pool; at least one.
+        """
+        with self._in_mesh():
+            held = self._move.to_host(self._pools, pages)
+        self._count(held, pages)
+        return held
+
+    def write_pages(self, pages: Sequence[int], held: Held) -> None:
+        """Write what an executor of the same model has read.
+
+        Args:
+            pages: Pages of the pool.
+            held: Their content.
+        """
+        with self._in_mesh():
+            self._pools = self._move.from_host(self._pools, pages, held)
+        self._count(held, pages)
+
+    def on_mesh(self, mesh: Any, execution: ExecutionConfig) -> ModelExecutor:
+        """Return an executor with the same weights on another mesh, compiled, with empty pages.
+
+        This one may run steps meanwhile; `adopt` then takes its pages over.
+
+        Args:
+            mesh: Mesh of `sharding.make_mesh` with tensor and expert axes.
+            execution: The same execution with the config of that mesh.
+
+        Raises:
+            ValueError: The weights are quantised, or the mesh has other axes.
+        """
+        params = weights_on(self.model, self._params, ServedConfig.of(execution), mesh)
+        state = self._router_state
+        state = None if state is None else replicated_on(state, mesh)
+        given: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
+        other = ModelExecutor(self.model, params, state, **given)
+        other._weight_bytes = received_bytes(self._params, params)
+        return other
+
+    def adopt(self, other: ModelExecutor) -> Resharding:
+        """Take over the pages of an executor on another mesh, between two of its steps.
+
+        Args:
+            other: Executor of the same model and sizes; it keeps its pages.
+
+        Raises:
+            ValueError: The sizes differ.
+        """
+        if other.config != self.config:
+            raise ValueError(f"the executors differ in their sizes: {other.config}, {self.config}")
+        begun = time.perf_counter()
+        places = jax.tree.map(lambda part: part.sharding, self._pools)
+        self._pools = jax.block_until_ready(jax.device_put(other._pools, places))
+        self._swapped, self._load = dict(other._swapped), other._load
+        return Resharding(
+            weight_bytes=self._weight_bytes,
+            page_bytes=received_bytes(other._pools, self._pools),
+            seconds=time.perf_counter() - begun,
+        )
 
     def expert_load(self) -> np.ndarray | None:
         """Return the tokens that each expert of each MoE layer has got [L E]; None before any."""
@@ -237,14 +311,17 @@ class ModelExecutor:
     def _transfer(self, step: Step) -> None:
         """Move pages before the work: to host memory, back, and on the device."""
         for one in step.out:
-            self._swapped[one.id] = self._move.to_host(self._pools, one.pages)
+            self._swapped[one.id] = self.read_pages(one.pages)
         for one in step.back:
-            held = self._swapped.pop(one.id)
-            self._pools = self._move.from_host(self._pools, one.pages, held)
+            self.write_pages(one.pages, self._swapped.pop(one.id))
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
         for number in step.dropped:
             self._swapped.pop(number, None)
+
+    def _count(self, held: Held, pages: Sequence[int]) -> None:
+        self.moved_bytes += host_bytes(held)
+        self.num_transfers += num_calls(len(pages))
 
     def _inputs(self, step: Step, program: Program) -> tuple[StepInputs, list[Any]]:
         """Return the arrays of a step, and (work, row of the tables, first token) of each part."""
@@ -256,7 +333,7 @@ class ModelExecutor:
         slots = np.full(len(tokens), config.num_pages * size, np.int32)
         tables = np.zeros((rows, width), np.int32)
         last, seeds, counts = (np.zeros(rows, np.int32) for _ in range(3))
-        limits = _no_limits(rows, self.model.vocab_size)
+        limits = no_limits(rows, self.model.vocab_size)
         placed = [(one, row, row) for row, one in enumerate(step.singles)]
         placed += [
             (one, singles + number, singles + number * length)
@@ -270,7 +347,7 @@ class ModelExecutor:
             slots[at:end] = pages[where // size] * size + where % size
             tables[row, : min(len(pages), width)] = pages[:width]
             last[row], counts[row], seeds[row] = end - 1, work.index, work.sampling.seed
-            _set_limits(limits, row, work.sampling)
+            set_limits(limits, row, work.sampling)
             wants_top |= work.draws and work.sampling.num_logprobs > 0
         split = PageTables(slots, tables[:singles], tables[singles:])
         given = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
@@ -279,45 +356,21 @@ class ModelExecutor:
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
         if self._mesh is None:
-            return jax.device_put(params)
+            params = jax.device_put(params)
+            self._device = next(iter(jax.tree.leaves(params)[0].devices()))
+            return params
         if self.execution.precision.weights != "floating":
             return params
         with self._in_mesh():
             return lay_out(self.model, params, rules=self.execution.axis_rules)
 
     def _in_mesh(self) -> Any:
-        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+        """Compute on the mesh, or on the device that has the parameters."""
+        if self._mesh is not None:
+            return jax.set_mesh(self._mesh)
+        if self._device == jax.devices()[0]:
+            return contextlib.nullcontext()
+        return jax.default_device(self._device)
 
 
 _EMPTY = Step(singles=(), pieces=())
-
-
-def _no_limits(rows: int, vocab_size: int) -> Limits:
-    """Return greedy sampling without filters for all rows."""
-    return Limits(
-        temperature=np.zeros(rows, np.float32),
-        top_k=np.full(rows, vocab_size, np.int32),
-        top_p=np.ones(rows, np.float32),
-        min_p=np.zeros(rows, np.float32),
-    )
-
-
-def _set_limits(limits: Any, row: int, sampling: Sampling) -> None:
-    limits.temperature[row] = sampling.temperature
-    if sampling.top_k:
-        limits.top_k[row] = min(sampling.top_k, limits.top_k[row])
-    limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
-
-
-def _result(found: StepOutputs, work: Work, row: int, first: int) -> Result:
-    """Return what a request has asked for of its row."""
-    number, experts = work.sampling.num_logprobs, None
-    ids, logprobs = found.top_ids[row, :number], found.top_logprobs[row, :number]
-    if work.sampling.has_experts and found.experts is not None:
-        experts = found.experts[:, first : first + len(work.tokens)].swapaxes(0, 1)
-    return Result(
-        token=int(found.tokens[row]),
-        logprob=float(found.logprobs[row]),
-        alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
-        experts=experts,
-    )

@@ -89,6 +89,16 @@ def make_transfers(execution: ServedConfig) -> Transfers:
     return Transfers(copy, to_host, from_host)
 
 
+def num_calls(num_pages: int) -> int:
+    """Return the calls that move a number of pages."""
+    return -(-num_pages // _AT_ONCE)
+
+
+def host_bytes(held: Held) -> int:
+    """Return the bytes of pages in host memory."""
+    return sum(part.nbytes for part in jax.tree.leaves(held))
+
+
 def _in_parts(pages: Sequence[Any]) -> list[Sequence[Any]]:
     return [pages[first : first + _AT_ONCE] for first in range(0, len(pages), _AT_ONCE)]
 

@@ -107,6 +107,7 @@ def test_loss_and_gradients_of_mixtures_equal_one_device(name, execution):
         assert float(jnp.abs(gradients[row.path]).max()) > 0, row.path
 
 
+@pytest.mark.slow
 def test_one_member_is_lora():
     """With one addition, of whatever mixture, a model is one with LoRA of the same factors."""
     targets = TargetsConfig(roles=("attention_in", "attention_out"))
@@ -127,6 +128,8 @@ def test_one_member_is_lora():
         assert_close(found.logits, wanted, "end_to_end")
 
 
+@pytest.mark.slow
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", MIXED)
 def test_decoding_with_a_mixture_equals_one_pass(name):
     model = adapted(dataclasses.replace(WIDE, num_layers=1), MIXED[name])

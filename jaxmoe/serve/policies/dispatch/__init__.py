@@ -11,6 +11,7 @@ from jaxmoe.configs import registry_of
 from jaxmoe.serve.policies.dispatch.base import DispatchConfig as DispatchConfig
 from jaxmoe.serve.policies.dispatch.base import Dispatcher as Dispatcher
 from jaxmoe.serve.policies.dispatch.base import FleetView as FleetView
+from jaxmoe.serve.policies.dispatch.base import Move as Move
 from jaxmoe.serve.policies.dispatch.dist_serve import DistServeConfig as DistServeConfig
 from jaxmoe.serve.policies.dispatch.dual_map import DualMapConfig as DualMapConfig
 from jaxmoe.serve.policies.dispatch.least_loaded import LeastLoadedConfig as LeastLoadedConfig

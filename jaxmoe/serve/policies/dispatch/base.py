@@ -45,6 +45,8 @@ class FleetView:
     """What each instance does."""
     expected: tuple[int, ...]
     """Sequences that are placed at each instance and still on their way."""
+    moves: tuple[Move, ...] = ()
+    """Running sequences on their way; until they land the source may go on with them."""
 
 
 class Dispatcher(abc.ABC):
@@ -79,6 +81,21 @@ class DispatchConfig(abc.ABC):
     @abc.abstractmethod
     def build(self) -> Dispatcher:
         """Return the policy for one fleet."""
+
+    def check(self, *, has_moves: bool) -> None:
+        """Raise if the executors of a fleet lack what the policy needs.
+
+        Args:
+            has_moves: Whether pages can travel between them.
+
+        Raises:
+            ValueError: Names the policy and what is missing.
+        """
+        if self.traits.needs_moves and not has_moves:
+            raise ValueError(
+                f"dispatch={self.name!r} needs pages that travel between instances, which this"
+                " executor does not have: choose another dispatch policy, such as 'least_loaded'"
+            )
 
     def roles(self, num_instances: int) -> tuple[Role, ...]:
         """Return what each instance does; everything by default.

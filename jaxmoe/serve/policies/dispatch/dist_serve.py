@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.policies.dispatch.base import (
     DispatchConfig,
     Dispatcher,
@@ -27,6 +28,7 @@ class DistServeConfig(DispatchConfig):
     """Instances for prompts, and others for answers."""
 
     name: ClassVar[str] = "dist_serve"
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True, needs_moves=True)
 
     prefill: int = 0
     """Instances for prompts; half of them when 0."""

@@ -44,13 +44,13 @@ def simulated_fleet(given, config, num_instances, facts, routes):
         num_instances=num_instances,
         dispatch=config,
     )
-    place = simulation._dispatcher.place
+    place = simulation.fleet._dispatcher.place
 
     def noted(request, view):
         routes[request.id] = place(request, view)
         return routes[request.id]
 
-    simulation._dispatcher.place = noted
+    simulation.fleet._dispatcher.place = noted
     return simulation
 
 
@@ -62,7 +62,7 @@ def test_every_request_is_served_once_and_all_pages_are_free_again(name):
     for one in given:
         written = simulation.sequences[one.request.id].tokens
         assert tuple(written) == one.request.prompt + one.answer
-    for instance in simulation._instances:
+    for instance in simulation.fleet.instances:
         instance.check_pages()
         assert instance.pool.num_free == 600
 
@@ -126,7 +126,7 @@ def test_dual_map_takes_the_cached_candidate_until_its_wait_breaks_the_promise()
     assert len({route.prefill for route in routes.values()}) == 1
     late = [arrival(i, (*shared, *range(100 * i, 100 * i + 900)), ttft=0.004) for i in range(4)]
     simulation, routes = fleet("dual_map", late)
-    pair = simulation._dispatcher.candidates(late[0].request, 3)
+    pair = simulation.fleet._dispatcher.candidates(late[0].request, 3)
     assert {route.prefill for route in routes.values()} == set(pair)
 
 
@@ -135,8 +135,8 @@ def test_llumnix_moves_shrink_the_difference():
     differences = []
     config = DISPATCH["llumnix"](threshold=1000.0)
     simulation = simulated_fleet(given, config, 2, {"num_pages": 300}, {})
-    simulation._dispatcher.place = lambda request, view: Route(0)
-    rebalance = simulation._dispatcher.rebalance
+    simulation.fleet._dispatcher.place = lambda request, view: Route(0)
+    rebalance = simulation.fleet._dispatcher.rebalance
 
     def noted(view):
         moves = rebalance(view)
@@ -148,7 +148,7 @@ def test_llumnix_moves_shrink_the_difference():
             differences.append((before, after))
         return moves
 
-    simulation._dispatcher.rebalance = noted
+    simulation.fleet._dispatcher.rebalance = noted
     simulation.run()
     assert simulation.num_moves == len(differences) > 0
     assert all(abs(after) < before for before, after in differences)
