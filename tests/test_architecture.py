@@ -146,7 +146,10 @@ REGISTRIES = {
     },
     "jaxmoe.serve.policies.dispatch:DISPATCH": {
         *("round_robin", "least_loaded", "prefix_aware", "dual_map", "llumnix", "dist_serve"),
+        *("pd_serve", "prfaas", "saga"),
     },
+    "jaxmoe.serve.policies.retention:RETENTION": {"lru", "swap_groups"},
+    "jaxmoe.serve.policies.scaling:SCALING": {"fixed", "slo", "elastic_experts", "polca"},
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion", "swept_layers"},
     "jaxmoe.training.estimators:ESTIMATORS": {

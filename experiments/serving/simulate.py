@@ -1,10 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates batching and dispatch policies on a workload, and compares their goodput.
+"""Simulates policies of batching, dispatch, retention and scaling, and compares their goodput.
 
     python -m experiments.serving simulate
     python -m experiments.serving simulate --batching split_fuse prefill_first --rates 8 12
     python -m experiments.serving simulate --instances 4 --dispatch round_robin least_loaded
+    python -m experiments.serving simulate --instances 8 --dispatch pd_serve prfaas saga
+    python -m experiments.serving simulate --instances 8 --scaling fixed slo polca
     python -m experiments.serving simulate workload:file --workload.path BurstGPT_1.csv
     python -m experiments.serving simulate --run.directory runs/pretrain/tiny
 
@@ -17,6 +19,8 @@ medians (`cost`). Prints a line per policy and rate:
     within SLO   their share of all requests
     ttft, tpot   seconds until the first token, milliseconds per further token, median / 99%
     expert GB    bytes of expert weights read
+    copies       between device and host memory, of what a policy of retention swaps
+    J/token      energy of all instances that are on, by approximate watts of the device
 
 Writes summary.json, report.html and plots/goodput.png, for a run into its folder simulate.
 """
@@ -25,8 +29,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.cli import flags as cli
@@ -45,9 +50,11 @@ from jaxmoe.run.serving.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
 from jaxmoe.serve.policies.dispatch import DISPATCH
+from jaxmoe.serve.policies.retention import RETENTION
+from jaxmoe.serve.policies.scaling import SCALING
 from jaxmoe.serve.requests import Objective
 from jaxmoe.serve.simulation import (
-    Measures,
+    Arrival,
     ModelSizes,
     Roofline,
     Simulation,
@@ -58,7 +65,7 @@ from jaxmoe.serve.simulation.workload import GammaConfig
 
 HEADINGS = (
     *("policy", "rate/s", "goodput/s", "within SLO", "ttft s", "tpot ms", "tokens/s"),
-    *("preempted", "cached", "moved", "expert GB"),
+    *("preempted", "cached", "moved", "expert GB", "copies", "J/token"),
 )
 
 
@@ -80,6 +87,10 @@ class SimulateConfig:
     """Batching policies; all when empty."""
     dispatch: tuple[str, ...] = ("least_loaded",)
     """Dispatch policies; each is combined with each batching policy."""
+    retention: tuple[str, ...] = ("lru",)
+    """Retention policies: what becomes of the pages of preempted sequences."""
+    scaling: tuple[str, ...] = ("fixed",)
+    """Scaling policies: instances, devices and clocks over time."""
     workload: WorkloadConfig = GammaConfig()
     """Requests; `rates` replaces its rate."""
     rates: tuple[float, ...] = (4.0, 8.0, 12.0)
@@ -104,17 +115,22 @@ class SimulateConfig:
     """Steps of each shape that are timed."""
 
     def __post_init__(self) -> None:
-        known = {"preset": PRESETS, "chip": CHIPS, "batching": BATCHING, "dispatch": DISPATCH}
+        known: dict[str, Mapping[str, Any]] = {
+            **{"preset": PRESETS, "chip": CHIPS, "batching": BATCHING},
+            **{"dispatch": DISPATCH, "retention": RETENTION, "scaling": SCALING},
+        }
         for field, names in known.items():
             value = getattr(self, field)
             for name in (value,) if isinstance(value, str) else value:
                 if name not in names:
                     near, listing = closest(name, names), ", ".join(names)
                     raise ValueError(f"{field}={name} is unknown{near}; known: {listing}")
-        if self.instances < 1 or not self.rates or not self.dispatch:
+        chosen = {"rates": self.rates, "dispatch": self.dispatch}
+        chosen |= {"retention": self.retention, "scaling": self.scaling}
+        if self.instances < 1 or not all(chosen.values()):
             raise ValueError(
-                f"instances={self.instances}, rates={self.rates} and dispatch={self.dispatch} must"
-                " name at least one each"
+                f"instances={self.instances} and {', '.join(f'{k}={v}' for k, v in chosen.items())}"
+                " must name at least one each"
             )
 
 
@@ -129,6 +145,11 @@ def main(argv: Sequence[str]) -> int:
         require("matplotlib.figure")
         measured = None
         if directory.has_config():
+            if config.scaling != ("fixed",):
+                raise ValueError(
+                    f"scaling={config.scaling} changes devices and clocks, and the steps of a run"
+                    " are measured with those of this machine: leave it, or --run.directory"
+                )
             measured = measure_run(str(directory.path), config.engine, config.repeats, config.cost)
             say(measured.about)
             directory = RunDirectory(directory.path / "simulate")
@@ -206,23 +227,36 @@ def simulate(
     """
     say(about)
     objective = Objective(ttft=config.ttft, tpot=config.tpot)
-    policies = config.batching or [name for name in BATCHING if _can_run(name, facts)]
+    policies = config.batching or tuple(name for name in BATCHING if _can_run(name, facts))
+    chosen = (policies, config.dispatch, config.retention, config.scaling)
     for rate in config.rates:
         workload = dataclasses.replace(config.workload, rate=rate * config.instances)
         arrivals = workload.arrivals(objective, facts.max_length)
-        for batching in policies:
-            for dispatch in config.dispatch:
-                simulation = Simulation(
-                    arrivals,
-                    facts,
-                    BATCHING[batching](),
-                    cost,
-                    num_instances=config.instances,
-                    dispatch=DISPATCH[dispatch](),
-                )
-                name = batching if len(config.dispatch) == 1 else f"{batching} {dispatch}"
-                found: Measures = measure(simulation.run())
-                yield {"policy": name, "rate": workload.rate, **dataclasses.asdict(found)}
+        for names in itertools.product(*chosen):
+            shown = [n for n, all_ in zip(names[1:], chosen[1:], strict=True) if len(all_) > 1]
+            found = measure(_run(arrivals, facts, names, cost, config.instances))
+            yield {
+                "policy": " ".join((names[0], *shown)),
+                "rate": workload.rate,
+                **dataclasses.asdict(found),
+            }
+
+
+def _run(
+    arrivals: Sequence[Arrival],
+    facts: Facts,
+    names: tuple[str, ...],
+    cost: Roofline,
+    instances: int,
+) -> Simulation:
+    """Return a simulation that has run, after one that measures where a policy asks for it."""
+    batching, dispatch = BATCHING[names[0]](), DISPATCH[names[1]]()
+    options: dict[str, Any] = {"num_instances": instances, "retention": RETENTION[names[2]]()}
+    if dispatch.is_measured:
+        pilot = Simulation(arrivals, facts, batching, cost, dispatch=dispatch, **options).run()
+        dispatch = dispatch.measured(pilot.seconds_of_roles)
+    options |= {"dispatch": dispatch, "scaling": SCALING[names[3]]()}
+    return Simulation(arrivals, facts, batching, cost, **options).run()
 
 
 def _can_run(name: str, facts: Facts) -> bool:
@@ -251,4 +285,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         str(row["cached"]),
         str(row["moves"]),
         f"{row['expert_bytes'] / 1e9:.0f}",
+        str(row["copies"]),
+        f"{row['joules_per_token']:.1f}",
     )

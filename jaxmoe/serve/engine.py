@@ -324,7 +324,7 @@ class Engine:
         stream = self._streams.get(id_)
         if stream is None:
             return
-        if self._fleet.instance_of(id_) is not None:
+        if self._fleet.instance_of(id_) is not None or id_ in self._fleet.offered:
             self._publish(self._fleet.cancel(id_))
         else:  # it waits for another
             self._end(stream, End(id_, "cancelled"))

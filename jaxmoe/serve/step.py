@@ -42,6 +42,14 @@ class Swap:
     """Pages of the device."""
     num_tokens: int
     """Computed tokens in them."""
+    kept: int = 0
+    """Pages at the beginning of which host memory has a copy already; they need not travel."""
+
+    @property
+    def num_runs(self) -> int:
+        """Copies that move the other pages: one for each run of pages side by side."""
+        pages = self.pages[self.kept :]
+        return sum(not i or page != pages[i - 1] + 1 for i, page in enumerate(pages))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -152,4 +152,5 @@ class Rig:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.fleet._moves) or any(not one.is_idle for one in self.fleet.instances)
+        is_left = bool(self.fleet._moves) or bool(self.fleet.offered)
+        return is_left or any(not one.is_idle for one in self.fleet.instances)

@@ -15,6 +15,7 @@ belong to one thread.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Mapping, Sequence
 
 from jaxmoe.serve.fleet.migration import Copy, Migration
@@ -22,7 +23,7 @@ from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.moves import transfer_waiting
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
-from jaxmoe.serve.policies.dispatch import DispatchConfig, FleetView, Move
+from jaxmoe.serve.policies.dispatch import DispatchConfig, FleetView, Move, Route
 from jaxmoe.serve.requests import End, Event, Request, Result
 from jaxmoe.serve.step import Step
 
@@ -44,7 +45,15 @@ class Fleet:
             ValueError: The dispatch policy needs other instances.
         """
         self.instances, self._policies = tuple(instances), tuple(policies)
-        self._dispatcher, self._roles = dispatch.build(), dispatch.roles(len(instances))
+        self._dispatcher, self.roles = dispatch.build(), dispatch.roles(len(instances))
+        self.num_open = len(instances)
+        """Instances that take requests, the first ones; the others only end what they have."""
+        self.offered: dict[int, tuple[Request, float]] = {}
+        """Requests that the policy has not placed so far and the times they came."""
+        self.bandwidth = math.inf
+        """Bytes per second of the link of an instance; infinite if not known."""
+        self.links_free = [0.0] * len(instances)
+        """Time from which on the link of each instance is free."""
         self._targets: dict[int, int] = {}
         self._moves: dict[int, Migration] = {}
         self.num_moves = 0
@@ -71,14 +80,16 @@ class Fleet:
         bound.update(move.target for move in moves)
         return FleetView(
             now=now,
-            members=tuple(instance.view(now) for instance in self.instances),
-            roles=self._roles,
-            expected=tuple(bound[number] for number in range(len(self.instances))),
+            members=tuple(one.view(now) for one in self.instances[: self.num_open]),
+            roles=self.roles[: self.num_open],
+            expected=tuple(bound[number] for number in range(self.num_open)),
             moves=moves,
+            backlog=tuple(max(free - now, 0.0) for free in self.links_free[: self.num_open]),
+            bandwidth=self.bandwidth,
         )
 
     def submit(self, request: Request, now: float) -> tuple[Event, ...]:
-        """Place a request and queue it.
+        """Place a request and queue it, or offer it again with each `balance`.
 
         Args:
             request: Request.
@@ -87,14 +98,17 @@ class Fleet:
         Returns:
             Nothing, or the end of the stream if it is refused.
         """
+        self._offer_again(now)
         route = self._dispatcher.place(request, self.view(now))
-        events = self.instances[route.prefill].submit(request, now)
-        if not events and route.decode is not None and route.decode != route.prefill:
-            self._targets[request.id] = route.decode
-        return events
+        if route is None and self.instances[0].refusal(request) is None:
+            self.offered[request.id] = (request, now)
+            return ()
+        return self._queue(request, now, route or Route(0))
 
     def cancel(self, id_: int) -> tuple[Event, ...]:
         """End a request early, also one that is moving; one that has ended is ignored."""
+        if (offered := self.offered.pop(id_, None)) is not None:
+            return self._queue(*offered, Route(0)) or self.cancel(id_)
         instance = self.instance_of(id_)
         return () if instance is None else self._noted(instance.cancel(id_))
 
@@ -112,9 +126,10 @@ class Fleet:
         Returns:
             Copies to execute; `copied` takes each that is done.
         """
-        if len(self.instances) > 1:
+        if self.num_open > 1:
             for move in self._dispatcher.rebalance(self.view(now)):
                 self.move(move, is_live=True)
+        self._offer_again(now)
         copies = []
         for id_, migration in [*self._moves.items()]:
             if (copy := migration.advance()) is not None:
@@ -204,7 +219,12 @@ class Fleet:
             New tokens and ended streams.
         """
         instance = self.instances[number]
+        live = {id_: instance.queues.sequences[id_] for id_ in results}
         events = self._noted(instance.apply(step, results, now))
+        for event in events:
+            if isinstance(event, End) and event.reason in ("stop", "length"):
+                if not self._dispatcher.keeps(live[event.id], instance.view(now)):
+                    instance.pool.demote(live[event.id].names())
         for id_ in results:
             if id_ in self._targets and id_ in instance.queues.running:
                 self.move(Move(id_, number, self._targets.pop(id_)), is_live=False)
@@ -233,6 +253,19 @@ class Fleet:
         for instance in self.instances:
             instance.check()
             instance.check_pages()
+
+    def _offer_again(self, now: float) -> None:
+        """Queue the requests that the policy has a place for now, in the order they came."""
+        for request, arrived in [*self.offered.values()]:
+            if (route := self._dispatcher.place(request, self.view(now))) is not None:
+                del self.offered[request.id]
+                self._queue(request, arrived, route)
+
+    def _queue(self, request: Request, arrived: float, route: Route) -> tuple[Event, ...]:
+        events = self.instances[route.prefill].submit(request, arrived)
+        if not events and route.decode is not None and route.decode != route.prefill:
+            self._targets[request.id] = route.decode
+        return events
 
     def _noted(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         for event in events:

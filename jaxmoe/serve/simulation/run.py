@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from jaxmoe.serve.facts import Facts, Part
@@ -19,10 +20,14 @@ from jaxmoe.serve.fleet.migration import Copy
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
-from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig
+from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig, Role
+from jaxmoe.serve.policies.retention import RetentionConfig
+from jaxmoe.serve.policies.scaling import FixedConfig, ScalingConfig
 from jaxmoe.serve.requests import End, Event, Result
 from jaxmoe.serve.sequence import Sequence as ServedSequence
 from jaxmoe.serve.simulation.cost import Roofline
+from jaxmoe.serve.simulation.power import PowerMeter
+from jaxmoe.serve.simulation.scaled import FleetScaling
 from jaxmoe.serve.simulation.workload import Arrival
 from jaxmoe.serve.step import Step
 
@@ -43,8 +48,13 @@ class Simulation:
         *,
         num_instances: int = 1,
         dispatch: DispatchConfig | None = None,
+        retention: RetentionConfig | None = None,
+        scaling: ScalingConfig | None = None,
     ):
         batching.check(facts)
+        facts = dataclasses.replace(facts, kv_bytes=float(cost.sizes.kv_bytes))
+        if retention is not None:
+            facts = retention.facts(facts)
         if not batching.traits.needs_partition:
             facts = dataclasses.replace(facts, has_partitions=False)
         dispatch = dispatch or LeastLoadedConfig()
@@ -55,13 +65,18 @@ class Simulation:
         """Sequences that have a whole answer, by request."""
         self.refused = 0
         self.expert_bytes = 0.0
+        self.num_copies = 0
+        """Copies between device and host memory."""
+        self.bytes_swapped = 0.0
         self.busy_seconds = [0.0] * num_instances
-        self._cost = cost
+        self._cost, self.meter = cost, PowerMeter()
         self.fleet = Fleet(
             [Instance(facts, batching.name) for _ in range(num_instances)],
             [batching.build(facts) for _ in range(num_instances)],
             dispatch,
         )
+        self.fleet.bandwidth = cost.chip.far_bandwidth
+        self.scaling = FleetScaling(self.fleet, cost, scaling or FixedConfig(), self.meter)
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
         self._followers: dict[int, list[Arrival]] = {}
         self._order = itertools.count()
@@ -71,6 +86,7 @@ class Simulation:
                 self._at(arrival.time, lambda a=arrival: self._arrive(a))
             else:
                 self._followers.setdefault(arrival.after, []).append(arrival)
+        self._decide_later(0.0)
 
     def run(self) -> Simulation:
         """Serve all requests.
@@ -86,11 +102,20 @@ class Simulation:
                 self._at(self.now + self._travel(copy), lambda c=copy: self.fleet.copied(c))
             for number in range(len(self.fleet.instances)):
                 self._kick(number)
-        left = [i.queues.sequences for i in self.fleet.instances if not i.is_idle]
+            self.scaling.switch_off(self.now)
+        left = sum(len(i.queues.sequences) for i in self.fleet.instances) + len(self.fleet.offered)
         if left:
             name = self.fleet.instances[0].policy
-            raise RuntimeError(f"policy {name!r} left {sum(map(len, left))} requests unserved")
+            raise RuntimeError(f"policy {name!r} left {left} requests unserved")
         return self
+
+    @property
+    def seconds_of_roles(self) -> dict[Role, float]:
+        """Seconds of work of the instances of each role."""
+        found: dict[Role, float] = {}
+        for role, seconds in zip(self.fleet.roles, self.busy_seconds, strict=True):
+            found[role] = found.get(role, 0.0) + seconds
+        return found
 
     @property
     def num_moves(self) -> int:
@@ -116,7 +141,20 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), action))
 
     def _arrive(self, arrival: Arrival) -> None:
+        self.scaling.arrived.append(arrival.request)
         self._note(self.fleet.submit(arrival.request, self.now))
+
+    def _decide(self) -> None:
+        """Let the scaling policy decide, while there is something to serve."""
+        if not self._events:
+            return
+        delay, change = self.scaling.decide(self.now)
+        self._at(self.now + delay, lambda: change(self.now))
+        self._decide_later(self.now)
+
+    def _decide_later(self, now: float) -> None:
+        if math.isfinite(self.scaling.interval):
+            self._at(now + self.scaling.interval, self._decide)
 
     def _kick(self, number: int) -> None:
         """Start what the policy wants of an instance, if a lane is free."""
@@ -125,12 +163,15 @@ class Simulation:
             self.plans.append((number, plan))
         for step in steps:
             parts = [Part(len(w.tokens), w.start, w.layers) for w in step.works]
-            cost = self._cost.cost(parts, share=step.share, nano_batches=step.nano_batches)
-            swapped = sum(swap.num_tokens for swap in (*step.out, *step.back))
-            transfer = swapped * self._cost.sizes.kv_bytes / self._cost.chip.host_bandwidth
+            model = self.scaling.costs[number]
+            cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)
+            transfer = self._swap(step)
+            self.meter.change(self.now, cost.watts)
             self.expert_bytes += cost.expert_bytes
             self.busy_seconds[number] += cost.seconds
-            end = self.now + cost.seconds + transfer
+            off = self.now + cost.seconds
+            self._at(off, lambda watts=cost.watts: self.meter.change(self.now, -watts))
+            end = off + transfer
             self._at(end, lambda n=number, s=step: self._end(n, s))
         if plan.wake is not None and plan.wake > self.now:
             self._at(plan.wake, lambda: None)
@@ -155,10 +196,24 @@ class Simulation:
                 for later in self._followers.pop(event.id, ()):
                     self._at(self.now + later.time, lambda a=later: self._arrive(a))
 
+    def _swap(self, step: Step) -> float:
+        """Return the seconds of the copies between device and host memory."""
+        chip, size = self._cost.chip, self._cost.sizes.kv_bytes
+        swaps = (*step.out, *step.back)
+        page = self.fleet.instances[0].facts.page_size
+        moved = sum(swap.num_tokens - swap.kept * page for swap in swaps) * size
+        copies = sum(swap.num_runs for swap in swaps)
+        self.num_copies += copies
+        self.bytes_swapped += moved
+        return copies * chip.link_latency + moved / chip.host_bandwidth
+
     def _travel(self, copy: Copy) -> float:
-        """Return the seconds of a copy over the slow link."""
+        """Return the seconds of a copy over the slow link, which sends one after the other."""
         instance, chip = self.fleet.instances[copy.move.source], self._cost.chip
         one = instance.queues.sequences[copy.move.id]
         first = one.pages.index(copy.pages[0]) * one.page_size
         tokens = min(len(copy.pages) * one.page_size, one.computed - first)
-        return chip.link_latency + tokens * self._cost.sizes.kv_bytes / chip.far_bandwidth
+        seconds = tokens * self._cost.sizes.kv_bytes / chip.far_bandwidth
+        free, source = self.fleet.links_free, copy.move.source
+        free[source] = max(free[source], self.now) + seconds
+        return free[source] - self.now + chip.link_latency

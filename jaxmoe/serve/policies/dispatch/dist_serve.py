@@ -18,6 +18,7 @@ from jaxmoe.serve.policies.dispatch.base import (
     FleetView,
     Role,
     Route,
+    freest,
     load,
 )
 from jaxmoe.serve.requests import Request
@@ -52,9 +53,7 @@ class _DistServe(Dispatcher):
     def place(self, request: Request, fleet: FleetView) -> Route:
         del request
         prefill = [i for i, role in enumerate(fleet.roles) if role == "prefill"]
-        decode = [i for i, role in enumerate(fleet.roles) if role == "decode"]
-        running = [view.num_running for view in fleet.members]
         return Route(
             min(prefill, key=lambda i: (load(fleet.members[i]), i)),
-            min(decode, key=lambda i: (running[i] + fleet.expected[i], i)),
+            freest(fleet, "decode"),
         )

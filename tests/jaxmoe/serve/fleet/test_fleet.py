@@ -53,8 +53,9 @@ def logged(fleet):
     routes, place = [], fleet._dispatcher.place
 
     def noted(request, view):
-        routes.append((view.now, request.id, place(request, view)))
-        return routes[-1][-1]
+        if (route := place(request, view)) is not None:
+            routes.append((view.now, request.id, route))
+        return route
 
     fleet._dispatcher.place = noted
     return routes
@@ -78,7 +79,7 @@ def test_a_fleet_makes_the_placements_moves_and_plans_of_the_simulator(name):
     assert found == expected and len(found) == len(given)
     assert rig.plans == simulation.plans
     assert rig.fleet.pages_copied == simulation.fleet.pages_copied
-    assert (rig.fleet.num_moves > 0) == (name in ("llumnix", "dist_serve"))
+    assert (rig.fleet.num_moves > 0) == (name in ("llumnix", "dist_serve", "pd_serve"))
 
 
 @pytest.mark.parametrize("policy", ONE_LANE)
@@ -128,6 +129,7 @@ def test_the_engine_makes_the_plans_of_the_simulator(policy):
 DISPATCHES = {
     "llumnix": DISPATCH["llumnix"](threshold=100.0),
     "dist_serve": DISPATCH["dist_serve"](),
+    "pd_serve": DISPATCH["pd_serve"](),
     "least_loaded": DISPATCH["least_loaded"](),
 }
 SMALL = dataclasses.replace(FACTS, num_pages=30, cost=None)
