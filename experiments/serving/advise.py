@@ -8,8 +8,8 @@
 
 By a roofline, nothing is run. The tables:
 
-    attention   page size, batch and where a preempted request waits: for the attention of the
-                model, one key head per query head, and latent attention in DeepSeek-V3's sizes
+    attention   page size, batch and where a preempted request waits: for the model's own
+                attention, a key head per query head, and latent attention in DeepSeek-V3's sizes
     answers     FLOPs, and bytes as FLOPs of equal time, of several answers (Kinetics)
     stages      cuts of the layers that no other beats in latency and throughput (ParetoPipe)
     phases      instances for prompts and for answers with the largest rate per instance within
@@ -153,13 +153,12 @@ def attention_table(config: AdviseConfig, cost: Roofline) -> Table:
     """Return the choices for each kind of attention."""
     mixer = PRESETS[config.preset]().attention
     heads = mixer.num_heads
-    latent = {"latent_dim": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
     kinds: dict[str, Mixers] = {
-        f"{mixer.num_kv_heads} key heads": mixer,
-        f"{heads} key heads": AttentionConfig(
-            num_heads=heads, num_kv_heads=heads, head_dim=mixer.head_dim
+        "own": mixer,
+        "multi-head": AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=mixer.head_dim),
+        "latent": LatentAttentionConfig(
+            num_heads=heads, latent_dim=512, nope_dim=128, rope_dim=64, value_dim=128
         ),
-        "latent": LatentAttentionConfig(num_heads=heads, **latent),
     }
     table: Table = [("attention", "choice", "", "decided by")]
     for name, kind in kinds.items():

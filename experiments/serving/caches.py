@@ -11,8 +11,8 @@ A device holds a share of all experts of a model, the others lie in host memory.
 
     hits       uses that found their expert
     GB         bytes loaded, those ahead of their use included
-    wait s     seconds that uses waited for their expert
-    of bound   seconds over those of belady, which knows the future
+    wait s     seconds that uses waited for their expert; loads ahead of a use cost none
+    of bound   loads over those of belady, which knows the future: at least 1
 
 and how long the experts of a step take if the host computes some of those that are missing.
 Writes caches/summary.json and plots/caches.png into the run; without a run, into runs/serving.
@@ -149,12 +149,12 @@ def caches(trace: RoutingTrace, parameters: int, config: CachesConfig) -> Iterat
     for share in config.capacity:
         capacity = int(share * trace.num_layers * trace.num_experts) * size
         found = {name: replay(uses, one(), capacity) for name, one in ITEM_CACHES.items()}
-        bound = found["belady"].seconds(bandwidth, config.latency)
+        bound = max(found["belady"].loads, 1)
         for name, one in found.items():
             seconds = one.seconds(bandwidth, config.latency)
             row = {"policy": name, "capacity": share, "hit_rate": one.hit_rate}
             row |= {"loads": one.loads, "bytes": one.bytes_loaded, "seconds": seconds}
-            row["over_bound"] = seconds / bound if bound else None
+            row["over_bound"] = one.loads / bound
             if name == "lru":
                 each = config.tokens * trace.expert_ids.shape[2]
                 row["split"] = {"capacity": share} | divided(
@@ -192,14 +192,13 @@ def divided(
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of a row of `caches`, under `HEADINGS`."""
-    over = row["over_bound"]
     return (
         row["policy"],
         f"{row['capacity']:g}",
         f"{row['hit_rate']:.1%}",
         f"{row['bytes'] / 1e9:.3g}",
         f"{row['seconds']:.3g}",
-        "" if over is None else f"{over:.2f}",
+        f"{row['over_bound']:.2f}",
     )
 
 

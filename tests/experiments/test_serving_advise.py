@@ -22,11 +22,11 @@ def tables(tmp_path_factory):
 
 def test_pages_grow_as_attention_caches_less(tables):
     rows = {(row[0], row[1]): row[2] for row in tables["attention"][1:]}
-    sizes = [rows[kind, "page size"] for kind in ("32 key heads", "4 key heads", "latent")]
+    sizes = [rows[kind, "page size"] for kind in ("multi-head", "own", "latent")]
     assert sizes == ["2 tokens", "16 tokens", "32 tokens"]
-    waits = [rows[kind, "preempted"] for kind in ("32 key heads", "latent")]
+    waits = [rows[kind, "preempted"] for kind in ("multi-head", "latent")]
     assert waits == ["computed again", "to host memory"]
-    batches = [int(rows[kind, "batch"].split()[0]) for kind in ("32 key heads", "latent")]
+    batches = [int(rows[kind, "batch"].split()[0]) for kind in ("multi-head", "latent")]
     assert batches[0] < batches[1]
 
 

@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.serving.open import EngineSizesConfig, open_executors
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.simulation import ModelSizes, Roofline
 from jaxmoe.serve.simulation.measured import Fit, TableCost, Timing, fit_rates, measure_steps
+
+_MOST_WAITING = 2**20
 
 CostSource = Literal["auto", "roofline", "table", "fit"]
 
@@ -55,7 +57,7 @@ def measure_run(
     if source == "auto":
         source = "table" if platform == "cpu" else "fit"
     # Nominal rates are replaced by the fitted ones, where there are any.
-    chip = next((one for one in CHIPS.values() if one.platform == platform), CHIPS["cpu"])
+    chip = attached_chip(jax.local_devices()[0])
     nominal = Roofline(sizes=ModelSizes.of(assembly.plan.model), chip=chip)
     is_needed = source == "fit"
     has_fit = is_needed or (len(timings) >= 4 and importlib.util.find_spec("scipy") is not None)
@@ -63,9 +65,7 @@ def measure_run(
     cost = fit.cost if fit is not None and source != "roofline" else nominal
     if source == "table":
         cost = TableCost.of(executor.config.shapes, timings, cost)
-    facts = dataclasses.replace(
-        executor.facts(max_waiting=Facts(num_pages=1).max_waiting), cost=cost
-    )
+    facts = dataclasses.replace(executor.facts(max_waiting=_MOST_WAITING), cost=cost)
     return MeasuredRun(
         name=f"{pathlib.Path(path).resolve().name} on {platform}",
         cost=cost,

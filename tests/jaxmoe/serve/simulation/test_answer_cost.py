@@ -43,7 +43,8 @@ BY_HAND = (
 
 
 def test_costs_are_those_computed_by_hand():
-    for *case, flops, as_flops in BY_HAND:
+    for answers, prompt, length, budget, flops, as_flops in BY_HAND:
+        case = (answers, prompt, length, budget)
         assert COST.flops(*case) == pytest.approx(flops), case
         assert COST.bytes_as_flops(*case) == pytest.approx(as_flops), case
         assert COST.total(*case) == pytest.approx(flops + as_flops), case
