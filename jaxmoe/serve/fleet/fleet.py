@@ -257,7 +257,8 @@ class Fleet:
     def _offer_again(self, now: float) -> None:
         """Queue the requests that the policy has a place for now, in the order they came."""
         for request, arrived in [*self.offered.values()]:
-            if (route := self._dispatcher.place(request, self.view(now))) is not None:
+            route = self._dispatcher.place(request, self.view(now))
+            if route is not None and self.instances[route.prefill].refusal(request) is None:
                 del self.offered[request.id]
                 self._queue(request, arrived, route)
 
