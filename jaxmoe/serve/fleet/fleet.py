@@ -257,7 +257,8 @@ class Fleet:
     def _offer_again(self, now: float) -> None:
         """Queue requests, the oldest first, until the policy has no place for one."""
         for request, arrived in [*self.offered.values()]:
-            if (route := self._dispatcher.place(request, self.view(now))) is None:
+            route = self._dispatcher.place(request, self.view(now))
+            if route is None or self.instances[route.prefill].refusal(request) is not None:
                 return
             del self.offered[request.id]
             self._queue(request, arrived, route)
