@@ -35,6 +35,7 @@ from jaxmoe.training.measures.dispersion import worker_losses
 from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.pipeline import pipeline_gradients
 from jaxmoe.training.pipeline.skipping import SkippingConfig, kept_groups
+from jaxmoe.training.repeated import num_passes, repeated, with_advantages
 from jaxmoe.training.state import TrainState
 
 
@@ -81,6 +82,19 @@ def batch_gradients(
     total_weight = jnp.where(weight > 0.0, weight, 1.0)
     given = {"model": model, "execution": execution, "objective": objective}
     given["whole"] = _gather_whole(model, state.params, execution)
+    if (passes := num_passes(model)) > 1:
+        batch, row_tokens = repeated((batch, row_tokens), passes, execution.placement)
+        total_weight, first_row = passes * total_weight, passes * first_row
+        accumulation *= passes
+        batch = with_advantages(
+            batch,
+            partial(_row_losses, state, **given),
+            total_weight,
+            passes=passes,
+            accumulation=accumulation,
+            first_row=first_row,
+            placement=execution.placement,
+        )
     has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
     if execution.mesh.stage > 1:
         summed = pipeline_gradients(
@@ -232,6 +246,14 @@ def batch_statistics(
     _, _, output = _forward(state.params, state, micro, model, execution, objective, whole)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
+
+
+def _row_losses(state: TrainState, micro: MicroBatch, **given: Any) -> Float[Array, " B"]:
+    """Return the summed cross-entropy of each row as training sees it, without a gradient."""
+    about = (given[name] for name in ("model", "execution", "objective", "whole"))
+    _, rows, _ = _forward(state.params, state, micro, *about, has_rows=True)
+    assert rows is not None  # asked for
+    return rows
 
 
 def _forward(
