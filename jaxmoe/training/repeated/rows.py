@@ -27,15 +27,9 @@ from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.mixing import ADVANTAGE
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.accumulation import MicroBatch, split_rows
 from sharding import axes as ax
 from sharding.constrain import Placement
-
-
-def num_passes(model: ModelConfig) -> int:
-    """Return the passes over each row of a step that the adapter of a model compares."""
-    return 1 if model.adapter is None else model.adapter.passes
 
 
 def repeated(rows: Any, passes: int, placement: Placement) -> Any:
@@ -82,7 +76,15 @@ def with_advantages(
         accumulation: Micro-batches of `batch`.
         first_row: Number of the first row.
         placement: Layout of the rows.
+
+    Raises:
+        ValueError: The batch is packed by level: shares of micro-batches then differ.
     """
+    if batch.level is not None:
+        raise ValueError(
+            "data.packing levels makes micro-batches of unequal shares, and the adapter compares"
+            " several passes over each: set data.packing to best_fit"
+        )
     number = batch.tokens.shape[0]
     micro = MicroBatch(batch=batch, row_ids=first_row + jnp.arange(number, dtype=jnp.int32))
     split = partial(split_rows, accumulation=accumulation, placement=placement)
@@ -102,32 +104,3 @@ def advantages(losses: Float[Array, "*B M"]) -> Float[Array, "*B M"]:
     """
     centred = losses - jnp.mean(losses, axis=-1, keepdims=True)
     return centred / (losses.shape[-1] - 1)
-
-
-def check_repeated(model: ModelConfig, *, has_skipping: bool, name: str, is_backward: bool) -> None:
-    """Refuse what an adapter that compares passes cannot be trained with.
-
-    Args:
-        model: Model with its adapter.
-        has_skipping: Whether micro-batches leave out layers.
-        name: Name of the estimator of the gradient.
-        is_backward: Whether it has a backward pass.
-
-    Raises:
-        ValueError: A gradient without a backward pass, layers that are left out, or a loop over
-            layers, whose turns but the last report no losses.
-    """
-    if num_passes(model) == 1 or model.adapter is None:
-        return
-    start = f"adapter:{model.adapter.name} trains a router by the losses of several draws, and"
-    if not is_backward:
-        raise ValueError(
-            f"{start} training.gradients:{name} has no backward pass: set training.gradients to"
-            " backprop"
-        )
-    if has_skipping:
-        raise ValueError(f"{start} training.skipping changes them: set training.skipping to None")
-    if model.loop is not None:
-        raise ValueError(
-            f"{start} model.loop draws anew in each turn and keeps the last: set model.loop to None"
-        )
