@@ -4,6 +4,6 @@
 
 from jaxmoe.training.repeated.check import check_repeated as check_repeated
 from jaxmoe.training.repeated.check import num_passes as num_passes
+from jaxmoe.training.repeated.rows import Rows as Rows
 from jaxmoe.training.repeated.rows import advantages as advantages
-from jaxmoe.training.repeated.rows import repeated as repeated
-from jaxmoe.training.repeated.rows import with_advantages as with_advantages
+from jaxmoe.training.repeated.rows import compared as compared

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,47 +53,57 @@ def repeated(rows: Any, passes: int, placement: Placement) -> Any:
     return jax.tree.map(one, rows)
 
 
-def with_advantages(
-    batch: Batch,
+class Rows(NamedTuple):
+    """Rows of a step, and how they are divided."""
+
+    batch: Batch
+    total_weight: Float[Array, ""]
+    """Sum of the loss weights."""
+    accumulation: int
+    """Number of micro-batches."""
+    first_row: Any
+    """Number of the first row."""
+
+
+def compared(
+    rows: Rows,
     row_losses: Callable[[MicroBatch], Float[Array, " b"]],
-    total_weight: Float[Array, ""],
-    *,
     passes: int,
-    accumulation: int,
-    first_row: Any,
     placement: Placement,
-) -> Batch:
-    """Return a batch of repeated rows with `ADVANTAGE` in `extra`.
+) -> Rows:
+    """Return each row several times, with `ADVANTAGE` in `extra`; as they are for one pass.
 
     A micro-batch's share of the losses of a step is 1 / accumulation; the advantages are multiplied
     with their number, so that the sum over all of them remains.
 
     Args:
-        batch: Rows of `repeated`.
+        rows: Rows of a step.
         row_losses: Summed losses of the rows of a micro-batch, nats.
-        total_weight: Sum of the loss weights of `batch`.
-        passes: Rows M that are compared.
-        accumulation: Micro-batches of `batch`.
-        first_row: Number of the first row.
+        passes: Number of times M.
         placement: Layout of the rows.
 
     Raises:
         ValueError: The batch is packed by level: shares of micro-batches then differ.
     """
-    if batch.level is not None:
+    if passes == 1:
+        return rows
+    if rows.batch.level is not None:
         raise ValueError(
             "data.packing levels makes micro-batches of unequal shares, and the adapter compares"
             " several passes over each: set data.packing to best_fit"
         )
+    batch, first_row = repeated(rows.batch, passes, placement), passes * rows.first_row
+    total_weight, accumulation = passes * rows.total_weight, passes * rows.accumulation
     number = batch.tokens.shape[0]
     micro = MicroBatch(batch=batch, row_ids=first_row + jnp.arange(number, dtype=jnp.int32))
     split = partial(split_rows, accumulation=accumulation, placement=placement)
-    losses = jax.lax.map(row_losses, jax.tree.map(lambda rows: split(jnp.asarray(rows)), micro))
+    losses = jax.lax.map(row_losses, jax.tree.map(split, micro))
     losses = placement.place(jax.lax.stop_gradient(losses), (None, None))
     own = advantages(losses.T.reshape(-1, passes)) * (passes * accumulation / total_weight)
     wide = jnp.broadcast_to(own.reshape(number, 1), batch.tokens.shape)
     placed = placement.place(wide, (ax.ACT_BATCH, ax.ACT_SEQ))
-    return dataclasses.replace(batch, extra=batch.extra | {ADVANTAGE: placed})
+    batch = dataclasses.replace(batch, extra=batch.extra | {ADVANTAGE: placed})
+    return Rows(batch, total_weight, accumulation, first_row)
 
 
 def advantages(losses: Float[Array, "*B M"]) -> Float[Array, "*B M"]:
