@@ -93,7 +93,7 @@ REGISTRIES = {
     "jaxmoe.adapters:Adapters": {
         *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
         *("lift", "quantised_choices"),
-        *("task_lora", "lora_mixer", "multi_head_routing", "shared_store"),
+        *("task_lora", "lora_mixer", "multi_head_routing", "remix", "shared_store"),
     },
     "jaxmoe.data:DATA_SOURCES": {
         *(

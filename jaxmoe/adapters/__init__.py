@@ -37,6 +37,7 @@ from jaxmoe.contrib.adapters.multi_head_routing import (
 from jaxmoe.contrib.adapters.quantised_choices import (
     QuantisedChoicesConfig as QuantisedChoicesConfig,
 )
+from jaxmoe.contrib.adapters.remix import RemixConfig as RemixConfig
 from jaxmoe.contrib.adapters.shared_store import SharedStoreConfig as SharedStoreConfig
 from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
 
@@ -51,6 +52,7 @@ Adapters = (
     | TaskLoraConfig
     | LoraMixerConfig
     | MultiHeadRoutingConfig
+    | RemixConfig
     | SharedStoreConfig
 )
 """Union of the adapters, the registry that the command line reads."""

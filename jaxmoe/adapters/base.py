@@ -141,6 +141,12 @@ class Adapter(abc.ABC):
     """Whether `after_step` changes frozen parameters: checkpoints then hold all parameters."""
 
     @property
+    def passes(self) -> int:
+        """Number of passes over each row of a step, whose draws of additions are compared: see
+        `jaxmoe.training.repeated`."""
+        return 1
+
+    @property
     @abc.abstractmethod
     def words(self) -> str:
         """The adapter in words, for the header of a run."""

@@ -12,7 +12,7 @@ under rematerialisation the inside runs twice.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -156,8 +156,11 @@ class Block(nn.Module):
         mixing = self.context.mixing
         if mixing is None:
             return None, {}
+        key = layer.key
+        if key is not None:
+            key = jax.random.fold_in(key, get_args(Half).index(half))
         given = MixingInputs(
-            x=normed, token_mask=tokens.token_mask, context=tokens.context, key=layer.key
+            x=normed, token_mask=tokens.token_mask, context=tokens.context, key=key
         )
         placement = self.execution.placement
         return mixing.mix(own_of(self, half), given, placement, train=self.train)

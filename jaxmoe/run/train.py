@@ -158,7 +158,7 @@ def prepare(
     check_trains(directory, config)
     config, devices = fitted(config)
     assembly = assemble(config, trains=True, devices=devices)
-    is_first = jax.process_index() == 0
+    is_first, record = jax.process_index() == 0, None
     if is_first:
         step_plan = assembly.plan.step_plan(assembly.execution)
         if text := memory_warning(step_plan, jax.local_devices()):
@@ -169,7 +169,7 @@ def prepare(
             on_lost=supervision.stop.taken_over,
         )
         resources.callback(directory.release)
-        check_config(directory, config, assembly.plan, extends=extends)
+        record = check_config(directory, config, assembly.plan, extends=extends)
     assembly = assembly.with_files(directory.path)
     if assembly.files is not None:
         resources.callback(assembly.files.close)
@@ -197,7 +197,8 @@ def prepare(
     if assembly.island is not None and begun.step < config.training.steps:
         island = _island(assembly.island, begun)
         resources.callback(island.close)
-    if is_first:
+    if record is not None:
+        record()
         if begun.averaged is not None:
             record_averaged(directory, begun.averaged)
         if begun.source is not None:

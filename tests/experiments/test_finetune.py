@@ -167,8 +167,9 @@ def test_commands_that_cannot_run_say_why(words, message, finished, tuned, capsy
     assert message in capsys.readouterr().err
 
 
-def test_another_base_is_refused(finished, tuned, tmp_path, capsys):
+def test_another_base_is_refused_and_leaves_the_run_bitwise(finished, tuned, tmp_path, capsys):
     other, here = tmp_path / "other", finished / "checkpoints"
+    before = {name: (tuned / name).read_bytes() for name in ("config.json", "lineage.json")}
     shutil.copytree(finished, other, ignore=shutil.ignore_patterns("checkpoints"))
     state, manifest = load_checkpoint(here, step=6), read_manifest(here / "6")
     state["params"]["head"]["weight"] = state["params"]["head"]["weight"].at[0, 0].add(1e-3)
@@ -179,6 +180,7 @@ def test_another_base_is_refused(finished, tuned, tmp_path, capsys):
         finetune.main(flags(other, tuned, 4))
     message = capsys.readouterr().err
     assert "holds other parameters: name the model that was adapted" in message
+    assert before == {name: (tuned / name).read_bytes() for name in before}
 
 
 def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):

@@ -13,6 +13,7 @@ from tests.support.runs import flags, logged_losses
 QUICK = ("--training.steps", "2", "--schedule.warmup_steps", "1", "--tracking.sample_length", "0")
 ADAPTERS = {
     "lora_mixer": ("--adapter.members", "4"),
+    "remix": ("--adapter.members", "4", "--adapter.draws", "2"),
     "task_lora": ("--adapter.members", "2", "--adapter.rank", "2"),
     "multi_head_routing": ("--adapter.tasks", "2", "--adapter.splits", "2"),
 }
@@ -56,7 +57,7 @@ def test_a_mixture_is_trained_evaluated_and_read_and_not_folded(
     assembly, _, step = load_run(str(directory), None)
     batch = assembly.loader.batch(0)
     assert step == 2
-    assert set(batch.extra) == (set() if name == "lora_mixer" else {"task"})
+    assert set(batch.extra) == ({"task"} if name in ("task_lora", "multi_head_routing") else set())
     if batch.extra:
         assert {int(task) for task in batch.extra["task"].ravel()} == {0, 1}
     assert evaluate.main(["--run.directory", str(directory)]) == ExitCode.DONE
