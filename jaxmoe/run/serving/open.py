@@ -7,16 +7,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxmoe.adapters import check_together, together
 from jaxmoe.data.chat import TemplateName
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.conversion import Ends, end_ids, length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.chat import chat_format
+from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
@@ -115,6 +119,7 @@ def open_served(
     name: str | None = None,
     template: TemplateName | None = None,
     eos: Ends = "auto",
+    adapters: Mapping[str, str] | None = None,
 ) -> Served:
     """Read a checkpoint, compile the steps and start an engine; the caller closes it.
 
@@ -127,9 +132,10 @@ def open_served(
         name: Name of the model; that of the run when None.
         template: How turns are written; when None that of the training data, or of the tokenizer.
         eos: Whether the end-of-text token ends a text.
+        adapters: Directories of LoRA runs of this model, by the names of the adapters.
 
     Raises:
-        ValueError: There is no such run, or it cannot be served.
+        ValueError: There is no such run, it cannot be served, or an adapter is of another model.
     """
     assembly, state, _ = load_run(
         path, step, mesh or MeshConfig(data=-1), needs_data=False, initial=initial
@@ -139,14 +145,23 @@ def open_served(
     params, router_state = state.params, state.router_state
     if is_alone:
         params, router_state = jax.device_get((params, router_state))
-        params = jax.device_put(params)
+    model, chats = assembly.plan.model, dict[str, ChatFormat | None]()
+    if adapters:
+        if not is_alone:
+            raise ValueError(
+                f"adapters: several of them are served on one device, and run.mesh has"
+                f" {assembly.mesh.size}: leave run.mesh out, or serve one folded run"
+            )
+        model, params, chats = _adapted(path, step, model, params, adapters, template)
+    params = jax.device_put(params) if is_alone else params
     executor = ModelExecutor(
-        assembly.plan.model,
+        model,
         params,
         router_state,
         config=sizes.executor(length_of(directory, config)),
         execution=assembly.execution,
         mesh=None if is_alone else assembly.mesh,
+        adapters=tuple(chats),
     )
     engine_config = EngineConfig(batching=sizes.batching, max_waiting=sizes.max_waiting)
     return Served(
@@ -154,9 +169,47 @@ def open_served(
         engine=Engine(executor, engine_config, codec=assembly.source),
         codec=assembly.source,
         chat=_chat(assembly, directory, template),
+        adapters=chats,
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
     )
+
+
+def _adapted(
+    path: str,
+    step: int | None,
+    model: ModelConfig,
+    params: Any,
+    adapters: Mapping[str, str],
+    template: TemplateName | None,
+) -> tuple[ModelConfig, Any, dict[str, ChatFormat | None]]:
+    """Return the model and its parameters with all adapters, and how each reads conversations.
+
+    The fingerprint of the model that each adapter was trained on is compared as it is loaded.
+
+    Args:
+        path: Directory of the model.
+        step: Step of its checkpoint.
+        model: Config of the model.
+        params: Its parameters as host arrays.
+        adapters: Directories by name.
+        template: See `open_served`.
+    """
+    if model.adapter is not None or step is not None:
+        raise ValueError(
+            f"adapters: run.directory={path} must be a model without an adapter at its newest"
+            " checkpoint: name the run that the adapters were trained on, and leave run.step out"
+        )
+    given, chats = {}, dict[str, ChatFormat | None]()
+    for name, directory in adapters.items():
+        check_together(name, saved_config(directory).model.adapter)
+        assembly, state, _ = load_run(
+            directory, None, MeshConfig(data=-1), needs_data=False, initial=path
+        )
+        given[name] = assembly.plan.model.adapter, jax.device_get(state.params)
+        chats[name] = _chat(assembly, RunDirectory(directory), template)
+    adapter, params = together(params, given)
+    return dataclasses.replace(model, adapter=adapter), params, chats
 
 
 def _chat(
