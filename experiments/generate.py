@@ -50,6 +50,7 @@ from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends
 from jaxmoe.run.provenance.chat import open_chat
 from jaxmoe.serve.expert_slots import parse_slots
+from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
 
 
@@ -143,7 +144,8 @@ def main(argv: Sequence[str]) -> int:
         offload = config.offload()
         run = Run.open(
             config.run.directory,
-            mesh=config.run.mesh,
+            mesh=config.run.mesh if offload is None else MeshConfig(data=1),
+            is_on_host=offload is not None,
             cache=config.cache,
             initial=config.run.initial,
         )

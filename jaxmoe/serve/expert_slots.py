@@ -106,7 +106,8 @@ class SlotStore:
             stream: Stream after its mixer.
             about: Inputs of all layers.
         """
-        moe, layer = call.stack.kind.feed_forward, call.moe_layer
+        moe: Any = call.stack.kind.feed_forward
+        layer = call.moe_layer
         ids, rows = moe_programs.route(chain, call, stream, about)
         one = self._pass = _Pass(chain.execution, ids, rows, moe.num_routed)
         expected = self._before.get(self._next[layer], ())
@@ -202,9 +203,9 @@ class ExpertSlots(Offload):
             return f"{self.size} expert slots: nothing was generated"
         return (
             f"{store.num_slots} expert slots, {self.policy.name}:"
-            f" {store.loads * store.expert_bytes / 1e6:.1f} MB moved in {store.loads} loads, hits"
-            f" {store.hits} of {store.uses} uses, {store.slot_bytes / 1e6:.1f} MB of experts and"
-            f" {self._other_bytes / 1e6:.1f} MB of other parameters on the device"
+            f" {store.loads * store.expert_bytes / 1e6:.3g} MB moved in {store.loads} loads, hits"
+            f" {store.hits} of {store.uses} uses, {store.slot_bytes / 1e6:.3g} MB of experts and"
+            f" {self._other_bytes / 1e6:.3g} MB of other parameters on the device"
         )
 
     def close(self) -> None:

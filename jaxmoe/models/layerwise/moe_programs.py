@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -109,7 +110,7 @@ def _route(*given: Any) -> tuple[Array, Array]:
     tokens = stream.x.shape[0] * stream.x.shape[1]
     dtype = execution.precision.compute_dtype
     nothing = jnp.zeros((tokens * top_k, stream.x.shape[-1]), dtype)
-    block, own, inputs = _layer(*of_layer, nothing)
+    block, own, inputs = _layer(of_layer, nothing)
     outputs = block.apply(own, stream, inputs, about, method="feed")[1]
     rows = block.apply(own, stream, method="fed").astype(dtype)
     return outputs.statistics.extra[RECORDED] - 1, rows.reshape(tokens, -1)
@@ -142,20 +143,18 @@ def _compute(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _write(*given: Any) -> Stream:
     *of_layer, stream, about, outputs = given
-    block, own, inputs = _layer(*of_layer, outputs)
+    block, own, inputs = _layer(of_layer, outputs)
     return block.apply(own, stream, inputs, about, method="feed")[0]
 
 
-def _layer(
-    context: Any,
-    execution: ExecutionConfig,
-    kind: Layer,
-    params: Any,
-    router_state: Any,
-    numbers: Any,
-    outputs: Array,
-) -> tuple[Block, Any, Any]:
-    """Return the module of a layer, its parameters and its inputs."""
+def _layer(given: Sequence[Any], outputs: Array) -> tuple[Block, Any, Any]:
+    """Return the module of a layer, its parameters and its inputs.
+
+    Args:
+        given: What `_of` returns.
+        outputs: Outputs of its experts.
+    """
+    context, execution, kind, params, router_state, numbers = given
     block = Block(kind.mixer, kind.feed_forward, context, execution, train=False)
     inputs = layer_inputs(kind, router_state, *numbers[1:])
     inputs = dataclasses.replace(inputs, expert_outputs=outputs)
