@@ -111,9 +111,9 @@ def _route(*given: Any) -> tuple[Array, Array]:
     dtype = execution.precision.compute_dtype
     nothing = jnp.zeros((tokens * top_k, stream.x.shape[-1]), dtype)
     block, own, inputs = _layer(of_layer, nothing)
-    outputs = block.apply(own, stream, inputs, about, method="feed")[1]
-    rows = block.apply(own, stream, method="fed").astype(dtype)
-    return outputs.statistics.extra[RECORDED] - 1, rows.reshape(tokens, -1)
+    outputs: Any = block.apply(own, stream, inputs, about, method="feed")[1]
+    rows: Any = block.apply(own, stream, method="fed")
+    return outputs.statistics.extra[RECORDED] - 1, rows.astype(dtype).reshape(tokens, -1)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="outputs")
