@@ -12,9 +12,15 @@
 
 Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), and / (a
 page to chat with and to watch the load). Several instances answer behind one address, and /metrics
-has the numbers of each. With the environment variable JAXMOE_API_KEY every request must bring that
-key. Ctrl-C or SIGTERM lets the answers end that have begun, for at most `--drain` seconds; a second
-signal ends the server at once.
+has the numbers of each.
+
+    python -m experiments.serve --run.directory BASE --adapters sql=RUN1 chat=RUN2
+
+serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:chat` or the model.
+
+With the environment variable JAXMOE_API_KEY every request must bring that key. Ctrl-C or SIGTERM
+lets the answers end that have begun, for at most `--drain` seconds; a second signal ends the server
+at once.
 
 Exit codes: 0 after draining; 2 for a configuration that cannot be served.
 """
@@ -27,6 +33,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -64,6 +71,8 @@ class ServeConfig:
     """Port to listen on; 0 takes a free one and prints it."""
     name: str | None = None
     """Name of the model in requests; that of the run when None."""
+    adapters: tuple[str, ...] = ()
+    """LoRA runs of the model, NAME=DIRECTORY each; requests name them as model:NAME."""
     template: TemplateName | None = None
     """How turns of a chat are written; that of the training data, or of the tokenizer, when
     None."""
@@ -87,8 +96,25 @@ class ServeConfig:
         for field in ("drain", "every"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 or more")
+        self.adapter_directories()
         if self.max_body < 1:
             raise ValueError(f"max_body={self.max_body} must be at least 1")
+
+    def adapter_directories(self) -> dict[str, str]:
+        """Return the directories of the adapters by name.
+
+        Raises:
+            ValueError: One has no name or no directory, or a name is given twice.
+        """
+        found = dict[str, str]()
+        for text in self.adapters:
+            name, _, directory = text.partition("=")
+            if not re.fullmatch(r"[\w.-]+", name) or not directory or name in found:
+                raise ValueError(
+                    f"adapters={text} must be NAME=DIRECTORY, each name once: sql=runs/finetune/sql"
+                )
+            found[name] = directory
+        return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -150,6 +176,7 @@ def _open(config: ServeConfig) -> Served:
         name=config.name,
         template=config.template,
         eos=config.eos,
+        adapters=config.adapter_directories(),
     )
 
 

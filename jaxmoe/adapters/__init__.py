@@ -26,6 +26,8 @@ from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
 from jaxmoe.adapters.task_lora import TaskLoraConfig as TaskLoraConfig
+from jaxmoe.adapters.together import check_together as check_together
+from jaxmoe.adapters.together import together as together
 from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
 from jaxmoe.contrib.adapters.lora_mixer import LoraMixerConfig as LoraMixerConfig
 from jaxmoe.contrib.adapters.mixture_of_shards import (

@@ -46,6 +46,8 @@ _HALVES: Final[Mapping[Role, Half]] = {
     "shared_in": "feed_forward",
     "shared_out": "feed_forward",
 }
+MIXED_ROLES: Final = tuple(_HALVES)
+"""Roles of the matrices whose additions can differ from token to token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

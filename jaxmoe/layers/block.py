@@ -126,6 +126,14 @@ class Block(nn.Module):
         outputs = dataclasses.replace(outputs, losses=losses)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
+    def fed(self, stream: Stream) -> Array:
+        """Return the normed activations [B S D] that the feed-forward reads.
+
+        Args:
+            stream: Stream after the mixer half.
+        """
+        return self._feed_forward_norm(self._feed_forward_residual.read(stream).x)
+
     def feed(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
     ) -> tuple[Stream, FeedForwardOutputs]:
@@ -267,4 +275,5 @@ def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> 
         expert_device=stream.expert_device,
         layer=layer.moe_layer,
         context=tokens.context,
+        expert_outputs=layer.expert_outputs,
     )

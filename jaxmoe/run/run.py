@@ -91,7 +91,7 @@ class Run:
         """How the latest call of `train` or `steps` ended; None before."""
         self._loaded: _Loaded | None = None
         self._extends = extends
-        self._has_own_data = True
+        self._has_own_data, self._is_on_host = True, False
 
     @classmethod
     def open(
@@ -104,6 +104,7 @@ class Run:
         sequence_length: int | None = None,
         batches: int | None = None,
         initial: str | None = None,
+        is_on_host: bool = False,
     ) -> Run:
         """Open a finished or interrupted run by its directory.
 
@@ -115,6 +116,7 @@ class Run:
             sequence_length: Tokens of a held-out sequence; those of a training row when None.
             batches: Number of held-out batches; that of the run when None.
             initial: Model that the adapter of the run was trained on, where it has moved.
+            is_on_host: Whether to load into host memory, for a mesh of one device.
 
         Raises:
             ConfigurationError: There is no run, or `cache` or `data` does not fit the model.
@@ -124,7 +126,7 @@ class Run:
             saved = saved_config(path, initial)
             config = on_data(saved, RunDirectory(path), data, sequence_length, batches)
             run = cls(at_execution(config, path, mesh, cache), path)
-        run._has_own_data = config == saved
+        run._has_own_data, run._is_on_host = config == saved, is_on_host
         return run
 
     def train(self, supervision: Supervision | None = None) -> TrainResult:
@@ -360,14 +362,10 @@ class Run:
             *(self.config, self.directory, step),
             needs_data=needs_data,
             has_own_data=self._has_own_data,
+            devices=jax.local_devices(backend="cpu")[:1] if self._is_on_host else None,
         )
-        return _Loaded(
-            assembly=assembly,
-            state=state,
-            step=found,
-            is_newest=step is None,
-            has_data=needs_data,
-        )
+        known = {"is_newest": step is None, "has_data": needs_data}
+        return _Loaded(assembly=assembly, state=state, step=found, **known)
 
     @contextlib.contextmanager
     def _restored(self, step: int | None) -> Generator[_Loaded, None, None]:

@@ -28,6 +28,7 @@ class Work:
     """Number of the drawn token within the answer, from 0."""
     sampling: Sampling
     adapter: str = ""
+    """Adapter of the sequence; empty for the model itself."""
     layers: tuple[int, int] | None = None
     """First layer and the one after the last; None for all layers."""
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
+from jaxmoe.adapters import check_together, together
 from jaxmoe.data.chat import TemplateName
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.conversion import Ends, end_ids, length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.chat import chat_format
+from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.run.serving.instances import device_groups, executors_on
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
@@ -114,6 +118,17 @@ class EngineSizesConfig:
         )
 
 
+class Opened(NamedTuple):
+    """Executors of a checkpoint."""
+
+    executors: list[ModelExecutor]
+    """One for each instance."""
+    assembly: Assembly
+    """The run, with its tokens."""
+    chats: dict[str, ChatFormat | None]
+    """How each adapter reads conversations."""
+
+
 def open_executors(
     path: str,
     sizes: EngineSizesConfig,
@@ -121,7 +136,9 @@ def open_executors(
     step: int | None = None,
     mesh: MeshConfig | None = None,
     initial: str | None = None,
-) -> tuple[list[ModelExecutor], Assembly]:
+    template: TemplateName | None = None,
+    adapters: Mapping[str, str] | None = None,
+) -> Opened:
     """Read a checkpoint and compile the steps of every instance.
 
     Args:
@@ -130,26 +147,36 @@ def open_executors(
         step: Step of the checkpoint; the newest when None.
         mesh: Mesh with the axes tensor and expert; one device when None.
         initial: Model that the adapter of the run was trained on, where it has moved.
+        template: See `open_served`.
+        adapters: Directories of LoRA runs of this model, by the names of the adapters.
 
     Raises:
-        ValueError: There is no such run, or it cannot be served.
+        ValueError: There is no such run, it cannot be served, or an adapter is of another model.
     """
     groups = device_groups(sizes.instances, mesh)
     # Several instances take their weights from host memory.
     loaded = MeshConfig(data=-1) if mesh is None or len(groups) > 1 else mesh
     assembly, state, _ = load_run(path, step, loaded, needs_data=False, initial=initial)
-    most = sizes.executor(length_of(RunDirectory(path), assembly.plan.config))
-    given: dict[str, Any] = {"config": most, "execution": assembly.execution}
-    model, params, router_state = assembly.plan.model, state.params, state.router_state
-    if len(groups) > 1:
-        executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
-        return executors, assembly
-    is_alone = mesh is None or assembly.mesh.size == 1
+    model, chats = assembly.plan.model, dict[str, ChatFormat | None]()
+    params, router_state = state.params, state.router_state
+    is_alone = len(groups) == 1 and (mesh is None or assembly.mesh.size == 1)
     if is_alone:
         params, router_state = jax.device_get((params, router_state))
-        params = jax.device_put(params)
-    on = None if is_alone else assembly.mesh
-    return [ModelExecutor(model, params, router_state, mesh=on, **given)], assembly
+    if adapters and not is_alone:
+        raise ValueError(
+            f"adapters: several of them are served on one device, and engine.instances="
+            f"{sizes.instances}, run.mesh={mesh}: leave both out, or serve one folded run"
+        )
+    if adapters:
+        model, params, chats = _adapted(path, step, model, params, adapters, template)
+    most = sizes.executor(length_of(RunDirectory(path), assembly.plan.config))
+    given: dict[str, Any] = {"config": most, "execution": assembly.execution}
+    if len(groups) > 1:
+        executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
+        return Opened(executors, assembly, chats)
+    params = jax.device_put(params) if is_alone else params
+    given |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
+    return Opened([ModelExecutor(model, params, router_state, **given)], assembly, chats)
 
 
 def open_served(
@@ -162,6 +189,7 @@ def open_served(
     name: str | None = None,
     template: TemplateName | None = None,
     eos: Ends = "auto",
+    adapters: Mapping[str, str] | None = None,
 ) -> Served:
     """Read a checkpoint, compile the steps and start an engine; the caller closes it.
 
@@ -176,11 +204,20 @@ def open_served(
         name: Name of the model; that of the run when None.
         template: How turns are written; when None that of the training data, or of the tokenizer.
         eos: Whether the end-of-text token ends a text.
+        adapters: Directories of LoRA runs of this model, by the names of the adapters.
 
     Raises:
-        ValueError: There is no such run, or it cannot be served.
+        ValueError: There is no such run, it cannot be served, or an adapter is of another model.
     """
-    executors, assembly = open_executors(path, sizes, step=step, mesh=mesh, initial=initial)
+    executors, assembly, chats = open_executors(
+        path,
+        sizes,
+        step=step,
+        mesh=mesh,
+        initial=initial,
+        template=template,
+        adapters=adapters,
+    )
     config, directory = assembly.plan.config, RunDirectory(path)
     engine_config = EngineConfig(
         batching=sizes.batching, dispatch=sizes.dispatch, max_waiting=sizes.max_waiting
@@ -190,9 +227,47 @@ def open_served(
         engine=Engine(executors, engine_config, codec=assembly.source),
         codec=assembly.source,
         chat=_chat(assembly, directory, template),
+        adapters=chats,
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
     )
+
+
+def _adapted(
+    path: str,
+    step: int | None,
+    model: ModelConfig,
+    params: Any,
+    adapters: Mapping[str, str],
+    template: TemplateName | None,
+) -> tuple[ModelConfig, Any, dict[str, ChatFormat | None]]:
+    """Return the model and its parameters with all adapters, and how each reads conversations.
+
+    The fingerprint of the model that each adapter was trained on is compared as it is loaded.
+
+    Args:
+        path: Directory of the model.
+        step: Step of its checkpoint.
+        model: Config of the model.
+        params: Its parameters as host arrays.
+        adapters: Directories by name.
+        template: See `open_served`.
+    """
+    if model.adapter is not None or step is not None:
+        raise ValueError(
+            f"adapters: run.directory={path} must be a model without an adapter at its newest"
+            " checkpoint: name the run that the adapters were trained on, and leave run.step out"
+        )
+    given, chats = {}, dict[str, ChatFormat | None]()
+    for name, directory in adapters.items():
+        check_together(name, saved_config(directory).model.adapter)
+        assembly, state, _ = load_run(
+            directory, None, MeshConfig(data=-1), needs_data=False, initial=path
+        )
+        given[name] = assembly.plan.model.adapter, jax.device_get(state.params)
+        chats[name] = _chat(assembly, RunDirectory(directory), template)
+    adapter, params = together(params, given)
+    return dataclasses.replace(model, adapter=adapter), params, chats
 
 
 def _chat(

@@ -50,8 +50,8 @@ def measure_run(
     Raises:
         ValueError: The run cannot be served, or too few shapes are compiled for a fit.
     """
-    executors, assembly = open_executors(path, dataclasses.replace(sizes, instances=1))
-    executor = executors[0]
+    opened = open_executors(path, dataclasses.replace(sizes, instances=1))
+    executor, assembly = opened.executors[0], opened.assembly
     timings = measure_steps(executor, executor.config, repeats)
     platform = jax.default_backend()
     if source == "auto":

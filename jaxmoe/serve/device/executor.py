@@ -100,6 +100,7 @@ class ModelExecutor:
         config: ExecutorConfig | None = None,
         execution: ExecutionConfig | None = None,
         mesh: Any = None,
+        adapters: tuple[str, ...] = (),
     ):
         """Allocate the pages and compile all programs.
 
@@ -110,6 +111,8 @@ class ModelExecutor:
             config: Sizes; defaults when None.
             execution: How the model is computed.
             mesh: Mesh of `sharding.make_mesh` with tensor and expert axes; None for one device.
+            adapters: Names of the adapters that `jaxmoe.adapters.together` has put into the
+                parameters, in its order; a request names one of them, or none.
 
         Raises:
             ValueError: The model cannot be served, or the mesh has other axes.
@@ -117,7 +120,7 @@ class ModelExecutor:
         reason = why_not_served(model, execution or ExecutionConfig(), mesh)
         if reason is not None:
             raise ValueError(reason)
-        self.model, self.config = model, config or ExecutorConfig()
+        self.model, self.config, self.adapters = model, config or ExecutorConfig(), adapters
         self.execution = ServedConfig.of(execution or ExecutionConfig())
         self._mesh, self._router_state = mesh, router_state
         self._params = self._laid_out(params)
@@ -281,9 +284,10 @@ class ModelExecutor:
                 "has_experts asks for the chosen experts, which are not compiled: set has_experts"
                 " of the executor to True"
             )
-        if request.adapter:
+        if request.adapter and request.adapter not in self.adapters:
             raise ValueError(
-                f"adapter={request.adapter!r} is not loaded: this executor serves the model itself"
+                f"adapter={request.adapter!r} is not loaded: this executor has"
+                f" {', '.join(self.adapters) or 'none'}"
             )
 
     def temp_bytes(self, program: Program) -> int:
@@ -339,7 +343,8 @@ class ModelExecutor:
             (one, singles + number, singles + number * length)
             for number, one in enumerate(step.pieces)
         ]
-        wants_top = False
+        wants_top, numbers = False, {name: i for i, name in enumerate(self.adapters)}
+        adapters = np.full(len(tokens), -1, np.int32) if numbers else None
         for work, row, at in placed:
             end, where = at + len(work.tokens), work.start + np.arange(len(work.tokens))
             pages = np.asarray(work.pages, np.int32)
@@ -348,10 +353,12 @@ class ModelExecutor:
             tables[row, : min(len(pages), width)] = pages[:width]
             last[row], counts[row], seeds[row] = end - 1, work.index, work.sampling.seed
             set_limits(limits, row, work.sampling)
+            if adapters is not None:
+                adapters[at:end] = numbers.get(work.adapter, -1)
             wants_top |= work.draws and work.sampling.num_logprobs > 0
         split = PageTables(slots, tables[:singles], tables[singles:])
         given = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
-        return StepInputs(*given), placed
+        return StepInputs(*given, adapters), placed
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
