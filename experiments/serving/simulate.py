@@ -145,6 +145,11 @@ def main(argv: Sequence[str]) -> int:
         require("matplotlib.figure")
         measured = None
         if directory.has_config():
+            if config.scaling != ("fixed",):
+                raise ValueError(
+                    f"scaling={config.scaling} changes devices and clocks, and the steps of a run"
+                    " are measured with those of this machine: leave it, or --run.directory"
+                )
             measured = measure_run(str(directory.path), config.engine, config.repeats, config.cost)
             say(measured.about)
             directory = RunDirectory(directory.path / "simulate")
@@ -222,8 +227,8 @@ def simulate(
     """
     say(about)
     objective = Objective(ttft=config.ttft, tpot=config.tpot)
-    policies = config.batching or [name for name in BATCHING if _can_run(name, facts)]
-    chosen = (tuple(policies), config.dispatch, config.retention, config.scaling)
+    policies = config.batching or tuple(name for name in BATCHING if _can_run(name, facts))
+    chosen = (policies, config.dispatch, config.retention, config.scaling)
     for rate in config.rates:
         workload = dataclasses.replace(config.workload, rate=rate * config.instances)
         arrivals = workload.arrivals(objective, facts.max_length)

@@ -39,16 +39,6 @@ def test_a_fleet_is_compared_by_dispatch(tmp_path, capsys):
     assert "split_fuse least_loaded" in capsys.readouterr().out
 
 
-def test_retention_and_scaling_are_compared(tmp_path, capsys):
-    words = ["--batching", "split_fuse", "--dispatch", "pd_serve", "--instances", "2"]
-    words += ["--retention", "lru", "swap_groups", "--scaling", "fixed", "polca", *SMALL]
-    assert main(["simulate", "--run.directory", str(tmp_path), *words]) == 0
-    out = capsys.readouterr().out
-    assert "split_fuse swap_groups polca" in out and "J/token" in out
-    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
-    assert len(rows) == 8 and all(row["joules_per_token"] > 0 for row in rows)
-
-
 @pytest.mark.slow
 def test_a_run_is_simulated_with_the_times_of_its_compiled_steps(finished, tmp_path, capsys):
     run = tmp_path / "run"
@@ -65,6 +55,16 @@ def test_a_run_is_simulated_with_the_times_of_its_compiled_steps(finished, tmp_p
     assert (run / "simulate" / "plots" / "goodput.png").stat().st_size > 1000
 
 
+def test_retention_and_scaling_are_compared(tmp_path, capsys):
+    words = ["--batching", "split_fuse", "--dispatch", "pd_serve", "--instances", "2"]
+    words += ["--retention", "lru", "swap_groups", "--scaling", "fixed", "polca", *SMALL]
+    assert main(["simulate", "--run.directory", str(tmp_path), *words]) == 0
+    out = capsys.readouterr().out
+    assert "split_fuse swap_groups polca" in out and "J/token" in out
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert len(rows) == 8 and all(row["joules_per_token"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -72,8 +72,8 @@ def test_a_run_is_simulated_with_the_times_of_its_compiled_steps(finished, tmp_p
         (["simulate", "--chip", "h10"], "chip=h10 is unknown: did you mean 'h100'?"),
         (["simulate", "--instances", "0"], "instances=0"),
         (["simulate", "--rates", "0"], "rate=0.0"),
-        (["simulate", "--scaling", "slow"], "scaling=slow is unknown: did you mean 'slo'?"),
         (["simulate", "--cost", "table"], "cost=table is measured with the model of a run"),
+        (["simulate", "--scaling", "slow"], "scaling=slow is unknown: did you mean 'slo'?"),
         (["simulat"], "unknown command 'simulat': did you mean 'simulate'?"),
     ],
 )
