@@ -6,6 +6,7 @@
     python -m experiments.generate --run.directory RUN --prompt "def f(" "class A" --top_p 0.9
     python -m experiments.generate --run.directory RUN --prompts questions.jsonl --to answers.jsonl
     python -m experiments.generate --run.directory allenai/OLMoE-1B-7B-0924 --prompt "Once"
+    python -m experiments.generate --run.directory runs/finetune/tasks --task code
     python -m experiments.generate --run.directory runs/finetune/chats-lora --chat True
 
 A single text appears while it is generated. `--top_k`, `--top_p` and `--min_p` leave out unlikely
@@ -97,6 +98,9 @@ class GenerateConfig:
     reading: CacheReading = WHOLE_CACHE
     """Part of the cache that a generated token reads: whole, or pages with their size, score and
     eviction; --cache_pages is the short form."""
+    task: str | None = None
+    """Part of data.mix, by name or number from 0, whose additions an adapter with tasks uses; that
+    of adapter.task when None."""
     chat: bool = False
     """Whether to talk in the terminal, line by line, instead of continuing a prompt."""
     system: str | None = None
@@ -160,6 +164,7 @@ def main(argv: Sequence[str]) -> int:
             "eos": config.eos,
             "step": config.run.step,
             "programs": offload,
+            "task": config.task,
             "reading": part_of_cache(config.reading, config.cache_pages),
         }
         if config.chat:

@@ -42,7 +42,7 @@ from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import describe_precision, restore_run
 from jaxmoe.run.loop import Steps
-from jaxmoe.run.provenance.saved import at_execution, on_data, saved_config
+from jaxmoe.run.provenance.saved import at_execution, on_data, on_task, saved_config
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
 from jaxmoe.run.results import EvaluateResult, TrainedStep, TrainResult
@@ -220,6 +220,7 @@ class Run:
         reading: CacheReading = WHOLE_CACHE,
         on_sample: OnSample | None = None,
         programs: MakePrograms | None = None,
+        task: str | None = None,
     ) -> Any:
         """Continue a text, or several together, on one device.
 
@@ -239,6 +240,7 @@ class Run:
             reading: Part of the cache that a generated token attends to.
             on_sample: Called with the sample of a single prompt as its text grows.
             programs: Makes the programs, see `jaxmoe.models.layerwise.offload`.
+            task: Part of data.mix, by name or number, whose adapter is used; its own when None.
 
         Returns:
             A sample, or a list of them for several prompts.
@@ -248,22 +250,19 @@ class Run:
                 no such checkpoint.
         """
         with configuration_errors():
-            sampling = SamplingConfig(
-                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-            )
-            given = GenerationConfig(length=length, sampling=sampling, seed=seed, stop=tuple(stop))
+            law = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            given = GenerationConfig(length=length, sampling=law, seed=seed, stop=tuple(stop))
             loaded = self._load(step, needs_data=False)
             assembly, source = loaded.assembly, loaded.assembly.source
-            is_ids = isinstance(prompt, np.ndarray)
-            texts: Any = [prompt] if isinstance(prompt, str) else prompt
-            prompts = [prompt] if is_ids else encode_prompts(source, texts)
+            texts: Any = [prompt] if isinstance(prompt, str | np.ndarray) else prompt
+            prompts = texts if isinstance(prompt, np.ndarray) else encode_prompts(source, texts)
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
             given = dataclasses.replace(given, eos_ids=ends)
             execution, precision = decoding(assembly, reading, prompts, length)
             alone = {"on_sample": on_sample, "programs": programs}
             alone = alone if len(prompts) == 1 or any(alone.values()) else {}
             samples = (continue_texts if alone else continue_together)(
-                assembly.plan.model,
+                on_task(assembly.plan.model, self.config.data, task),
                 source,
                 jax.device_get(loaded.state.params),
                 jax.device_get(loaded.state.router_state),
