@@ -51,6 +51,24 @@ DEAD_FRACTION = "router/dead_fraction"
 """Share of the experts that no token of the batch was sent to."""
 DROPPED_FRACTION = "router/dropped_fraction"
 """Share of the assignments that were dropped for lack of capacity."""
+REWARD = "rl/reward"
+"""Mean reward of the answers of a step of reinforcement learning."""
+SOLVED = "rl/solved"
+"""Share of the answers with a reward of 1."""
+DIVERGENCE = "rl/kl"
+"""Divergence of the policy per token, nats: from the initial model with beta, from the program that
+drew the answers without."""
+CLIPPED = "rl/clipped"
+"""Share of the answers' tokens whose probability differs by more than the clip range from the one
+that they were drawn with."""
+ANSWER_LENGTH = "rl/length"
+"""Mean tokens of an answer."""
+REPLAYED = "rl/replayed"
+"""Share of the tokens that are trained with the experts of the engine."""
+ROLLOUT_SECONDS = "rl/rollout_s"
+"""Seconds of a step for its answers."""
+TRAIN_SECONDS = "rl/train_s"
+"""Seconds of a step for the rest."""
 
 
 Histogram = tuple[np.ndarray, np.ndarray]

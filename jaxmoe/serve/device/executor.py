@@ -123,6 +123,18 @@ class ModelExecutor:
         self.reset()
         self.programs = tuple(self._compile(one) for one in self._shapes())
 
+    def load(self, params: Any, router_state: Any = None) -> None:
+        """Go on with other parameters of the same model; called between requests.
+
+        Pages keep what they hold: requests that shall not begin with pages of the earlier
+        parameters have another `salt`.
+
+        Args:
+            params: Parameters, laid out as those that the executor was made with.
+            router_state: State of the routers; fresh when None.
+        """
+        self._params, self._router_state = self._laid_out(params), router_state
+
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._swapped.clear()

@@ -1,0 +1,103 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`RolloutsConfig`: how a run that learns from rewards gets its batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxmoe.rl.rewards import ArithmeticConfig, RewardConfig
+
+OldName = Literal["trainer", "engine"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutsConfig:
+    """Answers that the model in training writes, and their rewards."""
+
+    reward: RewardConfig = ArithmeticConfig()
+    """Prompts, and the reward of an answer."""
+    group: int = 8
+    """Answers to each prompt, which are compared with each other."""
+    prompts: int = 16
+    """Prompts of a step."""
+    max_tokens: int = 16
+    """Tokens of an answer at most; the prompt has the rest of training.sequence_length."""
+    temperature: float = 1.0
+    """Divides the logits when an answer is drawn."""
+    stop: tuple[str, ...] = ("\n",)
+    """Texts that end an answer; the end-of-text token of the data does as well."""
+    old: OldName = "trainer"
+    """Log-probabilities of the drawn tokens that ratios begin from. trainer: computed again before
+    the step, which costs a forward pass. engine: as they were drawn, at no cost."""
+    truncation: float | None = None
+    """Largest importance weight of a token for the difference between trainer and engine, with old
+    trainer; None for no weights."""
+    max_sequences: int = 128
+    """Answers that are written together; the others wait."""
+    page_size: int = 4
+    """Tokens of a page of keys and values. Answers to one prompt share its full pages."""
+
+    def __post_init__(self):
+        for field, least in (("group", 2), ("prompts", 1), ("max_tokens", 1), ("max_sequences", 1)):
+            if (value := getattr(self, field)) < least:
+                raise ValueError(f"rl.{field}={value} must be at least {least}")
+        if self.page_size < 1:
+            raise ValueError(f"rl.page_size={self.page_size} must be at least 1")
+        if self.temperature <= 0.0:
+            raise ValueError(
+                f"rl.temperature={self.temperature} must be above 0: the answers of a group differ"
+            )
+        if self.truncation is not None and self.old != "trainer":
+            raise ValueError(
+                f"rl.truncation={self.truncation} compares trainer and engine, and rl.old="
+                f"{self.old} computes no log-probabilities again: set rl.old to trainer"
+            )
+        if self.truncation is not None and self.truncation <= 0.0:
+            raise ValueError(f"rl.truncation={self.truncation} must be above 0, or None")
+
+    @property
+    def num_answers(self) -> int:
+        """Answers of a step."""
+        return self.prompts * self.group
+
+
+def check_rollouts(config: Any) -> None:
+    """Refuse rollouts without an objective that reads them, and what needs rows of data.
+
+    Args:
+        config: `jaxmoe.run.config.PretrainConfig`.
+
+    Raises:
+        ValueError: Names the fields.
+    """
+    rl, training = config.rl, config.training
+    objective = training.objective
+    if rl is None and objective.reads_answers:
+        raise ValueError(
+            f"training.objective:{objective.name} trains on answers and their rewards, and rl is"
+            " None: train with python -m experiments.rl"
+        )
+    if rl is None:
+        return
+    if not objective.reads_answers:
+        raise ValueError(
+            f"training.objective:{objective.name} trains on data, and rl draws answers: set it to"
+            " policy_gradient"
+        )
+    if training.batch_size != rl.num_answers or training.batch_ramp is not None:
+        raise ValueError(
+            f"training.batch_size={training.batch_size} must be rl.prompts x rl.group ="
+            f" {rl.num_answers} at every step: set it so, and training.batch_ramp to None"
+        )
+    if training.sequence_length < rl.max_tokens:
+        raise ValueError(
+            f"training.sequence_length={training.sequence_length} must be at least rl.max_tokens="
+            f"{rl.max_tokens}, and longer by the prompt"
+        )
+    if config.replicas.exchanges != "nothing" or config.watch.gradients_every:
+        raise ValueError(
+            "rl draws the answers of a step by the parameters of the step before: set replicas to"
+            " none and watch.gradients_every to 0"
+        )

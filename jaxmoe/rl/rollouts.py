@@ -1,0 +1,180 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws groups of answers with an engine, and scores them.
+
+The answers of a step depend on the parameters, the seed of the run and the number of the step: all
+requests of a step are queued before the first is computed, so that the steps of the engine do not
+depend on time, and no page outlives the parameters that it was computed with.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.errors import JaxmoeError
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.generation.text import Codec, encode_prompts
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.rl.batches import Sample
+from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.serve.answers import Ended, Generated
+from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.plan import Shapes
+from jaxmoe.serve.requests import Sampling
+
+_THREAD = "jaxmoe-rollouts"
+_PIECE_TOKENS = 1024
+"""Tokens of prompts that a step of the engine computes at most."""
+
+
+class RolloutError(JaxmoeError, RuntimeError):
+    """An answer could not be drawn."""
+
+
+class Rollouts:
+    """Engine over the parameters of a run, and its task.
+
+    Args:
+        config: Prompts, groups and sampling.
+        model: Config of the model.
+        execution: How it is computed.
+        codec: Tokens of texts.
+        length: Predictions of a row, S.
+        seed: Seed of the run.
+        ends: Token ids that end an answer.
+    """
+
+    def __init__(
+        self,
+        config: RolloutsConfig,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        codec: Codec,
+        *,
+        length: int,
+        seed: int,
+        ends: Sequence[int] = (),
+    ):
+        self._config, self._model, self._execution = config, model, execution
+        self._codec, self._length, self._seed, self._ends = codec, length, seed, tuple(ends)
+        self._task = config.reward.build()
+        self._executor: ModelExecutor | None = None
+        self._engine: Engine | None = None
+        # Another thread than that of the training, whose mesh is current there.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
+
+    def close(self) -> None:
+        """End the engine and the threads."""
+        if self._engine is not None:
+            self._engine.close()
+        self._thread.shutdown()
+
+    def draw(self, step: int, params: Any, router_state: Any) -> list[Sample]:
+        """Return the answers of a step, those to one prompt next to each other.
+
+        Args:
+            step: Steps done before.
+            params: Parameters on one device.
+            router_state: State of the routers; None for fresh ones.
+
+        Raises:
+            ValueError: A prompt is too long.
+            RolloutError: A step of the engine failed.
+        """
+        return self._thread.submit(self._draw, step, params, router_state).result()
+
+    def _draw(self, step: int, params: Any, router_state: Any) -> list[Sample]:
+        engine, config = self._serving(params, router_state), self._config
+        questions = self._task.prompts(step, config.prompts, self._seed)
+        prompts = encode_prompts(self._codec, [question.prompt for question in questions])
+        if (longest := max(map(len, prompts))) > self._longest_prompt:
+            raise ValueError(
+                f"training.sequence_length={self._length} leaves {self._longest_prompt} tokens for"
+                f" a prompt beside rl.max_tokens={config.max_tokens}, and one has {longest}: set"
+                f" it to at least {longest + config.max_tokens - 1}"
+            )
+        streams = []
+        with engine.held():
+            for place, prompt in enumerate(prompts):
+                sampling = Sampling(
+                    max_tokens=config.max_tokens,
+                    temperature=config.temperature,
+                    seed=_seed(self._seed, step, place, config.group),
+                    stop_ids=self._ends,
+                )
+                ids = tuple(map(int, prompt))
+                # Pages are shared among requests of one salt: those of older parameters are not.
+                given: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
+                streams.append(engine.submit_samples(ids, sampling, config.group, **given))
+        found = []
+        for question, group in zip(questions, streams, strict=True):
+            for stream in group:
+                events = list[Any](stream)
+                generated = [event for event in events if isinstance(event, Generated)]
+                ended: Ended = events[-1]
+                if ended.message:
+                    raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
+                text = "".join(event.text for event in events)
+                found.append(
+                    Sample(
+                        prompt=stream.request.prompt,
+                        answer=tuple(event.token for event in generated),
+                        log_probs=tuple(float(event.logprob) for event in generated),
+                        text=text,
+                        reward=float(self._task.score(question, text)),
+                    )
+                )
+        return found
+
+    @property
+    def _longest_prompt(self) -> int:
+        return self._length + 1 - self._config.max_tokens
+
+    def _serving(self, params: Any, router_state: Any) -> Engine:
+        """Return the engine with other parameters."""
+        if self._engine is not None and self._executor is not None:
+            self._executor.load(params, router_state)
+            return self._engine
+        self._executor = ModelExecutor(
+            self._model, params, router_state, config=self._sizes(), execution=self._execution
+        )
+        waiting = EngineConfig(max_waiting=self._config.num_answers)
+        self._engine = Engine(self._executor, waiting, codec=self._codec)
+        return self._engine
+
+    def _sizes(self) -> ExecutorConfig:
+        config, longest = self._config, self._length + 1
+        together = min(config.num_answers, config.max_sequences)
+        width = max(self._longest_prompt, 1)
+        pieces = min(max(_PIECE_TOKENS // width, 1), together)
+        return ExecutorConfig(
+            num_pages=(together + 1) * num_pages(longest, config.page_size),
+            page_size=config.page_size,
+            shapes=Shapes(singles=together, pieces=((pieces, width),)),
+            context_lengths=(longest,),
+        )
+
+
+def _seed(seed: int, step: int, place: int, group: int) -> int:
+    """Return the first seed of a group, which takes the next ones too."""
+    drawn = np.random.SeedSequence((seed, step, place)).generate_state(1)[0]
+    return int(drawn) % (2**31 - group)
+
+
+def on_one_device(tree: Any, device: jax.Device) -> Any:
+    """Return arrays of a mesh on one of its devices; without a copy where the mesh has no other.
+
+    Args:
+        tree: Arrays.
+        device: Device to hold them.
+    """
+    alone = jax.sharding.SingleDeviceSharding(device)
+    is_alone = all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(tree))
+    return jax.device_put(tree if is_alone else jax.device_get(tree), alone)
