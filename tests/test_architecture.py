@@ -77,7 +77,7 @@ ORDER = (
         "models",
     ),
     *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
-    *("resilience", "planning", "serve", "run"),
+    *("resilience", "planning", "serve", "rl", "run"),
 )
 FOLDER_FILES = 22
 
@@ -148,7 +148,9 @@ REGISTRIES = {
         *("round_robin", "least_loaded", "prefix_aware", "dual_map", "llumnix", "dist_serve"),
     },
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
-    "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion", "swept_layers"},
+    "jaxmoe.training:OBJECTIVES": {
+        *("next_token", "masked_diffusion", "swept_layers", "policy_gradient"),
+    },
     "jaxmoe.training.estimators:ESTIMATORS": {
         *("backprop", "spsa", "seed_pool", "evolution", "surrogate"),
     },

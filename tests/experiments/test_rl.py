@@ -1,0 +1,117 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reinforcement learning from the command line: trained, resumed bitwise, opened, and refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import finetune, pretrain, rl
+from experiments.cli.flags import ExitCode
+from jaxmoe import load_checkpoint
+from jaxmoe.run import Run
+from jaxmoe.tracking.jsonl import read_metrics
+from tests.support.runs import SMALL, logged_losses, saved_leaves
+
+MEASURES = {"reward", "solved", "kl", "clipped", "length", "rollout_s", "train_s"}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run on sums in bytes."""
+    folder = tmp_path_factory.mktemp("rl")
+    sums = [f"{a}+{b}={a + b}\n" for a in range(10) for b in range(10)] * 4
+    (folder / "sums.jsonl").write_text("\n".join(json.dumps({"text": one}) for one in sums))
+    data = ("data:files", "--data.path", str(folder / "sums.jsonl"), "--data.cache", str(folder))
+    model = ("--model.vocab_size", "256", "--run.directory", str(folder / "begun"))
+    steps = ("--training.steps", "2", "--tracking.sample_length", "0")
+    assert pretrain.main([*SMALL, "--evaluation.batches", "1", *data, *model, *steps]) == 0
+    return folder / "begun"
+
+
+def flags(begun, directory, steps, *more):
+    where = ("--checkpoint.initial", str(begun), "--run.directory", str(directory))
+    sizes = ("--rl.group", "2", "--rl.prompts", "2", "--rl.max_tokens", "4")
+    length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
+    outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
+    return [*where, "reward:arithmetic", *sizes, *length, *outputs, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(begun, tmp_path_factory):
+    """A run of 4 steps, with a reference model and importance weights, in one go."""
+    directory = tmp_path_factory.mktemp("rl") / "trained"
+    held = ("--objective.beta", "0.1", "--rl.truncation", "2.0")
+    assert rl.main(flags(begun, directory, 4, *held)) == ExitCode.DONE
+    return directory
+
+
+@pytest.mark.slow
+def test_a_run_logs_its_rewards_and_changes_all_parameters(begun, trained):
+    series = read_metrics(trained / "metrics.jsonl")
+    for name in MEASURES:
+        steps, values = series[f"rl/{name}"]
+        assert steps.tolist() == [1, 2, 3, 4] and np.isfinite(values).all()
+    assert series["rl/kl"][1][0] == pytest.approx(0.0, abs=1e-6) and (series["rl/kl"][1] >= 0).all()
+    before = load_checkpoint(begun / "checkpoints", step=2)["params"]
+    after = load_checkpoint(trained / "checkpoints", step=4)["params"]
+    changed = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), before, after)
+    assert all(jax.tree.leaves(changed))
+
+
+@pytest.mark.slow
+def test_resumed_in_the_middle_it_ends_bitwise_alike(begun, trained, tmp_path):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(trained, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    held = ("--objective.beta", "0.1", "--rl.truncation", "2.0")
+    assert rl.main(flags(begun, stopped, 4, *held)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (trained, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert logged_losses(stopped) == logged_losses(trained)
+
+
+@pytest.mark.slow
+def test_a_trained_run_is_evaluated_and_fine_tuned_like_any_other(trained, tmp_path):
+    assert np.isfinite(Run.open(trained).evaluate().bits_per_token)
+    config = finetune.finetune_config(str(trained))
+    assert config.rl is None and config.training.objective.name == "next_token"
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_alone(begun, tmp_path):
+    adapter = ("adapter:lora", "--adapter.rank", "2", "--adapter.targets.roles", "attention_in")
+    old = ("--rl.old", "engine", "--objective.advantage", "rloo")
+    assert rl.main(flags(begun, tmp_path / "run", 2, *adapter, *old)) == ExitCode.DONE
+    params = load_checkpoint(tmp_path / "run" / "checkpoints", step=2)["params"]
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    assert names and all(":" in name for name in names)
+
+
+REFUSED = {
+    "--checkpoint.initial is missing": ("--rl.group", "2"),
+    "training.batch_size=8 must be rl.prompts x rl.group = 4": (
+        *("--rl.group", "2", "--rl.prompts", "2", "--training.batch_size", "8"),
+    ),
+    "training.objective:next_token trains on data": ("training.objective:next_token",),
+    "must be at least rl.max_tokens=500": ("--rl.max_tokens", "500"),
+    "set replicas to none": ("replicas:diloco",),
+}
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_trained_is_refused(message, capsys):
+    with pytest.raises(SystemExit) as end:
+        rl.main([*REFUSED[message]])
+    assert end.value.code == ExitCode.BAD_CONFIGURATION
+    assert message in capsys.readouterr().err
+
+
+def test_pretrain_refuses_an_objective_without_answers(capsys):
+    with pytest.raises(SystemExit):
+        pretrain.main(["tiny", "training.objective:policy_gradient"])
+    assert "train with python -m experiments.rl" in capsys.readouterr().err
