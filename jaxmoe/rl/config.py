@@ -43,6 +43,7 @@ class RolloutsConfig:
         for field, least in (("group", 2), ("prompts", 1), ("max_tokens", 1), ("max_sequences", 1)):
             if (value := getattr(self, field)) < least:
                 raise ValueError(f"rl.{field}={value} must be at least {least}")
+        self.reward.check()
         if self.page_size < 1:
             raise ValueError(f"rl.page_size={self.page_size} must be at least 1")
         if self.temperature <= 0.0:
