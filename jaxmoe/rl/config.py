@@ -34,6 +34,9 @@ class RolloutsConfig:
     truncation: float | None = None
     """Largest importance weight of a token for the difference between trainer and engine, with old
     trainer; None for no weights."""
+    replay: bool = False
+    """Whether training takes the experts that the engine chose, so that both compute the same model
+    (router replay); for routers that choose experts for tokens."""
     max_sequences: int = 128
     """Answers that are written together; the others wait."""
     page_size: int = 4

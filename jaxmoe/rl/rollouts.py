@@ -22,12 +22,14 @@ from jaxmoe.generation.text import Codec, encode_prompts
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import Sample
 from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.rewards import Question
 from jaxmoe.serve.answers import Ended, Generated
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Sampling
+from jaxmoe.serve.streams import Stream
 
 _THREAD = "jaxmoe-rollouts"
 _PIECE_TOKENS = 1024
@@ -108,30 +110,37 @@ class Rollouts:
                     temperature=config.temperature,
                     seed=_seed(self._seed, step, place, config.group),
                     stop_ids=self._ends,
+                    has_experts=config.replay,
                 )
                 ids = tuple(map(int, prompt))
                 # Pages are shared among requests of one salt: those of older parameters are not.
                 given: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
                 streams.append(engine.submit_samples(ids, sampling, config.group, **given))
-        found = []
-        for question, group in zip(questions, streams, strict=True):
-            for stream in group:
-                events = list[Any](stream)
-                generated = [event for event in events if isinstance(event, Generated)]
-                ended: Ended = events[-1]
-                if ended.message:
-                    raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
-                text = "".join(event.text for event in events)
-                found.append(
-                    Sample(
-                        prompt=stream.request.prompt,
-                        answer=tuple(event.token for event in generated),
-                        log_probs=tuple(float(event.logprob) for event in generated),
-                        text=text,
-                        reward=float(self._task.score(question, text)),
-                    )
-                )
-        return found
+        return [
+            self._sample(step, question, stream)
+            for question, group in zip(questions, streams, strict=True)
+            for stream in group
+        ]
+
+    def _sample(self, step: int, question: Question, stream: Stream) -> Sample:
+        """Return the answer of a stream with its reward."""
+        events = list[Any](stream)
+        generated: Any = [event for event in events if isinstance(event, Generated)]
+        ended: Ended = events[-1]
+        if ended.message:
+            raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
+        text = "".join(event.text for event in events)
+        experts = None
+        if self._config.replay:  # of the prompt, and of each token but the last
+            experts = np.concatenate([event.experts for event in generated])
+        return Sample(
+            prompt=stream.request.prompt,
+            answer=tuple(event.token for event in generated),
+            log_probs=tuple(float(event.logprob) for event in generated),
+            text=text,
+            reward=float(self._task.score(question, text)),
+            experts=experts,
+        )
 
     @property
     def _longest_prompt(self) -> int:
@@ -159,6 +168,7 @@ class Rollouts:
             page_size=config.page_size,
             shapes=Shapes(singles=together, pieces=((pieces, width),)),
             context_lengths=(longest,),
+            has_experts=config.replay,
         )
 
 

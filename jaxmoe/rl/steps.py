@@ -23,13 +23,14 @@ from jax.sharding import Mesh
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.rl.batches import Sample, batch_of
+from jaxmoe.rl.batches import EXPERTS, Sample, batch_of
 from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.rl.rollouts import Rollouts, on_one_device
 from jaxmoe.tracking.tracker import (
     ANSWER_LENGTH,
     CLIPPED,
     DIVERGENCE,
+    REPLAYED,
     REWARD,
     ROLLOUT_SECONDS,
     SOLVED,
@@ -92,7 +93,17 @@ class Learner:
         names += [SAMPLER_WEIGHTS] if self.config.truncation is not None else []
         zeros = np.zeros_like(batch.loss_weights)
         extra = batch.extra | {name: zeros for name in names}
+        if self.config.replay:
+            shape = (*zeros.shape, *self._expert_dims)
+            extra[EXPERTS] = np.full(shape, -1, np.int32)
         return global_batch(dataclasses.replace(batch, extra=extra), self.mesh)
+
+    @property
+    def _expert_dims(self) -> tuple[int, int]:
+        """MoE layers and experts of a token."""
+        moe = self.model.moe
+        assert moe is not None  # checked by the run
+        return self.model.num_moe_layers, moe.top_k
 
     def batch(self, samples: Sequence[Sample]) -> Batch:
         """Return the batch of answers on the host, with the engine's log-probabilities.
@@ -161,7 +172,7 @@ class RolloutStep:
     def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""
         config, objective = self._learner.config, self._learner.objective
-        is_read, engine = batch.loss_weights > 0, batch.extra[OLD]
+        is_read, engine = np.asarray(batch.loss_weights) > 0, np.asarray(batch.extra[OLD])
         extra, measures, current = dict(batch.extra), dict[str, float](), engine
 
         def log_probs(params: Any) -> np.ndarray:
@@ -170,6 +181,9 @@ class RolloutStep:
             )
             return np.where(is_read, jax.device_get(found), np.float32(0))
 
+        if EXPERTS in extra:
+            is_token = np.asarray(batch.segment_ids) != 0
+            measures[REPLAYED] = float((np.asarray(extra[EXPERTS]) >= 0)[is_token].mean())
         if config.old == "trainer":
             extra[OLD] = current = log_probs(state.params)
             ratio = np.exp(current - engine)
@@ -179,8 +193,8 @@ class RolloutStep:
             if config.truncation is not None:
                 extra[SAMPLER_WEIGHTS] = np.minimum(ratio, np.float32(config.truncation))
         if self._reference is not None:
-            extra[REFERENCE] = log_probs(self._reference)
-            measures[DIVERGENCE] = float(k3(extra[REFERENCE], current)[is_read].mean())
+            extra[REFERENCE] = reference = log_probs(self._reference)
+            measures[DIVERGENCE] = float(k3(reference, current)[is_read].mean())
         return dataclasses.replace(batch, extra=extra), measures
 
 
