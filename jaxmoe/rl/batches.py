@@ -26,7 +26,6 @@ from jaxmoe.training.policy_gradient import (
     group_advantages,
 )
 
-
 EXPERTS = "experts"
 """Name in `Batch.extra` of the experts that routers take instead of their choice; -1 is free."""
 
@@ -87,10 +86,11 @@ def batch_of(
         answer = slice(len(sample.prompt) - 1, end)
         weights[row, answer], advantages[row, answer] = each[row], own[row]
         old[row, answer] = sample.log_probs
-    extra = {ADVANTAGES: advantages, OLD: old}
+    extra: dict[str, Any] = {ADVANTAGES: advantages, OLD: old}
     if samples[0].experts is not None:
         shape = (rows, length, *samples[0].experts.shape[1:])
-        extra[EXPERTS] = experts = np.full(shape, -1, np.int32)
+        experts = np.full(shape, -1, np.int32)
+        extra[EXPERTS] = experts
         for row, sample in enumerate(samples):
             experts[row, : len(sample.experts)] = sample.experts
     return Batch(

@@ -76,21 +76,22 @@ class Rollouts:
         """End the engine and the threads."""
         if self._engine is not None:
             self._engine.close()
-        self._thread.shutdown()
+        self._thread.shutdown(cancel_futures=True)
 
-    def draw(self, step: int, params: Any, router_state: Any) -> list[Sample]:
-        """Return the answers of a step, those to one prompt next to each other.
+    def draw(
+        self, step: int, params: Any, router_state: Any
+    ) -> concurrent.futures.Future[list[Sample]]:
+        """Start to draw the answers of a step; those to one prompt stand next to each other.
 
         Args:
             step: Steps done before.
             params: Parameters on one device.
             router_state: State of the routers; None for fresh ones.
 
-        Raises:
-            ValueError: A prompt is too long.
-            RolloutError: A step of the engine failed.
+        The future raises a ValueError where a prompt is too long, and a RolloutError where a step
+        of the engine has failed.
         """
-        return self._thread.submit(self._draw, step, params, router_state).result()
+        return self._thread.submit(self._draw, step, params, router_state)
 
     def _draw(self, step: int, params: Any, router_state: Any) -> list[Sample]:
         engine, config = self._serving(params, router_state), self._config
@@ -178,13 +179,16 @@ def _seed(seed: int, step: int, place: int, group: int) -> int:
     return int(drawn) % (2**31 - group)
 
 
-def on_one_device(tree: Any, device: jax.Device) -> Any:
-    """Return arrays of a mesh on one of its devices; without a copy where the mesh has no other.
+def on_one_device(tree: Any, device: jax.Device, *, is_copied: bool) -> Any:
+    """Return arrays of a mesh on one of its devices.
 
     Args:
         tree: Arrays.
         device: Device to hold them.
+        is_copied: Whether they outlive the arrays of the mesh, where it has no other device.
     """
     alone = jax.sharding.SingleDeviceSharding(device)
     is_alone = all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(tree))
-    return jax.device_put(tree if is_alone else jax.device_get(tree), alone)
+    if is_alone:
+        return jax.device_put(tree, alone, may_alias=not is_copied)
+    return jax.device_put(jax.device_get(tree), alone)

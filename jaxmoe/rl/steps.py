@@ -4,8 +4,7 @@
 
     (state, anything) -> answers by the state's parameters -> batch -> (next state, metrics)
 
-A step begins with an empty queue and ends with one, so that a checkpoint holds all there is, and a
-resumed run continues bitwise.
+The queue of answers is empty at checkpoints, so that a resumed run continues bitwise.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import EXPERTS, Sample, batch_of
 from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.queue import AnswerQueue
 from jaxmoe.rl.rollouts import Rollouts, on_one_device
 from jaxmoe.tracking.tracker import (
     ANSWER_LENGTH,
@@ -34,6 +35,7 @@ from jaxmoe.tracking.tracker import (
     REWARD,
     ROLLOUT_SECONDS,
     SOLVED,
+    STALE,
     TRAIN_SECONDS,
 )
 from jaxmoe.training.loss import token_log_probs
@@ -127,6 +129,7 @@ class RolloutStep:
         step: Training step; it donates its state.
         learner: What is trained.
         rollouts: Engine and task.
+        queue: Answers that are drawn ahead.
         reference: Parameters that `beta` holds the model to; None without beta.
         report: Called with the number of the step, from 1, and its measures.
     """
@@ -137,11 +140,12 @@ class RolloutStep:
         learner: Learner,
         rollouts: Rollouts,
         *,
+        queue: AnswerQueue,
         reference: Any,
         report: Callable[[int, Mapping[str, float]], None],
     ):
         self._step, self._learner, self._rollouts = step, learner, rollouts
-        self._reference, self._report = reference, report
+        self._reference, self._report, self._queue = reference, report, queue
         self._log_probs = jax.jit(
             functools.partial(
                 token_log_probs, learner.model, learner.execution, objective=learner.objective
@@ -157,17 +161,29 @@ class RolloutStep:
         """
         del batch
         number, begun = int(state.step), time.perf_counter()
-        device = self._learner.mesh.devices.flat[0]
-        params, routers = on_one_device((state.params, state.router_state), device)
-        samples = self._rollouts.draw(number, params, routers or None)
-        del params, routers  # the step donates them
+        draw = functools.partial(self._draw, self._held(state))
+        samples, stale = self._queue.take(number, draw)
+        del draw  # the step donates its parameters
         drawn = time.perf_counter()
         rows, measures = self._prepared(state, self._learner.batch(samples))
         state, metrics = self._step(state, global_batch(rows, self._learner.mesh))
         jax.block_until_ready(metrics.loss)
         times = {ROLLOUT_SECONDS: drawn - begun, TRAIN_SECONDS: time.perf_counter() - drawn}
-        self._report(number + 1, _measures(samples) | measures | times)
+        self._report(number + 1, _measures(samples) | {STALE: float(stale)} | measures | times)
         return state, metrics
+
+    def _held(self, state: TrainState) -> tuple[Any, Any]:
+        """Return parameters and router state for the engine."""
+        learner = self._learner
+        return on_one_device(
+            (state.params, state.router_state),
+            learner.mesh.devices.flat[0],
+            is_copied=learner.config.staleness > 0,
+        )
+
+    def _draw(self, held: tuple[Any, Any], step: int) -> Future[list[Sample]]:
+        params, router_state = held
+        return self._rollouts.draw(step, params, router_state or None)
 
     def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""

@@ -90,7 +90,9 @@ def drawn():
     rollouts = Rollouts(CONFIG, MODEL, ExecutionConfig(), Text(), length=LENGTH, seed=SEED)
     one, two = (init_params(MODEL, jax.random.key(number)) for number in range(2))
     order = {"first": (7, one), "later": (8, one), "other": (7, two), "again": (7, one)}
-    found = {name: rollouts.draw(step, params, None) for name, (step, params) in order.items()}
+    found = {
+        name: rollouts.draw(step, params, None).result() for name, (step, params) in order.items()
+    }
     rollouts.close()
     return one, found
 
