@@ -137,6 +137,7 @@ REGISTRIES = {
         *("hash", "uniform_random", "forced_balance", "progressive_topk", "moe_plus_plus"),
         *("expert_choice", "soft_moe"),
     },
+    "jaxmoe.rl.rewards:REWARDS": {"arithmetic", "countdown", "match", "python"},
     "jaxmoe.serve.caches:ITEM_CACHES": {
         *("lru", "lfu", "belady", "scores", "predicted", "window", "category"),
     },

@@ -51,6 +51,7 @@ class RolloutsConfig:
                 raise ValueError(f"rl.{field}={value} must be at least {least}")
         if self.staleness < 0:
             raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")
+        self.reward.check()
         if self.page_size < 1:
             raise ValueError(f"rl.page_size={self.page_size} must be at least 1")
         if self.temperature <= 0.0:

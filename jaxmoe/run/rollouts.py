@@ -16,16 +16,18 @@ from jaxmoe.serve.device.pages import why_not_served
 
 
 def check_rollouts(assembly: Assembly) -> None:
-    """Raise if a run draws answers that the engine cannot compute.
+    """Raise if a run draws answers that the engine cannot compute, or its task cannot be built.
 
     Args:
         assembly: Plan, devices and data of a run.
 
     Raises:
-        ValueError: The model cannot be served, sequences are cut, or there are several processes.
+        ValueError: The model cannot be served, sequences are cut, there are several processes, or
+            the reward's file or function cannot be used.
     """
     if assembly.learner is None:
         return
+    assembly.learner.config.reward.build()
     execution = assembly.execution
     if (reason := why_not_served(assembly.plan.model, execution, None)) is not None:
         raise ValueError(f"rl answers prompts with the engine: {reason}")

@@ -34,7 +34,7 @@ def begun(tmp_path_factory):
 
 def flags(begun, directory, steps, *more):
     where = ("--checkpoint.initial", str(begun), "--run.directory", str(directory))
-    sizes = ("--rl.group", "2", "--rl.prompts", "2", "--rl.max_tokens", "4")
+    sizes = ("--rl.group", "2", "--rl.prompts", "4", "--rl.max_tokens", "4")
     length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
     outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
     return [*where, "reward:arithmetic", *sizes, *length, *outputs, *more]
