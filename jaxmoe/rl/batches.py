@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from jaxmoe.training.policy_gradient import (
     answer_weights,
     group_advantages,
 )
+
+EXPERTS = "experts"
+"""Name in `Batch.extra` of the experts that routers take instead of their choice; -1 is free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,8 @@ class Sample:
     text: str
     """Text of the answer, without what ended it."""
     reward: float
+    experts: Any = dataclasses.field(default=None, compare=False)
+    """Experts of all tokens but the last, [tokens L K]; None where they are not recorded."""
 
 
 def batch_of(
@@ -80,10 +86,17 @@ def batch_of(
         answer = slice(len(sample.prompt) - 1, end)
         weights[row, answer], advantages[row, answer] = each[row], own[row]
         old[row, answer] = sample.log_probs
+    extra: dict[str, Any] = {ADVANTAGES: advantages, OLD: old}
+    if samples[0].experts is not None:
+        shape = (rows, length, *samples[0].experts.shape[1:])
+        experts = np.full(shape, -1, np.int32)
+        extra[EXPERTS] = experts
+        for row, sample in enumerate(samples):
+            experts[row, : len(sample.experts)] = sample.experts
     return Batch(
         tokens=tokens,
         targets=targets,
         loss_weights=weights,
         segment_ids=segments,
-        extra={ADVANTAGES: advantages, OLD: old},
+        extra=extra,
     )

@@ -34,6 +34,12 @@ class RolloutsConfig:
     truncation: float | None = None
     """Largest importance weight of a token for the difference between trainer and engine, with old
     trainer; None for no weights."""
+    staleness: int = 0
+    """Steps that answers may lag behind: they are drawn by earlier parameters while the model is
+    trained. 0 draws them by the parameters that they train. Checkpoints begin with fresh ones."""
+    replay: bool = False
+    """Whether training takes the experts that the engine chose, so that both compute the same model
+    (router replay); for routers that choose experts for tokens."""
     max_sequences: int = 128
     """Answers that are written together; the others wait."""
     page_size: int = 4
@@ -43,6 +49,8 @@ class RolloutsConfig:
         for field, least in (("group", 2), ("prompts", 1), ("max_tokens", 1), ("max_sequences", 1)):
             if (value := getattr(self, field)) < least:
                 raise ValueError(f"rl.{field}={value} must be at least {least}")
+        if self.staleness < 0:
+            raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")
         self.reward.check()
         if self.page_size < 1:
             raise ValueError(f"rl.page_size={self.page_size} must be at least 1")

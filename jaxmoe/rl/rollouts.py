@@ -22,12 +22,14 @@ from jaxmoe.generation.text import Codec, encode_prompts
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import Sample
 from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.rewards import Question
 from jaxmoe.serve.answers import Ended, Generated
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Sampling
+from jaxmoe.serve.streams import Stream
 
 _THREAD = "jaxmoe-rollouts"
 _PIECE_TOKENS = 1024
@@ -74,21 +76,22 @@ class Rollouts:
         """End the engine and the threads."""
         if self._engine is not None:
             self._engine.close()
-        self._thread.shutdown()
+        self._thread.shutdown(cancel_futures=True)
 
-    def draw(self, step: int, params: Any, router_state: Any) -> list[Sample]:
-        """Return the answers of a step, those to one prompt next to each other.
+    def draw(
+        self, step: int, params: Any, router_state: Any
+    ) -> concurrent.futures.Future[list[Sample]]:
+        """Start to draw the answers of a step; those to one prompt stand next to each other.
 
         Args:
             step: Steps done before.
             params: Parameters on one device.
             router_state: State of the routers; None for fresh ones.
 
-        Raises:
-            ValueError: A prompt is too long.
-            RolloutError: A step of the engine failed.
+        The future raises a ValueError where a prompt is too long, and a RolloutError where a step
+        of the engine has failed.
         """
-        return self._thread.submit(self._draw, step, params, router_state).result()
+        return self._thread.submit(self._draw, step, params, router_state)
 
     def _draw(self, step: int, params: Any, router_state: Any) -> list[Sample]:
         engine, config = self._serving(params, router_state), self._config
@@ -108,30 +111,37 @@ class Rollouts:
                     temperature=config.temperature,
                     seed=_seed(self._seed, step, place, config.group),
                     stop_ids=self._ends,
+                    has_experts=config.replay,
                 )
                 ids = tuple(map(int, prompt))
                 # Pages are shared among requests of one salt: those of older parameters are not.
                 given: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
                 streams.append(engine.submit_samples(ids, sampling, config.group, **given))
-        found = []
-        for question, group in zip(questions, streams, strict=True):
-            for stream in group:
-                events = list[Any](stream)
-                generated = [event for event in events if isinstance(event, Generated)]
-                ended: Ended = events[-1]
-                if ended.message:
-                    raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
-                text = "".join(event.text for event in events)
-                found.append(
-                    Sample(
-                        prompt=stream.request.prompt,
-                        answer=tuple(event.token for event in generated),
-                        log_probs=tuple(float(event.logprob) for event in generated),
-                        text=text,
-                        reward=float(self._task.score(question, text)),
-                    )
-                )
-        return found
+        return [
+            self._sample(step, question, stream)
+            for question, group in zip(questions, streams, strict=True)
+            for stream in group
+        ]
+
+    def _sample(self, step: int, question: Question, stream: Stream) -> Sample:
+        """Return the answer of a stream with its reward."""
+        events = list[Any](stream)
+        generated: Any = [event for event in events if isinstance(event, Generated)]
+        ended: Ended = events[-1]
+        if ended.message:
+            raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
+        text = "".join(event.text for event in events)
+        experts = None
+        if self._config.replay:  # of the prompt, and of each token but the last
+            experts = np.concatenate([event.experts for event in generated])
+        return Sample(
+            prompt=stream.request.prompt,
+            answer=tuple(event.token for event in generated),
+            log_probs=tuple(float(event.logprob) for event in generated),
+            text=text,
+            reward=float(self._task.score(question, text)),
+            experts=experts,
+        )
 
     @property
     def _longest_prompt(self) -> int:
@@ -159,6 +169,7 @@ class Rollouts:
             page_size=config.page_size,
             shapes=Shapes(singles=together, pieces=((pieces, width),)),
             context_lengths=(longest,),
+            has_experts=config.replay,
         )
 
 
@@ -168,13 +179,16 @@ def _seed(seed: int, step: int, place: int, group: int) -> int:
     return int(drawn) % (2**31 - group)
 
 
-def on_one_device(tree: Any, device: jax.Device) -> Any:
-    """Return arrays of a mesh on one of its devices; without a copy where the mesh has no other.
+def on_one_device(tree: Any, device: jax.Device, *, is_copied: bool) -> Any:
+    """Return arrays of a mesh on one of its devices.
 
     Args:
         tree: Arrays.
         device: Device to hold them.
+        is_copied: Whether they outlive the arrays of the mesh, where it has no other device.
     """
     alone = jax.sharding.SingleDeviceSharding(device)
     is_alone = all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(tree))
-    return jax.device_put(tree if is_alone else jax.device_get(tree), alone)
+    if is_alone:
+        return jax.device_put(tree, alone, may_alias=not is_copied)
+    return jax.device_put(jax.device_get(tree), alone)

@@ -4,8 +4,7 @@
 
     (state, anything) -> answers by the state's parameters -> batch -> (next state, metrics)
 
-A step begins with an empty queue and ends with one, so that a checkpoint holds all there is, and a
-resumed run continues bitwise.
+The queue of answers is empty at checkpoints, so that a resumed run continues bitwise.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -23,16 +23,19 @@ from jax.sharding import Mesh
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.rl.batches import Sample, batch_of
+from jaxmoe.rl.batches import EXPERTS, Sample, batch_of
 from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.queue import AnswerQueue
 from jaxmoe.rl.rollouts import Rollouts, on_one_device
 from jaxmoe.tracking.tracker import (
     ANSWER_LENGTH,
     CLIPPED,
     DIVERGENCE,
+    REPLAYED,
     REWARD,
     ROLLOUT_SECONDS,
     SOLVED,
+    STALE,
     TRAIN_SECONDS,
 )
 from jaxmoe.training.loss import token_log_probs
@@ -92,7 +95,17 @@ class Learner:
         names += [SAMPLER_WEIGHTS] if self.config.truncation is not None else []
         zeros = np.zeros_like(batch.loss_weights)
         extra = batch.extra | {name: zeros for name in names}
+        if self.config.replay:
+            shape = (*zeros.shape, *self._expert_dims)
+            extra[EXPERTS] = np.full(shape, -1, np.int32)
         return global_batch(dataclasses.replace(batch, extra=extra), self.mesh)
+
+    @property
+    def _expert_dims(self) -> tuple[int, int]:
+        """MoE layers and experts of a token."""
+        moe = self.model.moe
+        assert moe is not None  # checked by the run
+        return self.model.num_moe_layers, moe.top_k
 
     def batch(self, samples: Sequence[Sample]) -> Batch:
         """Return the batch of answers on the host, with the engine's log-probabilities.
@@ -116,6 +129,7 @@ class RolloutStep:
         step: Training step; it donates its state.
         learner: What is trained.
         rollouts: Engine and task.
+        queue: Answers that are drawn ahead.
         reference: Parameters that `beta` holds the model to; None without beta.
         report: Called with the number of the step, from 1, and its measures.
     """
@@ -126,11 +140,12 @@ class RolloutStep:
         learner: Learner,
         rollouts: Rollouts,
         *,
+        queue: AnswerQueue,
         reference: Any,
         report: Callable[[int, Mapping[str, float]], None],
     ):
         self._step, self._learner, self._rollouts = step, learner, rollouts
-        self._reference, self._report = reference, report
+        self._reference, self._report, self._queue = reference, report, queue
         self._log_probs = jax.jit(
             functools.partial(
                 token_log_probs, learner.model, learner.execution, objective=learner.objective
@@ -146,22 +161,34 @@ class RolloutStep:
         """
         del batch
         number, begun = int(state.step), time.perf_counter()
-        device = self._learner.mesh.devices.flat[0]
-        params, routers = on_one_device((state.params, state.router_state), device)
-        samples = self._rollouts.draw(number, params, routers or None)
-        del params, routers  # the step donates them
+        draw = functools.partial(self._draw, self._held(state))
+        samples, stale = self._queue.take(number, draw)
+        del draw  # the step donates its parameters
         drawn = time.perf_counter()
         rows, measures = self._prepared(state, self._learner.batch(samples))
         state, metrics = self._step(state, global_batch(rows, self._learner.mesh))
         jax.block_until_ready(metrics.loss)
         times = {ROLLOUT_SECONDS: drawn - begun, TRAIN_SECONDS: time.perf_counter() - drawn}
-        self._report(number + 1, _measures(samples) | measures | times)
+        self._report(number + 1, _measures(samples) | {STALE: float(stale)} | measures | times)
         return state, metrics
+
+    def _held(self, state: TrainState) -> tuple[Any, Any]:
+        """Return parameters and router state for the engine."""
+        learner = self._learner
+        return on_one_device(
+            (state.params, state.router_state),
+            learner.mesh.devices.flat[0],
+            is_copied=learner.config.staleness > 0,
+        )
+
+    def _draw(self, held: tuple[Any, Any], step: int) -> Future[list[Sample]]:
+        params, router_state = held
+        return self._rollouts.draw(step, params, router_state or None)
 
     def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""
         config, objective = self._learner.config, self._learner.objective
-        is_read, engine = batch.loss_weights > 0, batch.extra[OLD]
+        is_read, engine = np.asarray(batch.loss_weights) > 0, np.asarray(batch.extra[OLD])
         extra, measures, current = dict(batch.extra), dict[str, float](), engine
 
         def log_probs(params: Any) -> np.ndarray:
@@ -170,6 +197,9 @@ class RolloutStep:
             )
             return np.where(is_read, jax.device_get(found), np.float32(0))
 
+        if EXPERTS in extra:
+            is_token = np.asarray(batch.segment_ids) != 0
+            measures[REPLAYED] = float((np.asarray(extra[EXPERTS]) >= 0)[is_token].mean())
         if config.old == "trainer":
             extra[OLD] = current = log_probs(state.params)
             ratio = np.exp(current - engine)
@@ -179,8 +209,8 @@ class RolloutStep:
             if config.truncation is not None:
                 extra[SAMPLER_WEIGHTS] = np.minimum(ratio, np.float32(config.truncation))
         if self._reference is not None:
-            extra[REFERENCE] = log_probs(self._reference)
-            measures[DIVERGENCE] = float(k3(extra[REFERENCE], current)[is_read].mean())
+            extra[REFERENCE] = reference = log_probs(self._reference)
+            measures[DIVERGENCE] = float(k3(reference, current)[is_read].mean())
         return dataclasses.replace(batch, extra=extra), measures
 
 

@@ -15,6 +15,7 @@ from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.resilience.hooks import SnapshotHook
 from jaxmoe.resilience.recompute import RecomputedStep
+from jaxmoe.rl.queue import AnswerQueue
 from jaxmoe.rl.steps import RolloutStep
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
@@ -80,6 +81,11 @@ def run_steps(
                 step_function,
                 assembly.learner,
                 rollouts,
+                queue=AnswerQueue(
+                    staleness=assembly.learner.config.staleness,
+                    every=config.checkpoint.every,
+                    last_step=config.training.steps,
+                ),
                 reference=reference_params(assembly),
                 report=watches.reporter.watched,
             )

@@ -31,6 +31,13 @@ def check_rollouts(assembly: Assembly) -> None:
     execution = assembly.execution
     if (reason := why_not_served(assembly.plan.model, execution, None)) is not None:
         raise ValueError(f"rl answers prompts with the engine: {reason}")
+    moe, rl = assembly.plan.model.moe, assembly.plan.config.rl
+    if rl is not None and rl.replay and (moe is None or not moe.router.traits.can_replay):
+        router = "no router" if moe is None else f"router:{moe.router.name}"
+        raise ValueError(
+            f"rl.replay=True gives routers the experts of the engine, and the model has {router},"
+            " which takes none: set it to False"
+        )
     if execution.mesh.seq > 1:
         raise ValueError(
             f"execution.mesh.seq={execution.mesh.seq} cuts sequences, whose tokens rl compares with"

@@ -13,8 +13,6 @@ from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig as MaskedDiff
 from jaxmoe.training.next_token import NextTokenConfig as NextTokenConfig
 from jaxmoe.training.policy_gradient import PolicyGradientConfig as PolicyGradientConfig
 
-ObjectiveConfig = (
-    NextTokenConfig | MaskedDiffusionConfig | SweptLayersConfig | PolicyGradientConfig
-)
+ObjectiveConfig = NextTokenConfig | MaskedDiffusionConfig | SweptLayersConfig | PolicyGradientConfig
 
 OBJECTIVES = registry_of(ObjectiveConfig)

@@ -27,14 +27,14 @@ def begun(tmp_path_factory):
     (folder / "sums.jsonl").write_text("\n".join(json.dumps({"text": one}) for one in sums))
     data = ("data:files", "--data.path", str(folder / "sums.jsonl"), "--data.cache", str(folder))
     model = ("--model.vocab_size", "256", "--run.directory", str(folder / "begun"))
-    steps = ("--training.steps", "2", "--tracking.sample_length", "0")
+    steps = ("--training.steps", "3", "--tracking.sample_length", "0")
     assert pretrain.main([*SMALL, "--evaluation.batches", "1", *data, *model, *steps]) == 0
     return folder / "begun"
 
 
 def flags(begun, directory, steps, *more):
     where = ("--checkpoint.initial", str(begun), "--run.directory", str(directory))
-    sizes = ("--rl.group", "2", "--rl.prompts", "2", "--rl.max_tokens", "4")
+    sizes = ("--rl.group", "2", "--rl.prompts", "4", "--rl.max_tokens", "4")
     length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
     outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
     return [*where, "reward:arithmetic", *sizes, *length, *outputs, *more]
@@ -56,7 +56,7 @@ def test_a_run_logs_its_rewards_and_changes_all_parameters(begun, trained):
         steps, values = series[f"rl/{name}"]
         assert steps.tolist() == [1, 2, 3, 4] and np.isfinite(values).all()
     assert series["rl/kl"][1][0] == pytest.approx(0.0, abs=1e-6) and (series["rl/kl"][1] >= 0).all()
-    before = load_checkpoint(begun / "checkpoints", step=2)["params"]
+    before = load_checkpoint(begun / "checkpoints", step=3)["params"]
     after = load_checkpoint(trained / "checkpoints", step=4)["params"]
     changed = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), before, after)
     assert all(jax.tree.leaves(changed))

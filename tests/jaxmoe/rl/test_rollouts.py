@@ -6,6 +6,7 @@ One engine serves all tests of this file.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -75,7 +76,8 @@ def test_a_row_that_is_too_short_is_refused():
 
 
 def test_settings_of_rollouts_are_checked():
-    for field, value in (("group", 1), ("prompts", 0), ("temperature", 0.0), ("page_size", 0)):
+    wrong: Any = {"group": 1, "prompts": 0, "temperature": 0.0, "page_size": 0}
+    for field, value in wrong.items():
         with pytest.raises(ValueError, match=rf"rl\.{field}={value}"):
             RolloutsConfig(**{field: value})
     with pytest.raises(ValueError, match=r"rl\.truncation=2.0 compares trainer and engine"):
@@ -88,7 +90,9 @@ def drawn():
     rollouts = Rollouts(CONFIG, MODEL, ExecutionConfig(), Text(), length=LENGTH, seed=SEED)
     one, two = (init_params(MODEL, jax.random.key(number)) for number in range(2))
     order = {"first": (7, one), "later": (8, one), "other": (7, two), "again": (7, one)}
-    found = {name: rollouts.draw(step, params, None) for name, (step, params) in order.items()}
+    found = {
+        name: rollouts.draw(step, params, None).result() for name, (step, params) in order.items()
+    }
     rollouts.close()
     return one, found
 

@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Policy gradients: loss and gradient equal those of GRPO written with loops, and its properties."""
+"""Policy gradients: loss and gradient are those of GRPO with loops, and have its properties."""
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ def loss_of(objective, logits, targets, lengths, rewards, old, reference):
     advantages = group_advantages(rewards.reshape(GROUPS, SIZE), objective.advantage).reshape(-1)
     weights = answer_weights(lengths.astype(float), objective.aggregation, LONGEST)
     ones = np.ones((ROWS, LONGEST))
-    extra = {
+    extra: Any = {
         "advantages": on_rows(ones * advantages[:, None], lengths),
         "old_log_probs": on_rows(old, lengths),
     }
@@ -174,7 +175,9 @@ def gradient_of(params, batch, execution=None):
 
 @pytest.mark.slow
 def test_in_chunks_the_loss_and_gradient_are_the_same(rows):
-    whole, parts = gradient_of(*rows), gradient_of(*rows, ExecutionConfig(loss_chunk=3))
+    params, batch = rows
+    whole = gradient_of(params, batch)
+    parts = gradient_of(params, batch, ExecutionConfig(loss_chunk=3))
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -190,14 +193,15 @@ def test_log_probs_are_those_that_the_loss_reads(rows):
 
 
 def test_divergence_is_never_negative():
-    ones = np.float32(np.random.default_rng(0).normal(size=1000))
-    near = ones + np.float32(1e-4) * np.float32(np.random.default_rng(1).normal(size=1000))
+    ones = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    near = ones + 1e-4 * np.random.default_rng(1).normal(size=1000).astype(np.float32)
     assert (k3(ones, near) >= 0).all() and (k3(ones, -ones) >= 0).all()
     assert (k3(ones, ones) == 0).all()
 
 
 def test_settings_out_of_range_are_refused():
     assert OBJECTIVES["policy_gradient"] is PolicyGradientConfig
-    for field, value in (("clip_low", 0.0), ("clip_high", -1.0), ("beta", -0.1)):
+    wrong: Any = {"clip_low": 0.0, "clip_high": -1.0, "beta": -0.1}
+    for field, value in wrong.items():
         with pytest.raises(ValueError, match=rf"objective\.{field}={value}"):
             PolicyGradientConfig(**{field: value})

@@ -1,0 +1,52 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decides by which parameters the answers of each step are drawn, and keeps those drawn ahead.
+
+    staleness 0    step t by the parameters before it
+    staleness s    step t by those before step t - s, while steps t - s to t - 1 are trained;
+                   the first s + 1 steps after a start or a checkpoint by those that they begin with
+
+The queue is empty at every multiple of `every`, so that a run that resumes there draws the same
+answers as one that was never interrupted. Answers are never older than `staleness`.
+
+Source of the overlap: AsyncFlow (arXiv 2507.01663).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+Draw = Callable[[int], Future[Any]]
+"""Starts to draw the answers of a step."""
+
+
+class AnswerQueue:
+    """Answers that are being drawn, by step.
+
+    Args:
+        staleness: Steps that answers may lag behind.
+        every: Steps between checkpoints, at which the queue is empty; 0 for none.
+        last_step: Total number of steps.
+    """
+
+    def __init__(self, *, staleness: int, every: int, last_step: int):
+        self._staleness, self._every, self._last_step = staleness, every, last_step
+        self._drawn: dict[int, tuple[int, Future[Any]]] = {}
+
+    def take(self, step: int, draw: Draw) -> tuple[Any, int]:
+        """Return the answers of a step, and the steps that they lag behind; draw those ahead.
+
+        Args:
+            step: Steps done before; each is asked for once, ascending.
+            draw: Starts to draw the answers of a step by the parameters of now.
+        """
+        end = step + self._staleness + 1
+        if self._every:
+            end = min(end, (step // self._every + 1) * self._every)
+        for ahead in range(step, max(min(end, self._last_step), step + 1)):
+            if ahead not in self._drawn:
+                self._drawn[ahead] = (step, draw(ahead))
+        version, answers = self._drawn.pop(step)
+        return answers.result(), step - version
