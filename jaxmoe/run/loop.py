@@ -22,7 +22,7 @@ from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.hooks import make_hooks
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.results import TrainedStep
-from jaxmoe.run.rollouts import open_rollouts, reference_params
+from jaxmoe.run.serving.rollouts import open_rollouts, reference_params
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import LoopResult, Stop, run_loop
 from jaxmoe.training.state import TrainState

@@ -51,7 +51,7 @@ from jaxmoe.run.reporting.header import nothing_to_do, print_header
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
 from jaxmoe.run.results import TrainResult
 from jaxmoe.run.rollback import Trained, train_with_rollback
-from jaxmoe.run.rollouts import check_rollouts
+from jaxmoe.run.serving.rollouts import check_rollouts
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE, START
 from sharding.coordination import barrier

@@ -27,6 +27,7 @@ from jaxmoe.layers.sequences import Order, current_order, lay_out
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
+from jaxmoe.routing.replay import EXPERTS, check_replayed
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.cross_entropy import chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
@@ -225,15 +226,20 @@ def forward_and_row_nll(
 
 
 def batch_context(model: ModelConfig, batch: Batch) -> dict[str, Array]:
-    """Return the arrays [B S] of a batch that routers and mixtures of an adapter read, by name.
+    """Return the arrays [B S ...] of a batch that routers and an adapter's mixtures read, by name.
 
     Args:
         model: Model that reads the batch.
         batch: Rows.
+
+    Raises:
+        ValueError: The batch has recorded experts that the model cannot replay.
     """
     mixing = model.context.mixing
-    names = () if mixing is None else mixing.reads
+    names = (EXPERTS,) if mixing is None else (EXPERTS, *mixing.reads)
     given = {name: batch.extra[name] for name in names if name in batch.extra}
+    if EXPERTS in given:
+        check_replayed(model, given[EXPERTS])
     if batch.mask_ratio is not None:
         given["mask_ratio"] = batch.mask_ratio
     return {name: jnp.asarray(array) for name, array in given.items()}

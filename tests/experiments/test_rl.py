@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import finetune, pretrain, rl
+from experiments import finetune, pretrain
 from experiments.cli.flags import ExitCode
+from experiments.rl import __main__ as rl
 from jaxmoe import load_checkpoint
 from jaxmoe.run import Run
 from jaxmoe.tracking.jsonl import read_metrics

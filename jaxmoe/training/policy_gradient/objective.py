@@ -24,31 +24,29 @@ A batch without `advantages`, such as a held-out one, has the loss of the next t
 
 Sources: GRPO (arXiv 2402.03300, section 4.1), DAPO (arXiv 2503.14476, equations 8 and 12), Dr. GRPO
 (arXiv 2503.20783, section 3.2), RLOO (arXiv 2402.14740, section 2.2); k3: Schulman, "Approximating
-KL divergence". The standard deviation of a group has one degree of freedom less, as in tunix.
+KL divergence".
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.next_token import NextTokenConfig
 from jaxmoe.training.objective import TokenGiven
-
-AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
-AggregationName = Literal["sequence", "token", "constant"]
+from jaxmoe.training.policy_gradient.advantages import (
+    LARGEST_LOG_RATIO,
+    AdvantageName,
+    AggregationName,
+)
 
 ADVANTAGES, OLD, REFERENCE = "advantages", "old_log_probs", "reference_log_probs"
 SAMPLER_WEIGHTS = "sampler_weights"
 """Names in `Batch.extra`."""
-
-_LARGEST_LOG_RATIO = 20.0
-_SMALLEST_DEVIATION = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,54 +107,4 @@ class PolicyGradientConfig(NextTokenConfig):
 
 
 def _bounded(log_ratio: Float[Array, "B S"]) -> Float[Array, "B S"]:
-    return jnp.clip(log_ratio, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-
-
-def group_advantages(
-    rewards: Float[np.ndarray, "groups G"], name: AdvantageName
-) -> Float[np.ndarray, "groups G"]:
-    """Return the advantage of each answer; 0 for groups with equal rewards.
-
-    Args:
-        rewards: Rewards of the answers to each prompt.
-        name: Formula, see `PolicyGradientConfig.advantage`.
-    """
-    # Exactly 0 for equal rewards, whatever their mean rounds to.
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
-    centred = np.where(np.ptp(rewards, axis=1, keepdims=True) == 0, 0.0, centred)
-    size = rewards.shape[1]
-    if name == "grpo":
-        centred = centred / (rewards.std(axis=1, ddof=1, keepdims=True) + _SMALLEST_DEVIATION)
-    elif name == "rloo":  # r - (sum - r) / (G - 1)
-        centred = centred * (size / (size - 1))
-    return centred.astype(np.float32)
-
-
-def answer_weights(
-    lengths: Float[np.ndarray, " B"], name: AggregationName, longest: int
-) -> Float[np.ndarray, " B"]:
-    """Return the loss weight of each token of each answer.
-
-    Args:
-        lengths: Tokens of each answer, at least 1.
-        name: Mean over tokens, see `PolicyGradientConfig.aggregation`.
-        longest: Longest answer allowed.
-    """
-    total, number = lengths.sum(), len(lengths)
-    factors = {
-        "sequence": 1.0 / (number * lengths),
-        "token": np.full(number, 1.0 / total),
-        "constant": np.full(number, 1.0 / (number * longest)),
-    }
-    return (total * factors[name]).astype(np.float32)
-
-
-def k3(reference: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """Return the estimate of KL(policy, reference) of each drawn token, at least 0.
-
-    Args:
-        reference: Log-probabilities under the reference.
-        log_probs: Log-probabilities under the policy.
-    """
-    further = np.clip(reference - log_probs, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-    return np.maximum(np.expm1(further) - further, 0.0)
+    return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
