@@ -7,7 +7,8 @@
                    the first s + 1 steps after a start or a checkpoint by those that they begin with
 
 The queue is empty at every multiple of `every`, so that a run that resumes there draws the same
-answers as one that was never interrupted. Answers are never older than `staleness`.
+answers as one that was never interrupted. The store sees to it that no answer is older than
+`staleness`.
 
 Source of the overlap: AsyncFlow (arXiv 2507.01663).
 """
@@ -18,12 +19,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from jaxmoe.rl.stream import SampleStore
+
 Draw = Callable[[int], Future[Any]]
 """Starts to draw the answers of a step."""
+_STEP, _ANSWERS = "step", "answers"
 
 
 class AnswerQueue:
-    """Answers that are being drawn, by step.
+    """Answers that are being drawn, a row of the store for each step.
 
     Args:
         staleness: Steps that answers may lag behind.
@@ -33,7 +37,8 @@ class AnswerQueue:
 
     def __init__(self, *, staleness: int, every: int, last_step: int):
         self._staleness, self._every, self._last_step = staleness, every, last_step
-        self._drawn: dict[int, tuple[int, Future[Any]]] = {}
+        self._store = SampleStore((_STEP, _ANSWERS), staleness=staleness)
+        self._drawn: int | None = None
 
     def take(self, step: int, draw: Draw) -> tuple[Any, int]:
         """Return the answers of a step, and the steps that they lag behind; draw those ahead.
@@ -42,11 +47,24 @@ class AnswerQueue:
             step: Steps done before; each is asked for once, ascending.
             draw: Starts to draw the answers of a step by the parameters of now.
         """
+        self._store.advance(step)
         end = step + self._staleness + 1
         if self._every:
             end = min(end, (step // self._every + 1) * self._every)
-        for ahead in range(step, max(min(end, self._last_step), step + 1)):
-            if ahead not in self._drawn:
-                self._drawn[ahead] = (step, draw(ahead))
-        version, answers = self._drawn.pop(step)
-        return answers.result(), step - version
+        end = max(min(end, self._last_step), step + 1)
+        for ahead in range(step if self._drawn is None else self._drawn + 1, end):
+            self._store.submit(step, **{_STEP: ahead})
+            row = self._store.claim([_STEP], [_ANSWERS], 1)[0]
+            draw(ahead).add_done_callback(lambda answers, row=row.id: self._fill(row, answers))
+            self._drawn = ahead
+        row = self._store.take([_STEP, _ANSWERS], 1)[0]
+        return row.values[_ANSWERS], step - row.version
+
+    def _fill(self, row: int, answers: Future[Any]) -> None:
+        """Hand over the answers of a row; an error ends the training at its next step."""
+        if answers.cancelled():
+            self._store.close()
+        elif (error := answers.exception()) is not None:
+            self._store.close(error)
+        else:
+            self._store.fill(row, **{_ANSWERS: answers.result()})

@@ -43,3 +43,13 @@ def test_answers_are_never_too_old_and_none_cross_a_checkpoint(staleness):
 def test_without_checkpoints_answers_lag_by_the_staleness():
     found = drawn_by(AnswerQueue(staleness=2, every=0, last_step=8), 0, 8)
     assert found == {step: max(step - 2, 0) for step in range(8)}
+
+
+def test_an_error_of_a_draw_is_raised_where_answers_are_taken():
+    def draw(step):
+        future = Future()
+        future.set_exception(ValueError(f"no answer at step {step}"))
+        return future
+
+    with pytest.raises(ValueError, match="no answer at step 3"):
+        AnswerQueue(staleness=0, every=0, last_step=8).take(3, draw)
