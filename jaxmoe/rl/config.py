@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jaxmoe.rl.rewards import ArithmeticConfig, RewardConfig
 
 OldName = Literal["trainer", "engine"]
+SyncName = Literal["copy", "exact", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,12 @@ class RolloutsConfig:
     staleness: int = 0
     """Steps that answers may lag behind: they are drawn by earlier parameters while the model is
     trained. 0 draws them by the parameters that they train. Checkpoints begin with fresh ones."""
+    sync: SyncName = "copy"
+    """How the engine follows the training where staleness is above 0. copy: arrays are copied.
+    exact: elements whose bits changed, as between two processes. bfloat16: likewise, rounded
+    first."""
+    scorers: int = 1
+    """Threads that score answers; more help a function that waits, such as for a server."""
     replay: bool = False
     """Whether training takes the experts that the engine chose, so that both compute the same model
     (router replay); for routers that choose experts for tokens."""
@@ -46,14 +53,20 @@ class RolloutsConfig:
     """Tokens of a page of keys and values. Answers to one prompt share its full pages."""
 
     def __post_init__(self):
-        for field, least in (("group", 2), ("prompts", 1), ("max_tokens", 1), ("max_sequences", 1)):
+        least_values = {"group": 2} | dict.fromkeys(
+            ("prompts", "max_tokens", "max_sequences", "page_size", "scorers"), 1
+        )
+        for field, least in least_values.items():
             if (value := getattr(self, field)) < least:
                 raise ValueError(f"rl.{field}={value} must be at least {least}")
         if self.staleness < 0:
             raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")
         self.reward.check()
-        if self.page_size < 1:
-            raise ValueError(f"rl.page_size={self.page_size} must be at least 1")
+        if self.sync != "copy" and not self.staleness:
+            raise ValueError(
+                f"rl.sync={self.sync} updates parameters that the engine keeps, and with"
+                " rl.staleness=0 it answers by those in training: set rl.staleness to 1 or more"
+            )
         if self.temperature <= 0.0:
             raise ValueError(
                 f"rl.temperature={self.temperature} must be above 0: the answers of a group differ"

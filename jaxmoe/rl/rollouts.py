@@ -10,6 +10,8 @@ depend on time, and no page outlives the parameters that it was computed with.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from jaxmoe.generation.text import Codec, encode_prompts
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import Sample
 from jaxmoe.rl.config import RolloutsConfig
-from jaxmoe.rl.rewards import Question
+from jaxmoe.rl.stream import Counts, SampleStore
 from jaxmoe.serve.answers import Ended, Generated
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
@@ -31,7 +33,9 @@ from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Sampling
 from jaxmoe.serve.streams import Stream
 
-_THREAD = "jaxmoe-rollouts"
+_THREAD, _SCORERS = "jaxmoe-rollouts", "jaxmoe-scorers"
+_QUESTION, _ANSWERS, _REWARDS = "question", "answers", "rewards"
+"""Columns of a row of the store, which is a prompt with its group."""
 _PIECE_TOKENS = 1024
 """Tokens of prompts that a step of the engine computes at most."""
 
@@ -69,31 +73,79 @@ class Rollouts:
         self._task = config.reward.build()
         self._executor: ModelExecutor | None = None
         self._engine: Engine | None = None
+        self._store = SampleStore((_QUESTION, _ANSWERS, _REWARDS), staleness=config.staleness)
         # Another thread than that of the training, whose mesh is current there.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
+        self._scorers = concurrent.futures.ThreadPoolExecutor(
+            config.scorers, thread_name_prefix=_SCORERS
+        )
 
     def close(self) -> None:
         """End the engine and the threads."""
+        self._store.close()
         if self._engine is not None:
             self._engine.close()
         self._thread.shutdown(cancel_futures=True)
+        self._scorers.shutdown(cancel_futures=True)
 
-    def draw(
-        self, step: int, params: Any, router_state: Any
-    ) -> concurrent.futures.Future[list[Sample]]:
-        """Start to draw the answers of a step; those to one prompt stand next to each other.
+    def advance(self, version: int) -> None:
+        """Go on to the parameters before a later step; answers drawn from now on are by these.
 
         Args:
-            step: Steps done before.
+            version: Steps done before.
+        """
+        self._store.advance(version)
+
+    def draw(self, step: int, params: Any, router_state: Any) -> None:
+        """Start to draw the answers of a step.
+
+        Args:
+            step: Steps done before it.
             params: Parameters on one device.
             router_state: State of the routers; None for fresh ones.
-
-        The future raises a ValueError where a prompt is too long, and a RolloutError where a step
-        of the engine has failed.
         """
-        return self._thread.submit(self._draw, step, params, router_state)
+        version = self._store.version
+        work = self._thread.submit(self._draw, step, version, params, router_state)
+        work.add_done_callback(self._end)
 
-    def _draw(self, step: int, params: Any, router_state: Any) -> list[Sample]:
+    def take(self) -> tuple[list[Sample], int]:
+        """Wait for the answers of the next step that was drawn, and return them.
+
+        Returns:
+            Answers, those to one prompt next to each other, and how many steps they lag behind.
+
+        Raises:
+            ValueError: A prompt is too long.
+            RolloutError: A step of the engine has failed.
+            RewardError: A function of the user gave no reward.
+        """
+        rows = self._store.take((_ANSWERS, _REWARDS), self._config.prompts)
+        samples = [
+            dataclasses.replace(sample, reward=reward)
+            for row in rows
+            for sample, reward in zip(row.values[_ANSWERS], row.values[_REWARDS], strict=True)
+        ]
+        return samples, self._store.version - min(row.version for row in rows)
+
+    def counts(self) -> Counts:
+        """Return what became of the prompts so far."""
+        return self._store.counts()
+
+    def _end(self, work: concurrent.futures.Future[None]) -> None:
+        """Pass the error of a thread on to `take`."""
+        if not work.cancelled() and (error := work.exception()) is not None:
+            self._store.close(error)
+
+    def _score(self) -> None:
+        """Score the answers of a row; called once for each."""
+        for row in self._store.claim((_QUESTION, _ANSWERS), (_REWARDS,), 1):
+            question = row.values[_QUESTION]
+            texts = [sample.text for sample in row.values[_ANSWERS]]
+            rewards = [float(self._task.score(question, text)) for text in texts]
+            self._store.fill(row.id, **{_REWARDS: rewards})
+
+    def _draw(self, step: int, version: int, params: Any, router_state: Any) -> None:
+        """Draw the answers of a step; each group goes to the store when it is complete."""
         engine, config = self._serving(params, router_state), self._config
         questions = self._task.prompts(step, config.prompts, self._seed)
         prompts = encode_prompts(self._codec, [question.prompt for question in questions])
@@ -117,20 +169,21 @@ class Rollouts:
                 # Pages are shared among requests of one salt: those of older parameters are not.
                 given: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
                 streams.append(engine.submit_samples(ids, sampling, config.group, **given))
-        return [
-            self._sample(step, question, stream)
-            for question, group in zip(questions, streams, strict=True)
-            for stream in group
-        ]
+        for question in questions:
+            self._store.submit(version, **{_QUESTION: question})
+        rows = self._store.claim((_QUESTION,), (_ANSWERS,), len(questions))
+        for row, group in zip(rows, streams, strict=True):
+            answers = [self._sample(step, stream) for stream in group]
+            self._store.fill(row.id, **{_ANSWERS: answers})
+            self._scorers.submit(self._score).add_done_callback(self._end)
 
-    def _sample(self, step: int, question: Question, stream: Stream) -> Sample:
-        """Return the answer of a stream with its reward."""
+    def _sample(self, step: int, stream: Stream) -> Sample:
+        """Return the answer of a stream, before it is scored."""
         events = list[Any](stream)
         generated: Any = [event for event in events if isinstance(event, Generated)]
         ended: Ended = events[-1]
         if ended.message:
             raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
-        text = "".join(event.text for event in events)
         experts = None
         if self._config.replay:  # of the prompt, and of each token but the last
             experts = np.concatenate([event.experts for event in generated])
@@ -138,8 +191,8 @@ class Rollouts:
             prompt=stream.request.prompt,
             answer=tuple(event.token for event in generated),
             log_probs=tuple(float(event.logprob) for event in generated),
-            text=text,
-            reward=float(self._task.score(question, text)),
+            text="".join(event.text for event in events),
+            reward=math.nan,
             experts=experts,
         )
 

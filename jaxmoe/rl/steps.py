@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -25,13 +24,16 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import Sample, batch_of
 from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.engine_parameters import EngineParameters
 from jaxmoe.rl.queue import AnswerQueue
 from jaxmoe.rl.rollouts import Rollouts, on_one_device
 from jaxmoe.routing.replay import EXPERTS
 from jaxmoe.tracking.tracker import (
+    AHEAD,
     ANSWER_LENGTH,
     CLIPPED,
     DIVERGENCE,
+    DROPPED,
     REPLAYED,
     REWARD,
     ROLLOUT_SECONDS,
@@ -130,7 +132,7 @@ class RolloutStep:
         step: Training step; it donates its state.
         learner: What is trained.
         rollouts: Engine and task.
-        queue: Answers that are drawn ahead.
+        queue: Steps whose answers are drawn ahead.
         reference: Parameters that `beta` holds the model to; None without beta.
         report: Called with the number of the step, from 1, and its measures.
     """
@@ -147,6 +149,8 @@ class RolloutStep:
     ):
         self._step, self._learner, self._rollouts = step, learner, rollouts
         self._reference, self._report, self._queue = reference, report, queue
+        sync = learner.config.sync
+        self._engine_params = None if sync == "copy" else EngineParameters(sync)
         self._log_probs = jax.jit(
             functools.partial(
                 token_log_probs, learner.model, learner.execution, objective=learner.objective
@@ -162,29 +166,31 @@ class RolloutStep:
         """
         del batch
         number, begun = int(state.step), time.perf_counter()
-        draw = functools.partial(self._draw, self._held(state))
-        samples, stale = self._queue.take(number, draw)
-        del draw  # the step donates its parameters
-        drawn = time.perf_counter()
+        sent = self._draw(state, self._queue.due(number))
+        samples, stale = self._rollouts.take()
+        drawn, counts = time.perf_counter(), self._rollouts.counts()
         rows, measures = self._prepared(state, self._learner.batch(samples))
         state, metrics = self._step(state, global_batch(rows, self._learner.mesh))
         jax.block_until_ready(metrics.loss)
         times = {ROLLOUT_SECONDS: drawn - begun, TRAIN_SECONDS: time.perf_counter() - drawn}
-        self._report(number + 1, _measures(samples) | {STALE: float(stale)} | measures | times)
+        measures |= _measures(samples) | sent | times
+        measures |= {STALE: float(stale), DROPPED: counts.dropped, AHEAD: counts.waiting}
+        self._report(number + 1, measures)
         return state, metrics
 
-    def _held(self, state: TrainState) -> tuple[Any, Any]:
-        """Return parameters and router state for the engine."""
-        learner = self._learner
-        return on_one_device(
-            (state.params, state.router_state),
-            learner.mesh.devices.flat[0],
-            is_copied=learner.config.staleness > 0,
-        )
-
-    def _draw(self, held: tuple[Any, Any], step: int) -> Future[list[Sample]]:
-        params, router_state = held
-        return self._rollouts.draw(step, params, router_state or None)
+    def _draw(self, state: TrainState, steps: range) -> dict[str, float]:
+        """Start to draw the answers of some steps; return the measures of what the engine got."""
+        self._rollouts.advance(int(state.step))
+        if not steps:
+            return {}
+        device, params, sent = self._learner.mesh.devices.flat[0], state.params, dict[str, float]()
+        if self._engine_params is not None:
+            params, sent = self._engine_params.follow(params)
+        is_copied = self._learner.config.staleness > 0  # the step donates its parameters
+        held = on_one_device((params, state.router_state), device, is_copied=is_copied)
+        for step in steps:
+            self._rollouts.draw(step, held[0], held[1] or None)
+        return sent
 
     def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""

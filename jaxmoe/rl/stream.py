@@ -12,8 +12,8 @@ what they read allows. A task asks for rows that have what it reads and lack wha
     store.advance(version)                          the training has made a new version
 
 A row may be taken while its version is at most `staleness` behind that of the store; an older one
-is dropped and counted. With staleness 0 a row is trained on by the parameters that it was made with,
-which is the synchronous loop. Submitted rows are taken, dropped or waiting, none twice:
+is dropped and counted. With staleness 0 a row trains the parameters that it was made with, which is
+the synchronous loop. Submitted rows are taken, dropped or waiting, none twice:
 
     submitted = taken + dropped + waiting
 
@@ -198,18 +198,6 @@ class SampleStore:
             row.values.update(values)
             self._changed.notify_all()
             return True
-
-    def release(self, number: int, writes: Sequence[str]) -> None:
-        """Give up a claim, so that another worker fills the columns.
-
-        Args:
-            number: Number of the row; no-op for one that has left the store.
-            writes: Columns that were claimed.
-        """
-        with self._changed:
-            if number in self._rows:
-                self._rows[number].claimed.difference_update(writes)
-                self._changed.notify_all()
 
     def take(self, reads: Sequence[str], number: int, *, timeout: float | None = None) -> list[Row]:
         """Return the oldest rows, and remove them from the store.

@@ -12,9 +12,10 @@ Each array is cut into buckets of `bucket` elements. A bucket with a change is s
     dense     all values                                length * item bytes
 
 whichever is smaller, so dense where more than item / (item + index) of its elements changed.
-`item` is the size of an element, `index` that of a gap: 2 bytes in buckets of at most 2^16 elements,
-4 in larger ones. Buckets without a change are not sent. A CRC-32 per bucket, one of the version
-before and one of the version after find accidental damage, loss and repetition, not forgery.
+`item` is the size of an element, `index` that of a gap: 2 bytes in buckets of at most 2^16
+elements, 4 in larger ones. Buckets without a change are not sent. A CRC-32 per bucket, one of the
+version before and one of the version after find accidental damage, loss and repetition, not
+forgery.
 
 Source: SparseRL-Sync (arXiv 2605.07330), which sends 4-byte positions; gaps are smaller.
 """

@@ -2,28 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers drawn ahead: each step once, never too old, and none across a checkpoint."""
 
-from concurrent.futures import Future
-
 import pytest
 
 from jaxmoe.rl.queue import AnswerQueue
 
 
 def drawn_by(queue, first, last):
-    """The parameters by which the answers of each step were drawn."""
-    found, order = {}, []
+    """The parameters by which the answers of each step are drawn."""
+    found = {}
     for now in range(first, last):
-
-        def draw(step, now=now):
-            order.append(step)
-            future = Future()
-            future.set_result((step, now))
-            return future
-
-        (step, version), lag = queue.take(now, draw)
-        assert step == now and lag == now - version
-        found[now] = version
-    assert order == list(range(first, last)), "each step is drawn once, in order"
+        for step in queue.due(now):
+            assert step not in found, "each step is drawn once"
+            found[step] = now
+        assert now in found
+    assert list(found) == list(range(first, last)), "in order"
     return found
 
 
@@ -43,13 +35,3 @@ def test_answers_are_never_too_old_and_none_cross_a_checkpoint(staleness):
 def test_without_checkpoints_answers_lag_by_the_staleness():
     found = drawn_by(AnswerQueue(staleness=2, every=0, last_step=8), 0, 8)
     assert found == {step: max(step - 2, 0) for step in range(8)}
-
-
-def test_an_error_of_a_draw_is_raised_where_answers_are_taken():
-    def draw(step):
-        future = Future()
-        future.set_exception(ValueError(f"no answer at step {step}"))
-        return future
-
-    with pytest.raises(ValueError, match="no answer at step 3"):
-        AnswerQueue(staleness=0, every=0, last_step=8).take(3, draw)

@@ -5,6 +5,7 @@
 One engine serves all tests of this file.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -90,10 +91,12 @@ def drawn():
     rollouts = Rollouts(CONFIG, MODEL, ExecutionConfig(), Text(), length=LENGTH, seed=SEED)
     one, two = (init_params(MODEL, jax.random.key(number)) for number in range(2))
     order = {"first": (7, one), "later": (8, one), "other": (7, two), "again": (7, one)}
-    found = {
-        name: rollouts.draw(step, params, None).result() for name, (step, params) in order.items()
-    }
-    rollouts.close()
+    found = {}
+    with contextlib.closing(rollouts):
+        for name, (step, params) in order.items():
+            rollouts.draw(step, params, None)
+            found[name], lag = rollouts.take()
+            assert lag == 0
     return one, found
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from jaxmoe.rl.engine_parameters import EngineParameters
 from jaxmoe.rl.weight_sync import (
     BUCKET_BYTES,
     UPDATE_BYTES,
@@ -20,6 +21,7 @@ from jaxmoe.rl.weight_sync import (
     payload_bytes,
     update,
 )
+from jaxmoe.tracking.tracker import SYNC_BYTES, SYNC_SHARE
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 # Zeros of both signs, infinities, and NaNs that differ in sign and payload.
@@ -165,3 +167,25 @@ def test_trees_of_another_structure_are_refused(example):
         update(old, old, bucket=0)
     with pytest.raises(ValueError, match="more than 8 bytes"):
         update(np.zeros(1, complex), np.zeros(1, complex))
+
+
+def test_parameters_of_the_engine_follow_those_in_training():
+    rng = np.random.default_rng(0)
+    params = {"w": jax.numpy.asarray(rng.standard_normal((64, 64)), jax.numpy.float32)}
+    exact, rounded = EngineParameters("exact"), EngineParameters("bfloat16")
+    for step in range(3):
+        for engine, item in ((exact, 4), (rounded, 2)):
+            held, measures = engine.follow(params)
+            is_exact = engine is exact
+            wanted = np.asarray(params["w"])
+            if not is_exact:
+                wanted = wanted.astype(ml_dtypes.bfloat16).astype(np.float32)
+            np.testing.assert_array_equal(held["w"], wanted)
+            assert held["w"].dtype == np.float32
+            total = 64 * 64 * item
+            assert measures[SYNC_SHARE] == measures[SYNC_BYTES] / total
+            if step == 0:
+                assert measures[SYNC_BYTES] == total
+            else:  # few elements reach another bfloat16; in float32 all change
+                assert (measures[SYNC_SHARE] < 0.05) != is_exact
+        params = {"w": params["w"] * np.float32(1 + 1e-5)}
