@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.routing.replay import EXPERTS
 from jaxmoe.training.policy_gradient import (
     ADVANTAGES,
     OLD,
@@ -25,9 +26,6 @@ from jaxmoe.training.policy_gradient import (
     answer_weights,
     group_advantages,
 )
-
-EXPERTS = "experts"
-"""Name in `Batch.extra` of the experts that routers take instead of their choice; -1 is free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

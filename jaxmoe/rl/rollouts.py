@@ -25,7 +25,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import Sample
 from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.rl.stream import Counts, SampleStore
-from jaxmoe.serve.answers import Ended, Generated
+from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
@@ -184,16 +184,13 @@ class Rollouts:
         ended: Ended = events[-1]
         if ended.message:
             raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
-        experts = None
-        if self._config.replay:  # of the prompt, and of each token but the last
-            experts = np.concatenate([event.experts for event in generated])
         return Sample(
             prompt=stream.request.prompt,
             answer=tuple(event.token for event in generated),
             log_probs=tuple(float(event.logprob) for event in generated),
             text="".join(event.text for event in events),
             reward=math.nan,
-            experts=experts,
+            experts=whole_experts(events) if self._config.replay else None,
         )
 
     @property

@@ -22,11 +22,12 @@ from jax.sharding import Mesh
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.rl.batches import EXPERTS, Sample, batch_of
+from jaxmoe.rl.batches import Sample, batch_of
 from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.rl.engine_parameters import EngineParameters
 from jaxmoe.rl.queue import AnswerQueue
 from jaxmoe.rl.rollouts import Rollouts, on_one_device
+from jaxmoe.routing.replay import EXPERTS
 from jaxmoe.tracking.tracker import (
     AHEAD,
     ANSWER_LENGTH,

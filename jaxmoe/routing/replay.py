@@ -56,25 +56,37 @@ def replayed(
     return jnp.where(is_given[:, None], given, own), {REPLAYED: jnp.stack(sums)}
 
 
+def why_not_recorded(model: Any) -> str | None:
+    """Return why experts cannot be recorded for replay, with the way out; None if they can.
+
+    Args:
+        model: A `jaxmoe.models.config.ModelConfig`.
+    """
+    if model.moe is None or not model.num_moe_layers:
+        return "a model without MoE layers has no experts to record: leave them out"
+    if model.loop is not None:
+        return (
+            f"model.loop.times={model.loop.times} routes each token several times in a layer, and"
+            " one choice is recorded: leave model.loop or the recorded experts out"
+        )
+    return None
+
+
 def why_not_replayed(model: Any) -> str | None:
     """Return why a model cannot replay experts, with the field and the way out; None if it can.
 
     Args:
         model: A `jaxmoe.models.config.ModelConfig`.
     """
-    if model.moe is None or not model.num_moe_layers:
-        return "a model without MoE layers has no experts to replay: leave them out"
+    reason = why_not_recorded(model)
+    if reason is not None:
+        return reason
     router = model.moe.router
     if not router.traits.can_replay:
         return (
             f"model.moe.router={router.name} cannot replay experts that were chosen elsewhere: take"
             " a router whose tokens choose the experts of highest score, such as softmax_topk, or"
             " leave the recorded experts out"
-        )
-    if model.loop is not None:
-        return (
-            f"model.loop.times={model.loop.times} routes each token several times in a layer, and"
-            " one choice is recorded: leave model.loop or the recorded experts out"
         )
     return None
 

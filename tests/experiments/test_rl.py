@@ -76,6 +76,27 @@ def test_resumed_in_the_middle_it_ends_bitwise_alike(begun, trained, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [("--rl.staleness", "1", "--rl.sync", "exact"), ("--rl.replay", "True", "--rl.page_size", "2")],
+    ids=["ahead", "replay"],
+)
+def test_answers_drawn_ahead_and_replayed_experts_resume_bitwise(more, begun, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert rl.main(flags(begun, whole, 4, *more)) == ExitCode.DONE
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    assert rl.main(flags(begun, stopped, 4, *more)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (whole, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    series = read_metrics(whole / "metrics.jsonl")
+    if "--rl.replay" in more:
+        assert (series["rl/replayed"][1] == 1.0).all()
+    else:
+        assert series["rl/stale"][1].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.slow
 def test_a_trained_run_is_evaluated_and_fine_tuned_like_any_other(trained, tmp_path):
     assert np.isfinite(Run.open(trained).evaluate().bits_per_token)
     config = finetune.finetune_config(str(trained))

@@ -10,6 +10,7 @@ import jax
 
 from jaxmoe.generation.text import separator_of
 from jaxmoe.rl.rollouts import Rollouts
+from jaxmoe.routing.replay import why_not_replayed
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.provenance.warm_start import initial_state
 from jaxmoe.serve.device.pages import why_not_served
@@ -31,13 +32,9 @@ def check_rollouts(assembly: Assembly) -> None:
     execution = assembly.execution
     if (reason := why_not_served(assembly.plan.model, execution, None)) is not None:
         raise ValueError(f"rl answers prompts with the engine: {reason}")
-    moe, rl = assembly.plan.model.moe, assembly.plan.config.rl
-    if rl is not None and rl.replay and (moe is None or not moe.router.traits.can_replay):
-        router = "no router" if moe is None else f"router:{moe.router.name}"
-        raise ValueError(
-            f"rl.replay=True gives routers the experts of the engine, and the model has {router},"
-            " which takes none: set it to False"
-        )
+    if assembly.learner.config.replay:
+        if (reason := why_not_replayed(assembly.plan.model)) is not None:
+            raise ValueError(f"rl.replay=True: {reason}; or set it to False")
     if execution.mesh.seq > 1:
         raise ValueError(
             f"execution.mesh.seq={execution.mesh.seq} cuts sequences, whose tokens rl compares with"

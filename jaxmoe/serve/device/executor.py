@@ -21,6 +21,7 @@ import numpy as np
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.sampling import Limits
+from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
@@ -49,7 +50,8 @@ class ExecutorConfig:
     num_logprobs: int = 0
     """Most likely tokens whose log-probabilities a request may ask for."""
     has_experts: bool = False
-    """Whether a request may ask for the chosen experts."""
+    """Whether a request may ask for the chosen experts. They are kept in host memory for every
+    token in a page, a number of 1 or 2 bytes for each MoE layer and slot."""
 
     def __post_init__(self):
         lengths = self.context_lengths
@@ -106,18 +108,21 @@ class ModelExecutor:
             mesh: Mesh of `sharding.make_mesh` with tensor and expert axes; None for one device.
 
         Raises:
-            ValueError: The model cannot be served, or the mesh has other axes.
+            ValueError: The model cannot be served, or its experts cannot be recorded as
+                `config.has_experts` asks, or the mesh has other axes.
         """
+        self.model, self.config = model, config or ExecutorConfig()
         reason = why_not_served(model, execution or ExecutionConfig(), mesh)
+        if reason is None and self.config.has_experts:
+            reason = why_not_recorded(model)
         if reason is not None:
             raise ValueError(reason)
-        self.model, self.config = model, config or ExecutorConfig()
         self.execution = ServedConfig.of(execution or ExecutionConfig())
         self._mesh, self._router_state = mesh, router_state
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
-        self._swapped: dict[int, Held] = {}
+        self._swapped: dict[int, tuple[Held, np.ndarray]] = {}
         self._load: np.ndarray | None = None
         self._move = make_transfers(self.execution)
         self.reset()
@@ -138,6 +143,7 @@ class ModelExecutor:
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._swapped.clear()
+        self._experts = _no_experts(self.model, self.config)
         with self._in_mesh():
             self._pools = initial_pools(
                 self.model, self.execution, pages=self.config.num_pages, size=self.config.page_size
@@ -168,7 +174,12 @@ class ModelExecutor:
             found = jax.device_get(outputs)
         if found.load is not None:
             self._load = found.load + (0 if self._load is None else self._load)
-        return {work.id: _result(found, work, row, at) for work, row, at in rows if work.draws}
+        if found.experts is not None:
+            for work, _, at in rows:
+                own = found.experts[:, at : at + len(work.tokens)]
+                where = self._places(work, work.start)
+                self._experts[where] = own.swapaxes(0, 1)
+        return {work.id: self._result(found, work, row) for work, row, _ in rows if work.draws}
 
     def expert_load(self) -> np.ndarray | None:
         """Return the tokens that each expert of each MoE layer has got [L E]; None before any."""
@@ -249,12 +260,16 @@ class ModelExecutor:
     def _transfer(self, step: Step) -> None:
         """Move pages before the work: to host memory, back, and on the device."""
         for one in step.out:
-            self._swapped[one.id] = self._move.to_host(self._pools, one.pages)
+            held = self._move.to_host(self._pools, one.pages)
+            self._swapped[one.id] = held, self._experts[list(one.pages)]
         for one in step.back:
-            held = self._swapped.pop(one.id)
+            held, experts = self._swapped.pop(one.id)
             self._pools = self._move.from_host(self._pools, one.pages, held)
+            self._experts[list(one.pages)] = experts[: len(one.pages)]
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
+            for source, target in step.copies:
+                self._experts[target] = self._experts[source]
         for number in step.dropped:
             self._swapped.pop(number, None)
 
@@ -287,6 +302,26 @@ class ModelExecutor:
         split = PageTables(slots, tables[:singles], tables[singles:])
         given = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
         return StepInputs(*given), placed
+
+    def _places(self, work: Work, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return page and place in it of the tokens of a sequence from a position on."""
+        where = np.arange(first, work.start + len(work.tokens))
+        page, place = np.divmod(where, self.config.page_size)
+        return np.asarray(work.pages)[page], place
+
+    def _result(self, found: StepOutputs, work: Work, row: int) -> Result:
+        """Return what a request has asked for of its row."""
+        number, experts = work.sampling.num_logprobs, None
+        ids, logprobs = found.top_ids[row, :number], found.top_logprobs[row, :number]
+        if work.sampling.has_experts:
+            last = work.start + len(work.tokens) - 1
+            experts = self._experts[self._places(work, last if work.index else 0)]
+        return Result(
+            token=int(found.tokens[row]),
+            logprob=float(found.logprobs[row]),
+            alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
+            experts=experts,
+        )
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
@@ -321,15 +356,14 @@ def _set_limits(limits: Any, row: int, sampling: Sampling) -> None:
     limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
 
 
-def _result(found: StepOutputs, work: Work, row: int, first: int) -> Result:
-    """Return what a request has asked for of its row."""
-    number, experts = work.sampling.num_logprobs, None
-    ids, logprobs = found.top_ids[row, :number], found.top_logprobs[row, :number]
-    if work.sampling.has_experts and found.experts is not None:
-        experts = found.experts[:, first : first + len(work.tokens)].swapaxes(0, 1)
-    return Result(
-        token=int(found.tokens[row]),
-        logprob=float(found.logprobs[row]),
-        alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
-        experts=experts,
-    )
+def _no_experts(model: ModelConfig, config: ExecutorConfig) -> np.ndarray:
+    """Return the array for the experts of the tokens in all pages [P G L K].
+
+    Its pages are those of the pools: what a page holds was computed with them, whichever request
+    has computed it. Without `has_experts` it is empty.
+    """
+    layers = model.num_moe_layers if config.has_experts else 0
+    routed, top_k = (1, 0) if model.moe is None else (model.moe.num_routed, model.moe.top_k)
+    # E itself marks an empty slot.
+    shape = (config.num_pages, config.page_size, layers, top_k)
+    return np.zeros(shape, np.min_scalar_type(routed))

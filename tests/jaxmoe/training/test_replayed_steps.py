@@ -18,6 +18,7 @@ from jaxmoe.routing.telemetry import summarise
 from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
 from jaxmoe.training.loss import forward_and_nll
 from sharding import MeshConfig
+from sharding.expert_parallel import AllToAllConfig
 from sharding.sequence_parallel import RingConfig
 from tests.support.models import BATCH, FULL, LENGTH
 from tests.support.one_step import batch, params_of, step_once
@@ -145,15 +146,22 @@ def test_gradient_of_the_router_equals_finite_differences():
 
 EXECUTIONS = {
     "accumulated": (2, ExecutionConfig(mesh=MeshConfig(data=1))),
-    "remat": (1, ExecutionConfig(remat="full", mesh=MeshConfig(data=1))),
     "data2_expert2": (1, ExecutionConfig(mesh=MeshConfig(data=2, expert=2))),
-    "fully_sharded": (2, ExecutionConfig(mesh=MeshConfig(data=2, expert=2), remat="full")),
-    "expert2_seq2_ring": (
+    "sharded_accumulated_remat": (
+        2,
+        ExecutionConfig(mesh=MeshConfig(data=2, expert=2), rules="fully_sharded", remat="full"),
+    ),
+    "expert_all_to_all": (
+        1,
+        ExecutionConfig(mesh=MeshConfig(data=2, expert=2), dispatcher=AllToAllConfig()),
+    ),
+    "seq3_zigzag": (
         1,
         ExecutionConfig(
-            mesh=MeshConfig(data=2, expert=2, seq=2), sequence_parallel=RingConfig(layout="zigzag")
+            mesh=MeshConfig(data=2, seq=3), sequence_parallel=RingConfig(layout="zigzag")
         ),
     ),
+    "remat": (1, ExecutionConfig(mesh=MeshConfig(data=1), remat="full")),
     "stages": (2, ExecutionConfig(mesh=MeshConfig(stage=2, data=2))),
 }
 FAST = ("accumulated",)
