@@ -183,13 +183,17 @@ class RolloutStep:
         self._rollouts.advance(int(state.step))
         if not steps:
             return {}
-        device, params, sent = self._learner.mesh.devices.flat[0], state.params, dict[str, float]()
-        if self._engine_params is not None:
-            params, sent = self._engine_params.follow(params)
-        is_copied = self._learner.config.staleness > 0  # the step donates its parameters
-        held = on_one_device((params, state.router_state), device, is_copied=is_copied)
+        device, sent = self._learner.mesh.devices.flat[0], dict[str, float]()
+        # The step donates its arrays, while answers are still drawn.
+        is_copied = self._learner.config.staleness > 0
+        routers = on_one_device(state.router_state, device, is_copied=is_copied)
+        if self._engine_params is None:
+            params = on_one_device(state.params, device, is_copied=is_copied)
+        else:
+            params, sent = self._engine_params.follow(state.params)
+            params = jax.device_put(params, jax.sharding.SingleDeviceSharding(device))
         for step in steps:
-            self._rollouts.draw(step, held[0], held[1] or None)
+            self._rollouts.draw(step, params, routers or None)
         return sent
 
     def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -203,8 +203,9 @@ class _Version:
     def checksum(self) -> int:
         """CRC-32 of names and bits."""
         found = zlib.crc32("\n".join(self.names).encode())
-        for bits in self.bits:
-            found = zlib.crc32(bits, found)
+        content: Any
+        for content in self.bits:
+            found = zlib.crc32(content, found)
         return found
 
     def tree(self) -> Any:

@@ -113,6 +113,20 @@ def test_an_adapter_learns_alone(begun, tmp_path):
     assert names and all(":" in name for name in names)
 
 
+@pytest.mark.slow
+def test_answers_drawn_ahead_and_sent_updates_are_bitwise_those_of_copies(begun, tmp_path):
+    runs = {sync: tmp_path / sync for sync in ("copy", "exact")}
+    for sync, directory in runs.items():
+        ahead = ("--checkpoint.every", "3", "--rl.staleness", "1", "--rl.scorers", "2")
+        assert rl.main(flags(begun, directory, 3, *ahead, "--rl.sync", sync)) == ExitCode.DONE
+    series = read_metrics(runs["exact"] / "metrics.jsonl")
+    assert series["rl/stale"][1].tolist() == [0, 1, 1]
+    assert series["rl/ahead"][1].max() == 4 and not series["rl/dropped"][1].any()
+    assert series["rl/sync"][1][0] == 1.0 and 0 < series["rl/sync"][1][-1] <= 1.01
+    jax.tree.map(np.testing.assert_array_equal, *(saved_leaves(run, 3) for run in runs.values()))
+    assert logged_losses(runs["copy"]) == logged_losses(runs["exact"])
+
+
 REFUSED = {
     "--checkpoint.initial is missing": ("--rl.group", "2"),
     "training.batch_size=8 must be rl.prompts x rl.group = 4": (
@@ -120,6 +134,8 @@ REFUSED = {
     ),
     "training.objective:next_token trains on data": ("training.objective:next_token",),
     "must be at least rl.max_tokens=500": ("--rl.max_tokens", "500"),
+    "with rl.staleness=0 it answers by those in training": ("--rl.sync", "exact"),
+    "rl.reward.path is empty": ("reward:match",),
     "set replicas to none": ("replicas:diloco",),
 }
 

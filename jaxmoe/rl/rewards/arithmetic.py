@@ -44,8 +44,8 @@ class _Arithmetic(Task):
         pairs = rng.integers(0, limit, (number, 2)).tolist()
         chosen = rng.integers(0, len(operators), number).tolist()
         return [
-            _question(*pair, operators[which], limit)
-            for pair, which in zip(pairs, chosen, strict=True)
+            _question(first, second, operators[which], limit)
+            for (first, second), which in zip(pairs, chosen, strict=True)
         ]
 
     def score(self, question: Question, text: str) -> float:

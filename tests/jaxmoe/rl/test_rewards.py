@@ -138,7 +138,7 @@ def _by_python(text):
 
     def value(node):
         if isinstance(node, ast.Constant):
-            return Fraction(node.value)
+            return Fraction(str(node.value))
         return operations[type(node.op)](value(node.left), value(node.right))
 
     return value(ast.parse(text.strip(), mode="eval").body)
