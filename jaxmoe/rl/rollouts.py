@@ -230,7 +230,7 @@ def _seed(seed: int, step: int, place: int, group: int) -> int:
 
 
 def on_one_device(tree: Any, device: jax.Device, *, is_copied: bool) -> Any:
-    """Return arrays of a mesh on one of its devices.
+    """Return arrays of a mesh, or of the host, on one of its devices.
 
     Args:
         tree: Arrays.
@@ -238,7 +238,8 @@ def on_one_device(tree: Any, device: jax.Device, *, is_copied: bool) -> Any:
         is_copied: Whether they outlive the arrays of the mesh, where it has no other device.
     """
     alone = jax.sharding.SingleDeviceSharding(device)
-    is_alone = all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    is_alone = all(isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 for x in leaves)
     if is_alone:
         return jax.device_put(tree, alone, may_alias=not is_copied)
     return jax.device_put(jax.device_get(tree), alone)
