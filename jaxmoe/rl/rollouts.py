@@ -105,7 +105,9 @@ class Rollouts:
             router_state: State of the routers; None for fresh ones.
         """
         version = self._store.version
-        work = self._thread.submit(self._draw, step, version, params, router_state)
+        for question in self._task.prompts(step, self._config.prompts, self._seed):
+            self._store.submit(version, **{_QUESTION: question})
+        work = self._thread.submit(self._draw, step, params, router_state)
         work.add_done_callback(self._end)
 
     def take(self) -> tuple[list[Sample], int]:
@@ -144,11 +146,12 @@ class Rollouts:
             rewards = [float(self._task.score(question, text)) for text in texts]
             self._store.fill(row.id, **{_REWARDS: rewards})
 
-    def _draw(self, step: int, version: int, params: Any, router_state: Any) -> None:
+    def _draw(self, step: int, params: Any, router_state: Any) -> None:
         """Draw the answers of a step; each group goes to the store when it is complete."""
         engine, config = self._serving(params, router_state), self._config
-        questions = self._task.prompts(step, config.prompts, self._seed)
-        prompts = encode_prompts(self._codec, [question.prompt for question in questions])
+        rows = self._store.claim((_QUESTION,), (_ANSWERS,), config.prompts)
+        texts = [row.values[_QUESTION].prompt for row in rows]
+        prompts = encode_prompts(self._codec, texts)
         if (longest := max(map(len, prompts))) > self._longest_prompt:
             raise ValueError(
                 f"training.sequence_length={self._length} leaves {self._longest_prompt} tokens for"
@@ -169,9 +172,6 @@ class Rollouts:
                 # Pages are shared among requests of one salt: those of older parameters are not.
                 given: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
                 streams.append(engine.submit_samples(ids, sampling, config.group, **given))
-        for question in questions:
-            self._store.submit(version, **{_QUESTION: question})
-        rows = self._store.claim((_QUESTION,), (_ANSWERS,), len(questions))
         for row, group in zip(rows, streams, strict=True):
             answers = [self._sample(step, stream) for stream in group]
             self._store.fill(row.id, **{_ANSWERS: answers})

@@ -183,15 +183,15 @@ class RolloutStep:
         self._rollouts.advance(int(state.step))
         if not steps:
             return {}
-        device, sent = self._learner.mesh.devices.flat[0], dict[str, float]()
-        # The step donates its arrays, while answers are still drawn.
-        is_copied = self._learner.config.staleness > 0
-        routers = on_one_device(state.router_state, device, is_copied=is_copied)
-        if self._engine_params is None:
-            params = on_one_device(state.params, device, is_copied=is_copied)
-        else:
-            params, sent = self._engine_params.follow(state.params)
-            params = jax.device_put(params, jax.sharding.SingleDeviceSharding(device))
+        params, sent = state.params, dict[str, float]()
+        if self._engine_params is not None:
+            params, sent = self._engine_params.follow(params)
+        device = self._learner.mesh.devices.flat[0]
+        is_copied = self._learner.config.staleness > 0  # the step donates its arrays
+        params, routers = (
+            on_one_device(tree, device, is_copied=is_copied)
+            for tree in (params, state.router_state)
+        )
         for step in steps:
             self._rollouts.draw(step, params, routers or None)
         return sent
