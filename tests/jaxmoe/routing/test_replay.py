@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ from tests.support.routers import (
 )
 from tests.support.tolerances import assert_close
 
-REPLAYING = [param for param in CASES if param.values[0].config.traits.can_replay]
+ROWS: list[Any] = CASES
+REPLAYING = [row for row in ROWS if row.values[0].config.traits.can_replay]
 FIRST = {name: cases[0] for name, cases in ROUTER_CASES.items()}
 
 
@@ -79,6 +81,7 @@ def test_every_router_replays_or_refuses(case):
     if not case.config.traits.can_replay:
         parts = {"router": case.config, "balancers": (), "gate": SoftmaxGateConfig()}
         sighted = dataclasses.replace(TINY.attention, is_causal=False)
+        assert TINY.moe is not None
         moe = dataclasses.replace(TINY.moe, **parts)
         model = dataclasses.replace(TINY, attention=sighted, moe=moe)
         with pytest.raises(ValueError, match=f"model.moe.router={case.config.name} cannot replay"):
