@@ -115,8 +115,7 @@ class Transformer(nn.Module):
             key: PRNG key for routers with noise.
             row_ids: Number of each row in the batch of the step, so that a router's noise does not
                 depend on how the batch was cut; arange when None.
-            context: Further [B S] arrays for routers, by name (`mask_ratio`), and the recorded
-                experts [B S L K] of `jaxmoe.routing.replay`.
+            context: Further arrays [B S] for routers, see `TokenInputs.context` (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
             logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
             places: Place of each token in its row, where the [B S] arrays are laid out already by

@@ -160,7 +160,9 @@ EXECUTIONS = {
     "seq3_zigzag": (
         1,
         ExecutionConfig(
-            mesh=MeshConfig(data=2, seq=3), sequence_parallel=RingConfig(layout="zigzag")
+            mesh=MeshConfig(data=2, seq=3),
+            rules="data_parallel",
+            sequence_parallel=RingConfig(layout="zigzag"),
         ),
     ),
     "remat": (1, ExecutionConfig(mesh=MeshConfig(data=1), remat="full")),
