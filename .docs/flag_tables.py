@@ -21,6 +21,7 @@ from jaxmoe.field_docs import field_docs
 COMMANDS = {
     "pretrain": "jaxmoe.run.config:PretrainConfig",
     "finetune": "jaxmoe.run.config:PretrainConfig",
+    "rl": "jaxmoe.run.config:PretrainConfig",
     "evaluate": "experiments.evaluate:EvaluateConfig",
     "ensemble": "experiments.ensemble:EnsembleConfig",
     "generate": "experiments.generate:GenerateConfig",

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.cli import flags
 from experiments.cli.exit import run_command
@@ -35,6 +36,7 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
 from jaxmoe.run.provenance.saved import saved_config
+from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.stopwatch import process_age
 from sharding.pipeline import InterleavedConfig
 
@@ -50,12 +52,12 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         age: Seconds that the process has spent on this run before the call.
     """
     prog, about = "python -m experiments.finetune", __doc__ or ""
-    words = [_long(word) for word in argv]
+    words = [long_word(word) for word in argv]
     with flags.exit_on_bad_configuration():
-        start = finetune_config(_initial(words))
+        start = finetune_config(initial_of(words))
     config = flags.parse_flags(start, words, prog, about)
     with flags.exit_on_bad_configuration():
-        config = _in_own_directory(config)
+        config = in_own_directory(config, "finetune")
     return train(config, command="finetune", name=str(config.run.name), age=age)
 
 
@@ -78,7 +80,14 @@ def finetune_config(initial: str | None) -> PretrainConfig:
             f" {saved.checkpoint.initial}: fold it first, python -m experiments.checkpoint convert"
             f" --run.directory {initial} --fold True"
         )
-    training = dataclasses.replace(saved.training, steps=STEPS, batch_ramp=None, skipping=None)
+    objective: Any = saved.training.objective
+    training = dataclasses.replace(
+        saved.training,
+        steps=STEPS,
+        batch_ramp=None,
+        skipping=None,
+        objective=NextTokenConfig() if objective.reads_answers else objective,
+    )
     execution = dataclasses.replace(
         saved.execution, mesh=ExecutionConfig().mesh, fold=None, pipeline=InterleavedConfig()
     )
@@ -86,6 +95,7 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         saved,
         model=dataclasses.replace(saved.model, adapter=adapter or LoraConfig()),
         training=training,
+        rl=None,
         optimizer=AdamWConfig(learning_rate=LEARNING_RATE),
         schedule=LinearConfig(warmup_steps=WARMUP_STEPS),
         replicas=SynchronousConfig(),
@@ -95,8 +105,12 @@ def finetune_config(initial: str | None) -> PretrainConfig:
     )
 
 
-def _initial(words: Sequence[str]) -> str | None:
-    """Return the value of `--checkpoint.initial`, which gives the defaults of the other flags."""
+def initial_of(words: Sequence[str]) -> str | None:
+    """Return the value of `--checkpoint.initial`, which gives the defaults of the other flags.
+
+    Args:
+        words: Words of a command line.
+    """
     found = None
     for place, word in enumerate(words):
         if word.startswith(f"{_INITIAL}="):
@@ -106,25 +120,37 @@ def _initial(words: Sequence[str]) -> str | None:
     return found
 
 
-def _long(word: str) -> str:
-    """Return a word with `model.adapter` for `adapter`."""
+def long_word(word: str) -> str:
+    """Return a word with `model.adapter` for `adapter`.
+
+    Args:
+        word: Word of a command line.
+    """
     for short in ("adapter:", "--adapter.", "--adapter="):
         if word.startswith(short):
             return word.replace("adapter", "model.adapter", 1)
     return "--model.adapter" if word == "--adapter" else word
 
 
-def _in_own_directory(config: PretrainConfig) -> PretrainConfig:
-    """Return the configuration with a name and a directory of its own."""
+def in_own_directory(config: PretrainConfig, command: str) -> PretrainConfig:
+    """Return the configuration with a name and a directory of its own.
+
+    Args:
+        config: Configuration after all flags.
+        command: Name of the command.
+
+    Raises:
+        ValueError: No initial model is given.
+    """
     if config.checkpoint.initial is None:
         raise ValueError(
-            f"{_INITIAL} is missing: name the model to fine-tune, a run directory or one of a"
-            " Hugging Face model"
+            f"{_INITIAL} is missing: name the model to train, a run directory or one of a Hugging"
+            " Face model"
         )
     adapter = config.model.adapter
     kind = "full" if adapter is None else adapter.name
     name = config.run.name or f"{pathlib.Path(config.checkpoint.initial).resolve().name}-{kind}"
-    directory = config.run.directory or f"runs/finetune/{name}"
+    directory = config.run.directory or f"runs/{command}/{name}"
     run = dataclasses.replace(config.run, name=name, directory=directory)
     return dataclasses.replace(config, run=run)
 

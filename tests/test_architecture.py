@@ -77,7 +77,7 @@ ORDER = (
         "models",
     ),
     *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
-    *("resilience", "planning", "serve", "run"),
+    *("resilience", "planning", "serve", "rl", "run"),
 )
 FOLDER_FILES = 22
 
@@ -137,6 +137,7 @@ REGISTRIES = {
         *("hash", "uniform_random", "forced_balance", "progressive_topk", "moe_plus_plus"),
         *("expert_choice", "soft_moe"),
     },
+    "jaxmoe.rl.rewards:REWARDS": {"arithmetic", "countdown", "match", "python"},
     "jaxmoe.serve.caches:ITEM_CACHES": {
         *("lru", "lfu", "belady", "scores", "predicted", "window", "category"),
     },
@@ -151,7 +152,9 @@ REGISTRIES = {
     "jaxmoe.serve.policies.retention:RETENTION": {"lru", "swap_groups"},
     "jaxmoe.serve.policies.scaling:SCALING": {"fixed", "slo", "elastic_experts", "polca"},
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
-    "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion", "swept_layers"},
+    "jaxmoe.training:OBJECTIVES": {
+        *("next_token", "masked_diffusion", "swept_layers", "policy_gradient"),
+    },
     "jaxmoe.training.estimators:ESTIMATORS": {
         *("backprop", "spsa", "seed_pool", "evolution", "surrogate"),
     },

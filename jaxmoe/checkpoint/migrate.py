@@ -76,6 +76,7 @@ ADDED: tuple[Added, ...] = (
         for field, value in fields.items()
     ),
     Added("execution.optimizer_directory", ""),
+    Added("rl", None),
 )
 """Fields in the order in which they were added."""
 

@@ -72,7 +72,8 @@ class Batch:
     documents may lie anywhere."""
     extra: dict[str, Shaped[HostOrDeviceArray, "B S ..."]] = dataclasses.field(default_factory=dict)
     """Further arrays per token, by name, for the objective: masks, advantages, task ids. They are
-    validated, placed, reordered and cut into micro-batches and chunks like the other fields."""
+    validated, placed, reordered and cut into micro-batches and chunks like the other fields.
+    `experts` [B S L K] are recorded experts, which routers replay (`jaxmoe.routing.replay`)."""
 
     def arrays(self) -> dict[str, HostOrDeviceArray]:
         """Return every array that is set, by field name; those of `extra` as `extra.<name>`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from jaxmoe.generation.text import Sample
 from jaxmoe.json_bounds import parse_json
@@ -22,29 +21,53 @@ def read_prompts(path: str) -> list[str]:
     Raises:
         ValueError: It cannot be read, has no prompt, or a line holds none.
     """
+    if path.endswith(".jsonl"):
+        return [record["prompt"] for record in read_records(path, "prompts")]
+    return [line for _, line in _lines(path, "prompts")]
+
+
+def read_records(path: str, field: str, others: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Return the texts of a file of JSON lines.
+
+    Args:
+        path: File with an object in each line.
+        field: Name of the path in messages.
+        others: Fields that a line has beside "prompt".
+
+    Returns:
+        Prompt, not empty, and other fields of each line; fields that are not asked for are texts
+        or left out.
+
+    Raises:
+        ValueError: It cannot be read, has no line, or a line lacks a field.
+    """
+    found = []
+    for number, line in _lines(path, field):
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{field}={path} line {number} is not JSON: {error}") from error
+        record = value if isinstance(value, dict) else {}
+        for name in ("prompt", *others):
+            text = record.get(name)
+            if not isinstance(text, str) or not (text or name in others):
+                raise ValueError(
+                    f"{field}={path} line {number} must be an object with a text in the field"
+                    f" '{name}', found {line[:40]!r}"
+                )
+        found.append({name: text for name, text in record.items() if isinstance(text, str)})
+    return found
+
+
+def _lines(path: str, field: str) -> list[tuple[int, str]]:
+    """Return the lines of a file that are not blank, with their numbers from 1."""
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts={path} cannot be read: {error}") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        prompt: Any = line
-        if path.endswith(".jsonl"):
-            try:
-                value = parse_json(line)
-            except ValueError as error:
-                raise ValueError(f"prompts={path} line {number} is not JSON: {error}") from error
-            prompt = value.get("prompt") if isinstance(value, dict) else None
-        if not isinstance(prompt, str) or not prompt:
-            raise ValueError(
-                f"prompts={path} line {number} must be an object with a text in the field"
-                f" 'prompt', found {line[:40]!r}"
-            )
-        found.append(prompt)
+        raise ValueError(f"{field}={path} cannot be read: {error}") from error
+    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not found:
-        raise ValueError(f"prompts={path} is empty: write a prompt into each line")
+        raise ValueError(f"{field}={path} is empty: write a prompt into each line")
     return found
 
 

@@ -33,7 +33,8 @@ class TokenInputs:
     segment_ids: Int[Array, "B S"] | None = None
     """Document of each token, 0 for padding; one segment a row when None."""
     context: dict[str, Array] = struct.field(default_factory=dict)
-    """Further [B S] arrays for routers; see `jaxmoe.routing.base.RouterInputs`."""
+    """Further [B S] arrays for routers, see `jaxmoe.routing.base.RouterInputs`; and the recorded
+    experts of all MoE layers [B S L K], see `jaxmoe.routing.replay`."""
     places: Int[Array, "B S"] | None = None
     """Place of each token in its row, where each row is laid out in an order of its own."""
     level: Int[Array, ""] | None = None
@@ -146,7 +147,7 @@ class RoutingInputs:
     layer: Int[Array, ""] | None = None
     """Number among the MoE layers."""
     context: dict[str, Array] = struct.field(default_factory=dict)
-    """Further [B S] arrays for `RouterInputs.context`."""
+    """Further [B S] arrays for `RouterInputs.context`, and recorded experts [B S L K]."""
     mix: Mix | None = None
     """How an adapter's additions to dense matrices are mixed."""
     expert_outputs: Float[Array, "A D"] | None = None

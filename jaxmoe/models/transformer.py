@@ -115,7 +115,7 @@ class Transformer(nn.Module):
             key: PRNG key for routers with noise.
             row_ids: Number of each row in the batch of the step, so that a router's noise does not
                 depend on how the batch was cut; arange when None.
-            context: Further [B S] arrays for routers, by name (`mask_ratio`).
+            context: Further arrays [B S] for routers, see `TokenInputs.context` (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
             logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
             places: Place of each token in its row, where the [B S] arrays are laid out already by
@@ -322,7 +322,8 @@ def token_inputs(
         order: Order of the tokens in a row; None is their own.
         placement: Layout rules.
     """
-    about = jax.tree.map(lambda x: placement.place(x, (ax.ACT_BATCH, ax.ACT_SEQ)), dict(about))
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ)
+    about = jax.tree.map(lambda x: placement.place(x, rows + (None,) * (x.ndim - 2)), dict(about))
     rows, length = about["tokens"].shape
     row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
     index = row_ids[:, None] * jnp.int32(length) + places_of(order, length)

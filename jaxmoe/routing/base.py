@@ -86,6 +86,8 @@ class Traits:
     mixes_tokens: bool = False
     """Experts read mixtures of all tokens of a sequence: no pairs of token and expert exist, and
     `route` needs whole sequences on one device."""
+    can_replay: bool = False
+    """Takes `RouterInputs.replayed` in place of its own choice, with scores of its own."""
     has_smooth_load: bool = False
     """Returns the differentiable statistic `smooth_load`, which `load_variation` needs."""
 
@@ -178,6 +180,9 @@ class RouterInputs:
     """Further inputs by name: `tokens [T] i32`, vocabulary ids; `index [T] i32`, number of each
     token in the whole batch, the same on every mesh and under accumulation; `layer [] i32`, counted
     over MoE layers; `mask_ratio [T] f32` in masked diffusion; `domain [T] i32` where known."""
+    replayed: Int[Array, "T K"] | None = None
+    """Experts to take in place of the router's choice, for routers with `Traits.can_replay`: E
+    marks an empty slot, and a token with a negative id is free; see `replay.py`."""
     extent: Extent = struct.field(pytree_node=False, default=Extent())
     """Layout of these tokens within the batch."""
 

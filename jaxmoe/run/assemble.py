@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from jaxmoe.planning.abstract_step import abstract_state
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
 from jaxmoe.replicas import ReplicasConfig
+from jaxmoe.rl.steps import Learner
 from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, make_plan
@@ -219,14 +221,23 @@ class Assembly:
         plan = self.plan.step_plan(self.execution)
         return abstract_state(plan, self.mesh, keeps_layer_norms=keeps)
 
+    @functools.cached_property
+    def learner(self) -> Learner | None:
+        """How batches are made from answers of the model; None for a run on data."""
+        return Learner.of(self.plan, self.execution, self.mesh)
+
     def batch(self, step: int) -> Batch:
-        """Return the training batch of one step, on the devices."""
+        """Return the training batch of one step, on the devices; with rollouts, its shapes."""
+        if self.learner is not None:
+            return self.learner.example()
         index, count = self.batch_part
         rows = self.loader.batch(step, process_index=index, process_count=count)
         return global_batch(rows, self.mesh)
 
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
         """Yield training batches on the devices from a step on; rows are read ahead."""
+        if self.learner is not None:
+            yield from itertools.repeat(self.learner.example())
         index, count = self.batch_part
         last_step = self.plan.config.training.steps
         rows = self.loader.iterate(first_step, last_step, process_index=index, process_count=count)
@@ -311,7 +322,7 @@ def assemble(
     source = _with_tasks(plan, source)
     loader = Loader(
         source,
-        batch_size=training.batch_size,
+        batch_size=training.batch_size if config.rl is None else config.held_out_batch_size,
         sequence_length=training.sequence_length,
         seed=training.seed,
         batch_sizes=training.batch_sizes if training.batch_ramp else None,

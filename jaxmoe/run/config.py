@@ -29,6 +29,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
 from jaxmoe.replicas import ReplicasConfig, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
+from jaxmoe.rl.config import RolloutsConfig, check_rollouts
 from jaxmoe.run.diagnostics.profile_config import ProfileConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
@@ -321,6 +322,9 @@ class PretrainConfig:
     """Initial scale, learning-rate multipliers and forward multipliers by role."""
     base: BasePoint = HYPERP_BASE
     """Sizes at which optimizer.learning_rate was tuned, for parameterisations that transfer it."""
+    rl: RolloutsConfig | None = None
+    """Answers of the model itself to train on, in place of the data; None for the data. See
+    experiments.rl."""
     replicas: ReplicasConfig = SynchronousConfig()
     """Training with workers that communicate rarely or briefly; none sums gradients in every step.
     """
@@ -353,6 +357,7 @@ class PretrainConfig:
                 " data.train_on=all"
             )
         self.training.gradients.check_run(self.replicas, self.watch.gradients_every)
+        check_rollouts(self)
         self._check_files()
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(

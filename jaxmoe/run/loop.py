@@ -15,11 +15,14 @@ from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.resilience.hooks import SnapshotHook
 from jaxmoe.resilience.recompute import RecomputedStep
+from jaxmoe.rl.queue import AnswerQueue
+from jaxmoe.rl.steps import RolloutStep
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.hooks import make_hooks
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.results import TrainedStep
+from jaxmoe.run.serving.rollouts import open_rollouts, reference_params
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import LoopResult, Stop, run_loop
 from jaxmoe.training.state import TrainState
@@ -69,11 +72,28 @@ def run_steps(
             stack.callback(trace.close)
             if trace.start.is_due(first_step):
                 trace.start.run(first_step, state)
+        step_function: CompiledStep = RecomputedStep(
+            compiled, config.checkpoint.recompute, first_step
+        )
+        if assembly.learner is not None:
+            rollouts = stack.enter_context(contextlib.closing(open_rollouts(assembly)))
+            step_function = RolloutStep(
+                step_function,
+                assembly.learner,
+                rollouts,
+                queue=AnswerQueue(
+                    staleness=assembly.learner.config.staleness,
+                    every=config.checkpoint.every,
+                    last_step=config.training.steps,
+                ),
+                reference=reference_params(assembly),
+                report=watches.reporter.watched,
+            )
         watches.reporter.start()
         stack.enter_context(watches.spent.on(LOOP))
         steps = run_loop(
             state,
-            RecomputedStep(compiled, config.checkpoint.recompute, first_step),
+            step_function,
             batches,
             first_step=first_step,
             last_step=config.training.steps,

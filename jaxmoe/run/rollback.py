@@ -119,7 +119,7 @@ def train_with_rollback(
             del moved
             continue
         ended = Trained(assembly=assembly, result=result, saving=saving, trace=trace)
-        if result.refused is None:
+        if result.refused is None or assembly.learner is not None:  # answers would be the same
             return ended
         checkpoints.check_held()  # the next lines write
         dump_batches(directory, assembly.loader, result.refused)

@@ -51,6 +51,7 @@ from jaxmoe.run.reporting.header import nothing_to_do, print_header
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
 from jaxmoe.run.results import TrainResult
 from jaxmoe.run.rollback import Trained, train_with_rollback
+from jaxmoe.run.serving.rollouts import check_rollouts
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE, START
 from sharding.coordination import barrier
@@ -158,6 +159,7 @@ def prepare(
     check_trains(directory, config)
     config, devices = fitted(config)
     assembly = assemble(config, trains=True, devices=devices)
+    check_rollouts(assembly)
     is_first, record = jax.process_index() == 0, None
     if is_first:
         step_plan = assembly.plan.step_plan(assembly.execution)

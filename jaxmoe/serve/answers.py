@@ -33,7 +33,8 @@ class Generated:
     alternatives: tuple[tuple[int, float], ...] = ()
     """Most likely ids and their log-probabilities, as many as were asked for."""
     experts: Any = None
-    """Experts [tokens L K] of the tokens that the step computed for this request, if asked for."""
+    """Experts [tokens L K] of the tokens before this one that no earlier event had, if asked for;
+    see `Result.experts`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,20 @@ class Ended:
 
 Answer = Generated | Ended
 """Event of a stream."""
+
+
+def whole_experts(events: Sequence[Answer]) -> np.ndarray | None:
+    """Return the experts [tokens L K] of prompt and answer, but for the last token of the answer.
+
+    These are the inputs of a training row, whose targets are the tokens behind them.
+
+    Args:
+        events: Events of a stream; None is returned where they have no experts.
+    """
+    parts = [event.experts for event in events if isinstance(event, Generated)]
+    if not parts or any(part is None for part in parts):
+        return None
+    return np.concatenate(parts)
 
 
 class TextStream:

@@ -22,7 +22,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -68,7 +68,7 @@ class Engine:
         self.config, self._codec, self._clock = config, codec, clock
         self._streams: dict[int, Stream] = {}
         self._followers: dict[int, list[Stream]] = {}
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._exchanges: list[Future[Any]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -202,6 +202,20 @@ class Engine:
             )
             for index in range(1, number)
         ]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin nothing new until the end of the block, so that requests are planned together.
+
+        Which requests a step of the engine computes does not depend on the time of their arrival
+        then.
+        """
+        released = threading.Event()
+        self._inbox.put(released.wait)
+        try:
+            yield
+        finally:
+            released.set()
 
     def cancel(self, id_: int) -> None:
         """End a request early.

@@ -14,9 +14,10 @@ from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import Codec, GenerationConfig, Sample, continue_texts
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.serve.answers import Ended, Generated
+from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.serve.engine import Engine, EngineConfig, Executor
 from jaxmoe.serve.plan import Shapes
@@ -53,6 +54,8 @@ class WholeAnswer:
     """Their text, cut before a stop id or string; empty without a codec."""
     reason: EndReason
     """Why it ended."""
+    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """Experts [tokens L K] of prompt and answer, if asked for; see `answers.whole_experts`."""
 
 
 def sizes_for(*, max_length: int, batch_size: int, page_size: int = 16) -> ExecutorConfig:
@@ -171,4 +174,5 @@ def _whole(events: Sequence[Generated | Ended]) -> WholeAnswer:
         tokens=tuple(event.token for event in generated),
         text="".join(event.text for event in events),
         reason=ended.reason,
+        experts=whole_experts(events),
     )

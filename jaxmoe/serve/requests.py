@@ -32,7 +32,7 @@ class Sampling:
     num_logprobs: int = 0
     """Alternatives whose log-probabilities are returned with each token."""
     has_experts: bool = False
-    """Whether the chosen experts are returned with each token."""
+    """Whether the chosen experts of prompt and answer are returned; see `Result.experts`."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -110,7 +110,10 @@ class Result:
     alternatives: tuple[tuple[int, float], ...] = ()
     """Most probable ids and their log-probabilities."""
     experts: Any = None
-    """[tokens L K] experts of the tokens that the step computed; None if not asked for."""
+    """Experts [tokens L K] in the L MoE layers, if asked for: with the first token those of the
+    prompt, with a later one those of the token before it. All of them, one behind the other, are
+    those of prompt and answer but for its last token, which is not computed. Unsigned integers; E
+    marks an empty slot. The order is that of `routed_experts` of vLLM."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

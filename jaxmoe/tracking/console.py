@@ -16,13 +16,24 @@ from typing import Any, TextIO
 import numpy as np
 
 from jaxmoe.tracking.tracker import (
+    ANSWER_LENGTH,
     BITS_PER_BYTE,
+    CLIPPED,
+    DIVERGENCE,
     GRADIENT_NORM,
     LEARNING_RATE,
     LOSS,
     MAX_VIOLATION,
     MFU,
+    REPLAYED,
+    REWARD,
+    ROLLOUT_SECONDS,
+    SOLVED,
+    STALE,
+    SYNC_BYTES,
+    SYNC_SHARE,
     TOKENS_PER_SECOND,
+    TRAIN_SECONDS,
     NullTracker,
 )
 
@@ -129,6 +140,12 @@ class LastingStream:
 
 
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", REWARD, "{:.3f}".format),
+    ("solved", SOLVED, "{:.0%}".format),
+    ("kl", DIVERGENCE, "{:.3g}".format),
+    ("clipped", CLIPPED, "{:.1%}".format),
+    ("length", ANSWER_LENGTH, "{:.1f}".format),
+    ("replayed", REPLAYED, "{:.0%}".format),
     ("loss", LOSS, "{:.4f}".format),
     ("bpb", BITS_PER_BYTE, "{:.4f}".format),
     ("lr", LEARNING_RATE, "{:.2e}".format),
@@ -136,6 +153,11 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens/s", TOKENS_PER_SECOND, format_count),
     ("mfu", MFU, "{:.1%}".format),
     ("max_violation", MAX_VIOLATION, "{:.2f}".format),
+    ("stale", STALE, "{:.0f}".format),
+    ("sync", SYNC_SHARE, "{:.1%}".format),
+    ("sync_bytes", SYNC_BYTES, format_bytes),
+    ("rollout_s", ROLLOUT_SECONDS, "{:.2f}".format),
+    ("train_s", TRAIN_SECONDS, "{:.2f}".format),
 )
 
 

@@ -11,7 +11,8 @@ from jaxmoe.training.fit import Fit as Fit
 from jaxmoe.training.fit import fit as fit
 from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig as MaskedDiffusionConfig
 from jaxmoe.training.next_token import NextTokenConfig as NextTokenConfig
+from jaxmoe.training.policy_gradient import PolicyGradientConfig as PolicyGradientConfig
 
-ObjectiveConfig = NextTokenConfig | MaskedDiffusionConfig | SweptLayersConfig
+ObjectiveConfig = NextTokenConfig | MaskedDiffusionConfig | SweptLayersConfig | PolicyGradientConfig
 
 OBJECTIVES = registry_of(ObjectiveConfig)

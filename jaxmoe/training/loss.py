@@ -27,6 +27,7 @@ from jaxmoe.layers.sequences import Order, current_order, lay_out
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
+from jaxmoe.routing.replay import EXPERTS, check_replayed
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.cross_entropy import chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
@@ -75,6 +76,21 @@ def summed_loss(
             has_rows=has_rows,
         )
     placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    nll = _all_nll(hidden, weight, targets, model, execution, objective)
+    losses = objective.token_loss(nll, jax.tree.map(partial(_place, placement, rows), given))
+    return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
+
+
+def _all_nll(
+    hidden: Float[Array, "B S D"],
+    weight: Float[Array, "D V"],
+    targets: Int[Array, "B S"],
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+) -> Float[Array, "B S"]:
+    """Return the negative log-likelihood of all targets, from all logits at once."""
+    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
     island = placement.island(
         lambda logits, targets, batch_axes: token_nll(logits, targets, axes=vocab_axes),
@@ -82,9 +98,50 @@ def summed_loss(
         out_axes=rows,
     )
     logits = output_logits(hidden, weight, model, execution)
-    nll = island(only_predicted(logits, objective.num_predicted(model)), targets)
-    losses = objective.token_loss(nll, jax.tree.map(partial(_place, placement, rows), given))
-    return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
+    return island(only_predicted(logits, objective.num_predicted(model)), targets)
+
+
+def token_log_probs(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    params: Any,
+    batch: Batch,
+    *,
+    objective: ObjectiveConfig,
+    router_state: Any = None,
+) -> Float[Array, "B S"]:
+    """Return the log-probability of each target, as a training pass without noise computes it.
+
+    Args:
+        model: Model to compute.
+        execution: How it is computed; its mesh does not cut sequences.
+        params: Parameters of the model.
+        batch: Rows.
+        objective: Range of the predictions.
+        router_state: State of the routers.
+
+    Raises:
+        ValueError: The mesh cuts sequences, whose tokens would move.
+    """
+    if execution.mesh.seq > 1:
+        raise ValueError(
+            f"execution.mesh.seq={execution.mesh.seq} moves the tokens of a row, whose"
+            " log-probabilities are asked for: set it to 1"
+        )
+    params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
+    output = forward(
+        model,
+        execution,
+        params,
+        jnp.asarray(batch.tokens),
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        context=batch_context(model, batch),
+        has_logits=False,
+        router_state=router_state,
+    )
+    about, targets = (model, execution, objective), jnp.asarray(batch.targets)
+    return -_all_nll(output.hidden, head_weight(params, model), targets, *about)
 
 
 def forward_and_nll(
@@ -169,15 +226,20 @@ def forward_and_row_nll(
 
 
 def batch_context(model: ModelConfig, batch: Batch) -> dict[str, Array]:
-    """Return the arrays [B S] of a batch that routers and mixtures of an adapter read, by name.
+    """Return the arrays [B S ...] of a batch that routers and an adapter's mixtures read, by name.
 
     Args:
         model: Model that reads the batch.
         batch: Rows.
+
+    Raises:
+        ValueError: The batch has recorded experts that the model cannot replay.
     """
     mixing = model.context.mixing
-    names = () if mixing is None else mixing.reads
+    names = (EXPERTS,) if mixing is None else (EXPERTS, *mixing.reads)
     given = {name: batch.extra[name] for name in names if name in batch.extra}
+    if EXPERTS in given:
+        check_replayed(model, given[EXPERTS])
     if batch.mask_ratio is not None:
         given["mask_ratio"] = batch.mask_ratio
     return {name: jnp.asarray(array) for name, array in given.items()}

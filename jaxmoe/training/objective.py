@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import struct
 from jaxtyping import Array, Float, Shaped
@@ -48,6 +48,9 @@ class Objective:
     """Base class of the configs of objectives: the loss of a token is its weighted likelihood."""
 
     __slots__ = ()
+
+    reads_answers: ClassVar[bool] = False
+    """Whether it trains on sampled answers and their rewards, which rollouts make."""
 
     def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
         """Return the loss of each token from its negative log-likelihood, for some positions.

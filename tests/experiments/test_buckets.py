@@ -55,6 +55,7 @@ LINES = {
     "replay": [IN_RUN],
     "resize": [("--mesh.data", "2", *IN_RUN)],
     "report": [(BUCKET,), IN_RUN],
+    "rl": [("--checkpoint.initial", BUCKET)],
     "routers": [IN_RUN],
     "serving": [("advise", *IN_RUN), ("caches", *IN_RUN), ("load", *IN_RUN), ("simulate", *IN_RUN)],
     "serve": [IN_RUN],

@@ -46,7 +46,7 @@ COMMANDS = {
         "pretrain",
         "replay",
     ),
-    *("report", "resize", "routers", "serve", "serving", "transfer"),
+    *("report", "resize", "rl", "routers", "serve", "serving", "transfer"),
 }
 PARTS = {
     **{"data": [["inspect"]], "launch": [[], ["--supervise"]]},

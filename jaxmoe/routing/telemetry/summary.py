@@ -13,6 +13,8 @@ dropped            1 - sum(kept) / sum(counts)
 dead               share of experts without a token
 local activation   share of the assignments whose expert is on the token's device, where tokens move
                    to their experts' (sharding/expert_parallel/token_shuffle.py)
+replayed           share of the assignments that were recorded elsewhere (jaxmoe/routing/replay.py)
+replay changed     share of those that the router itself would not have chosen
 
 `LoadWindow` accumulates loads over steps: experts that are overloaded in turn are balanced over a
 window. `watch_state` and `watch_params` summarise biases and router weights. `detailed.py` has the
@@ -31,6 +33,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
+from jaxmoe.routing.replay import REPLAYED
 from jaxmoe.routing.telemetry.detailed import summarise_detailed
 from jaxmoe.routing.telemetry.geometry import row_similarity
 
@@ -80,6 +83,7 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         "dropped_fraction": dropped_fraction(statistics).mean(),
         "dead_fraction": jnp.mean(statistics.counts == 0.0, dtype=jnp.float32),
         **_local_activation(statistics),
+        **_replay(statistics),
         **summarise_detailed(statistics),
     }
 
@@ -93,6 +97,18 @@ def _local_activation(statistics: RouterStatistics) -> dict[str, Float[Array, ""
     return {
         "local_activation": (moved / number).mean(),
         "local_activation_unmoved": (still / number).mean(),
+    }
+
+
+def _replay(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
+    """Return the shares of assignments that were replayed and changed; empty without a record."""
+    if REPLAYED not in statistics.extra:
+        return {}
+    number, own = jnp.moveaxis(statistics.extra[REPLAYED], -1, 0)
+    total = jnp.maximum(statistics.counts.sum(), 1.0)
+    return {
+        "replayed": number.sum() / total,
+        "replay_changed": 1.0 - own.sum() / jnp.maximum(number.sum(), 1.0),
     }
 
 

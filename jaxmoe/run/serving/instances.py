@@ -13,7 +13,8 @@ import jax
 
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.resharding import replicated_on, weights_on
 from sharding.mesh import MeshConfig, make_mesh
 

@@ -23,7 +23,8 @@ from jaxmoe.run.provenance.chat import chat_format
 from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.run.serving.instances import device_groups, executors_on
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.plan import Shapes

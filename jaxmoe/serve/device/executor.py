@@ -20,8 +20,11 @@ import numpy as np
 
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
 from jaxmoe.serve.device.resharding import (
     Resharding,
@@ -31,49 +34,11 @@ from jaxmoe.serve.device.resharding import (
 )
 from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
 from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
-from jaxmoe.serve.device.transfers import Held, host_bytes, make_transfers, num_calls
+from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_calls
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Request, Result
 from jaxmoe.serve.step import Step
 from sharding.sequence_parallel import PageTables
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorConfig:
-    """Sizes of what is compiled and allocated."""
-
-    num_pages: int = 1024
-    """Pages of the pool."""
-    page_size: int = 16
-    """Tokens of a page (G)."""
-    shapes: Shapes = Shapes(singles=8, pieces=((1, 64),))
-    """Single tokens and pieces of a step."""
-    context_lengths: tuple[int, ...] = (2048,)
-    """Tokens of a sequence that attention reads, ascending; a step takes the smallest that holds
-    its sequences, and the last is the most that a sequence may have."""
-    num_logprobs: int = 0
-    """Most likely tokens whose log-probabilities a request may ask for."""
-    has_experts: bool = False
-    """Whether a request may ask for the chosen experts."""
-
-    def __post_init__(self):
-        lengths = self.context_lengths
-        if not lengths or min(lengths) < 1 or sorted(set(lengths)) != [*lengths]:
-            raise ValueError(
-                f"context_lengths={lengths} must be one or more lengths above 0, ascending"
-            )
-        if self.num_pages < 1 or self.page_size < 1:
-            raise ValueError(
-                f"num_pages={self.num_pages} and page_size={self.page_size} must be above 0"
-            )
-        held = self.num_pages * self.page_size
-        if held < lengths[-1]:
-            raise ValueError(
-                f"num_pages={self.num_pages} x page_size={self.page_size} hold {held} tokens, and"
-                f" context_lengths allows a sequence of {lengths[-1]}: set num_pages to"
-                f" {num_pages(lengths[-1], self.page_size)}, or shorter context_lengths"
-            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,18 +80,22 @@ class ModelExecutor:
                 parameters, in its order; a request names one of them, or none.
 
         Raises:
-            ValueError: The model cannot be served, or the mesh has other axes.
+            ValueError: The model cannot be served, or its experts cannot be recorded as
+                `config.has_experts` asks, or the mesh has other axes.
         """
+        self.model, self.config = model, config or ExecutorConfig()
         reason = why_not_served(model, execution or ExecutionConfig(), mesh)
+        if reason is None and self.config.has_experts:
+            reason = why_not_recorded(model)
         if reason is not None:
             raise ValueError(reason)
-        self.model, self.config, self.adapters = model, config or ExecutorConfig(), adapters
+        self.adapters = adapters
         self.execution = ServedConfig.of(execution or ExecutionConfig())
         self._mesh, self._router_state = mesh, router_state
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
-        self._swapped: dict[int, Held] = {}
+        self._swapped: dict[int, HeldPages] = {}
         self._weight_bytes = 0
         self.moved_bytes = 0
         """Bytes of pages that went to host memory and back, for swaps and moves."""
@@ -137,9 +106,23 @@ class ModelExecutor:
         self.reset()
         self.programs = tuple(self._compile(one) for one in self._shapes())
 
+    def load(self, params: Any, router_state: Any = None) -> None:
+        """Go on with other parameters of the same model; called between requests.
+
+        Pages keep what they hold: requests that shall not begin with pages of the earlier
+        parameters have another `salt`.
+
+        Args:
+            params: Parameters, laid out as those that the executor was made with.
+            router_state: State of the routers; fresh when None.
+        """
+        self._params, self._router_state = self._laid_out(params), router_state
+
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._swapped.clear()
+        size = self.config.num_pages, self.config.page_size
+        self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
         with self._in_mesh():
             self._pools = initial_pools(
                 self.model, self.execution, pages=self.config.num_pages, size=self.config.page_size
@@ -170,9 +153,16 @@ class ModelExecutor:
             found = jax.device_get(outputs)
         if found.load is not None:
             self._load = found.load + (0 if self._load is None else self._load)
-        return {work.id: result_of(found, work, row, at) for work, row, at in rows if work.draws}
+        if found.experts is not None:
+            for work, _, at in rows:
+                self._experts.write(work, found.experts[:, at : at + len(work.tokens)])
+        return {
+            work.id: result_of(found, work, row, self._experts.read(work))
+            for work, row, _ in rows
+            if work.draws
+        }
 
-    def read_pages(self, pages: Sequence[int]) -> Held:
+    def read_pages(self, pages: Sequence[int]) -> HeldPages:
         """Return the content of some pages, in host memory.
 
         Args:
@@ -181,9 +171,9 @@ class ModelExecutor:
         with self._in_mesh():
             held = self._move.to_host(self._pools, pages)
         self._count(held, pages)
-        return held
+        return HeldPages(held, self._experts.take(pages))
 
-    def write_pages(self, pages: Sequence[int], held: Held) -> None:
+    def write_pages(self, pages: Sequence[int], held: HeldPages) -> None:
         """Write what an executor of the same model has read.
 
         Args:
@@ -191,8 +181,9 @@ class ModelExecutor:
             held: Their content.
         """
         with self._in_mesh():
-            self._pools = self._move.from_host(self._pools, pages, held)
-        self._count(held, pages)
+            self._pools = self._move.from_host(self._pools, pages, held.pools)
+        self._experts.put(pages, held.experts)
+        self._count(held.pools, pages)
 
     def on_mesh(self, mesh: Any, execution: ExecutionConfig) -> ModelExecutor:
         """Return an executor with the same weights on another mesh, compiled, with empty pages.
@@ -229,6 +220,7 @@ class ModelExecutor:
         places = jax.tree.map(lambda part: part.sharding, self._pools)
         self._pools = jax.block_until_ready(jax.device_put(other._pools, places))
         self._swapped, self._load = dict(other._swapped), other._load
+        self._experts.adopt(other._experts)
         return Resharding(
             weight_bytes=self._weight_bytes,
             page_bytes=received_bytes(other._pools, self._pools),
@@ -320,6 +312,7 @@ class ModelExecutor:
             self.write_pages(one.pages, self._swapped.pop(one.id))
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
+            self._experts.copy(step.copies)
         for number in step.dropped:
             self._swapped.pop(number, None)
 

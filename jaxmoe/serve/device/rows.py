@@ -32,12 +32,17 @@ def set_limits(limits: Any, row: int, sampling: Sampling) -> None:
     limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
 
 
-def result_of(found: StepOutputs, work: Work, row: int, first: int) -> Result:
-    """Return what a request has asked for of its row."""
-    number, experts = work.sampling.num_logprobs, None
+def result_of(found: StepOutputs, work: Work, row: int, experts: np.ndarray | None) -> Result:
+    """Return what a request has asked for of its row.
+
+    Args:
+        found: Outputs of the step.
+        work: Part of the request.
+        row: Its row.
+        experts: Experts to return [tokens L K]; None without any.
+    """
+    number = work.sampling.num_logprobs
     ids, logprobs = found.top_ids[row, :number], found.top_logprobs[row, :number]
-    if work.sampling.has_experts and found.experts is not None:
-        experts = found.experts[:, first : first + len(work.tokens)].swapaxes(0, 1)
     return Result(
         token=int(found.tokens[row]),
         logprob=float(found.logprobs[row]),

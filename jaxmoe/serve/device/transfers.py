@@ -26,6 +26,15 @@ Held = dict[str, Any]
 """Pages in host memory [L pages G ...], by path of the stack."""
 
 
+class HeldPages(NamedTuple):
+    """Pages with what the executor keeps beside them."""
+
+    pools: Held
+    """Keys and values."""
+    experts: np.ndarray
+    """Experts of their tokens [pages G L K]."""
+
+
 class Transfers(NamedTuple):
     """Functions of pools and lists of pages; the pools are donated where they are changed."""
 

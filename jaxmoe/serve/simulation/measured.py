@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxmoe.optional import require
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.executor import ExecutorConfig
+from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.engine import Executor
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.plan import Shapes

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -14,6 +15,7 @@ from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.routing import Extent, RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from jaxmoe.routing.capacity import limit
+from jaxmoe.routing.replay import EXPERTS
 from jaxmoe.routing.telemetry.detailed import observe
 from sharding.assignments import Assignments
 from sharding.expert_parallel.permute import loads
@@ -22,7 +24,7 @@ from sharding.expert_parallel.permute import loads
 def router_inputs(
     tokens: Float[Array, "T D"], given: Any, multiplier: float, extent: Extent
 ) -> RouterInputs:
-    """Return the inputs of a router, whose [B S] arrays become [T].
+    """Return the inputs of a router, whose [B S] arrays become [T], of recorded experts [T K].
 
     Args:
         tokens: Activations.
@@ -30,7 +32,12 @@ def router_inputs(
         multiplier: Factor of the router logits.
         extent: Place of the tokens in the batch.
     """
-    context = {name: array.reshape(-1) for name, array in given.context.items()}
+    context, replayed = dict(given.context), None
+    if EXPERTS in context:
+        experts = context.pop(EXPERTS).astype(jnp.int32)
+        replayed = jax.lax.dynamic_index_in_dim(experts, given.layer, axis=2, keepdims=False)
+        replayed = replayed.reshape(tokens.shape[0], -1)
+    context = {name: array.reshape(-1) for name, array in context.items()}
     if not isinstance(given.layer, dict):
         context["layer"] = given.layer
     previous = given.previous_logits
@@ -41,6 +48,7 @@ def router_inputs(
         segment_ids=given.segment_ids.reshape(-1),  # T
         previous_logits=previous.reshape(tokens.shape[0], -1) if has_previous else None,
         context=context,
+        replayed=replayed,
         extent=extent,
     )
 

@@ -60,7 +60,7 @@ class LocalInputs:
     segment_ids: Any
     """Document of each token [B S]."""
     context: dict[str, Array]
-    """Further [B S] arrays for the router."""
+    """Further [B S] arrays for the router, and recorded experts [B S L K]."""
     key: Any
     """PRNG key of this layer and step, for routers with noise; may be absent."""
     layer: Any

@@ -173,7 +173,7 @@ class MoE(nn.Module):
             state=_whole(given.state),
             token_mask=rows,
             segment_ids=rows,
-            context=jax.tree.map(lambda _: rows, given.context),
+            context=jax.tree.map(lambda x: rows + (None,) * (x.ndim - 2), given.context),
             key={} if routing.key is None else (),
             layer={} if routing.layer is None else (),
             previous_logits={} if routing.previous_logits is None else (*rows, None),

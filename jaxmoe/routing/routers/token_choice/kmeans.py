@@ -41,7 +41,12 @@ from jaxmoe.routing.base import (
 )
 from jaxmoe.routing.biases import BiasConfig, LossFreeConfig
 from jaxmoe.routing.routers.linear import StatelessRouter
-from jaxmoe.routing.routers.token_choice.token_choice import choose, score_logits, traits_of
+from jaxmoe.routing.routers.token_choice.token_choice import (
+    choose,
+    preferred_experts,
+    score_logits,
+    traits_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +113,9 @@ class KMeans(StatelessRouter):
             )
         logits = cosines / config.temperature
         scored = score_logits(logits, "softmax", is_log_first=True)
-        selection = choose(scored, preference, inputs, top_k=self.top_k)
+        preferred = preferred_experts(preference, top_k=self.top_k)
+        selection, more = choose(scored, preferred, inputs)
+        extra = extra | more
         statistics = sum_statistics(logits, scored.probs, selection.expert_ids, inputs.token_mask)
         if train:
             extra = extra | {"kmeans_x_sum": self.sum_by_expert(x, selection.expert_ids, inputs)}

@@ -42,7 +42,7 @@ class MoEPlusPlusConfig(TokenChoiceBase):
     @property
     def traits(self) -> Traits:
         """Causal; its scores are the gates; carries logits."""
-        return Traits(has_own_gates=True, carries_logits=True)
+        return Traits(can_replay=True, has_own_gates=True, carries_logits=True)
 
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
         """Return the matrix `weight [D E]` and that of the gating residual, `residual [E E]`."""

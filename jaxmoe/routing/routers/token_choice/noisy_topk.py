@@ -44,7 +44,7 @@ class NoisyTopKConfig(TokenChoiceBase):
     @property
     def traits(self) -> Traits:
         """Causal; draws random numbers; returns smooth loads."""
-        return Traits(needs_key=True, has_smooth_load=True)
+        return Traits(can_replay=True, needs_key=True, has_smooth_load=True)
 
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
         """Return the matrices of the logits, `weight`, and of the width of the noise, `noise`."""

@@ -20,23 +20,16 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import draw
-from jaxmoe.routing.base import (
-    Arrays,
-    Key,
-    RouterInputs,
-    RouterOutput,
-    RouterStatistics,
-    sum_statistics,
-    token_major,
-)
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, RouterStatistics
 from jaxmoe.routing.routers.linear import linear_logits
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
     TokenChoice,
     TokenChoiceBase,
+    preferred_experts,
     score_logits,
 )
 
@@ -105,27 +98,14 @@ class ProgressiveTopK(TokenChoice):
         """Return random parameters, and the state `step`, 0."""
         return draw(self.declarations(), key), {"step": jnp.zeros((), jnp.int32)}
 
-    def route(
-        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
-    ) -> RouterOutput:
-        """Choose the k best experts of each token; `train` and `key` have no effect."""
-        output = TokenChoice.route(self, params, {}, inputs, train=train, key=key)
-        ids, scores = (
-            flat.reshape(-1, self.top_k)
-            for flat in (output.selection.expert_ids, output.selection.scores)
-        )
+    def preferred(
+        self, preference: Float[Array, "T E"], state: Any, inputs: RouterInputs
+    ) -> Int[Array, "T K"]:
+        """Return the k best experts of each token, and empty slots after them."""
+        ids = preferred_experts(preference, top_k=self.top_k)
         slot = jnp.arange(self.top_k, dtype=jnp.int32)[None, :]
         is_used = slot < self.current_top_k(state["step"], inputs.context.get("layer"))
-        selection = token_major(
-            jnp.where(is_used, ids, self.num_experts),
-            jnp.where(is_used, scores, -jnp.inf),
-            inputs.token_mask,
-            self.num_experts,
-        )
-        statistics = sum_statistics(
-            output.logits, output.probs, selection.expert_ids, inputs.token_mask
-        )
-        return dataclasses.replace(output, selection=selection, statistics=statistics)
+        return jnp.where(is_used, ids, self.num_experts)
 
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
         """Return the state with the step counted; skipped steps do not call this."""

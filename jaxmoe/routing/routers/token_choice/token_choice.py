@@ -5,8 +5,8 @@
     logits -> scores -> preference (bias, group limit) -> K best -> unbiased scores of the chosen
 
 A member of the family is a config that computes `Scored`, the scores of all pairs. The router
-`TokenChoice` does the rest: selection bias, group limit, ties to the lower expert, padding,
-statistics.
+`TokenChoice` does the rest: selection bias, group limit, ties to the lower expert, replay of
+recorded experts (`jaxmoe/routing/replay.py`), padding, statistics.
 
 To add a member: a config in `jaxmoe/routing/routers/token_choice/` that extends
 `TokenChoiceBase` and defines `name` and `score`; then the steps in
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, draw
 from jaxmoe.routing.base import (
@@ -40,6 +40,7 @@ from jaxmoe.routing.base import (
     token_major,
 )
 from jaxmoe.routing.biases import BiasConfig
+from jaxmoe.routing.replay import replayed
 from jaxmoe.routing.routers.linear import StatelessRouter, linear_declarations
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig, limit_groups
 
@@ -129,11 +130,11 @@ class TokenChoice(StatelessRouter):
             extra = extra | more
         if config.groups is not None:
             preference = limit_groups(preference, config.groups, top_k=self.top_k)
-        selection = choose(scored, preference, inputs, top_k=self.top_k)
+        selection, more = choose(scored, self.preferred(preference, state, inputs), inputs)
         statistics = sum_statistics(
             scored.logits, scored.probs, selection.expert_ids, inputs.token_mask
         )
-        statistics = dataclasses.replace(statistics, extra=extra)
+        statistics = dataclasses.replace(statistics, extra=extra | more)
         return RouterOutput(
             selection=selection,
             logits=scored.logits,
@@ -142,6 +143,13 @@ class TokenChoice(StatelessRouter):
             carry=scored.logits if config.traits.carries_logits else None,
         )
 
+    def preferred(
+        self, preference: Float[Array, "T E"], state: Any, inputs: RouterInputs
+    ) -> Int[Array, "T K"]:
+        """Return the K experts that each token prefers; E marks an empty slot."""
+        del state, inputs
+        return preferred_experts(preference, top_k=self.top_k)
+
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
         """Return the new state of the bias."""
         if self.config.bias is None:
@@ -149,16 +157,32 @@ class TokenChoice(StatelessRouter):
         return self.config.bias.update(state, statistics, step, top_k=self.top_k)
 
 
+def preferred_experts(preference: Float[Array, "T E"], *, top_k: int) -> Int[Array, "T K"]:
+    """Return the K experts of largest preference, the first first, ties to the lower id."""
+    return jax.lax.top_k(jax.lax.stop_gradient(preference), top_k)[1]
+
+
 def choose(
-    scored: Scored, preference: Float[Array, "T E"], inputs: RouterInputs, *, top_k: int
-) -> Selection:
-    """Return the K experts of largest preference, ties to the lower id, with unbiased scores."""
-    _, expert_ids = jax.lax.top_k(jax.lax.stop_gradient(preference), top_k)
+    scored: Scored, preferred: Int[Array, "T K"], inputs: RouterInputs
+) -> tuple[Selection, Arrays]:
+    """Return the preferred experts, or those that are replayed, with unbiased scores.
+
+    Args:
+        scored: Scores of all pairs; those of replayed experts are taken from them too, so that
+            they get a gradient.
+        preferred: The router's own choice; E marks an empty slot.
+        inputs: Inputs of the router.
+
+    Returns:
+        The selection, and the statistics of the replay.
+    """
+    num_experts = scored.logits.shape[1]
+    expert_ids, extra = replayed(preferred, inputs, num_experts)
     source = scored.logits if scored.is_over_chosen else scored.log_scores
-    chosen = jnp.take_along_axis(source, expert_ids, axis=-1)
+    chosen = jnp.take_along_axis(source, expert_ids, axis=-1, mode="fill", fill_value=-jnp.inf)
     if scored.is_over_chosen:
         chosen = jax.nn.log_softmax(chosen, axis=-1)
-    return token_major(expert_ids, chosen, inputs.token_mask, preference.shape[1])
+    return token_major(expert_ids, chosen, inputs.token_mask, num_experts), extra
 
 
 def score_logits(
@@ -216,4 +240,4 @@ def log_softplus(z: Float[Array, "*d"]) -> Float[Array, "*d"]:
 def traits_of(bias: BiasConfig | None, jitter: float = 0.0) -> Traits:
     """Return the traits of a member whose options are a bias and jitter."""
     sees_others = bias is not None and bias.sees_others
-    return Traits(sees_others=sees_others, needs_key=jitter > 0.0)
+    return Traits(can_replay=True, sees_others=sees_others, needs_key=jitter > 0.0)

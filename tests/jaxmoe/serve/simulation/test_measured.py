@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve.device.executor import ExecutorConfig
+from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.simulation.measured import TableCost, Timing, fit_rates, measure_steps

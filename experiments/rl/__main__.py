@@ -1,0 +1,106 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a model on the rewards of its own answers (GRPO and its variants).
+
+    python -m experiments.rl --checkpoint.initial RUN reward:arithmetic
+    python -m experiments.rl --checkpoint.initial RUN reward:arithmetic --rl.group 8 \\
+        --rl.prompts 32 --training.steps 200 --objective.beta 0.02 --objective.advantage rloo
+    python -m experiments.rl --checkpoint.initial RUN reward:arithmetic adapter:lora
+
+Each step draws groups of answers from the model as it is, scores them, and trains on them.
+`--checkpoint.initial` gives model, tokenizer, held-out data and precision; flags change them.
+`reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
+`--training.objective.`; all parameters are trained without an adapter. The run is like one of
+`pretrain`: the same command resumes bitwise, and evaluate, generate, serve and report open it.
+
+A line shows the means over the answers of a step: reward, share solved, divergence from the initial
+model (with beta) or from the program that drew them, share of clipped tokens, length, and the
+seconds of answers and training.
+
+Exit codes: those of `pretrain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from experiments.cli import flags
+from experiments.cli.exit import run_command
+from experiments.finetune import finetune_config, in_own_directory, initial_of, long_word
+from experiments.pretrain import train
+from jaxmoe.optim import AdamWConfig
+from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.training import PolicyGradientConfig
+from jaxmoe.training.stopwatch import process_age
+
+LEARNING_RATE = 1e-4
+_SHORT = {"reward": "rl.reward", "objective": "training.objective"}
+
+
+def main(argv: Sequence[str], *, age: float = 0.0) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: Arguments of the command line.
+        age: Seconds that the process has spent on this run before the call.
+    """
+    prog, about = "python -m experiments.rl", __doc__ or ""
+    words = [_long(word) for word in argv]
+    with flags.exit_on_bad_configuration():
+        start = rl_config(initial_of(words), _sizes(words))
+    config = flags.parse_flags(start, words, prog, about)
+    with flags.exit_on_bad_configuration():
+        config = in_own_directory(config, "rl")
+    return train(config, command="rl", name=str(config.run.name), age=age)
+
+
+def rl_config(initial: str | None, rl: RolloutsConfig) -> PretrainConfig:
+    """Return the configuration of a run on rewards, before any flag.
+
+    Args:
+        initial: Run directory; directory, or name on the hub, of a Hugging Face model; None for the
+            defaults, which `--help` shows.
+        rl: Prompts and answers of a step, which decide the rows of a batch.
+
+    Raises:
+        ValueError: There is no such model, or it is adapted itself.
+    """
+    config = finetune_config(initial)
+    training = dataclasses.replace(
+        config.training, batch_size=rl.num_answers, objective=PolicyGradientConfig()
+    )
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, adapter=None),
+        training=training,
+        rl=rl,
+        evaluation=dataclasses.replace(config.evaluation, batch_size=config.held_out_batch_size),
+        optimizer=AdamWConfig(learning_rate=LEARNING_RATE),
+    )
+
+
+def _long(word: str) -> str:
+    """Return a word with the whole path of a field."""
+    for short, whole in _SHORT.items():
+        for begin in (f"{short}:", f"--{short}.", f"--{short}="):
+            if word.startswith(begin):
+                return word.replace(short, whole, 1)
+    return long_word(word)
+
+
+def _sizes(words: Sequence[str]) -> RolloutsConfig:
+    """Return the rollouts with the prompts and answers that a command line asks for."""
+    given = {}
+    for word, after in zip(words, (*words[1:], ""), strict=True):
+        flag, _, value = word.partition("=")
+        for field in ("prompts", "group"):
+            if flag == f"--rl.{field}" and (value or after).isdigit():
+                given[field] = int(value or after)
+    return RolloutsConfig(**given)
+
+
+if __name__ == "__main__":
+    run_command(functools.partial(main, age=process_age()))

@@ -1,0 +1,125 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`RolloutsConfig`: how a run that learns from rewards gets its batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxmoe.rl.rewards import ArithmeticConfig, RewardConfig
+
+OldName = Literal["trainer", "engine"]
+SyncName = Literal["copy", "exact", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutsConfig:
+    """Answers that the model in training writes, and their rewards."""
+
+    reward: RewardConfig = ArithmeticConfig()
+    """Prompts, and the reward of an answer."""
+    group: int = 8
+    """Answers to each prompt, which are compared with each other."""
+    prompts: int = 16
+    """Prompts of a step."""
+    max_tokens: int = 16
+    """Tokens of an answer at most; the prompt has the rest of training.sequence_length."""
+    temperature: float = 1.0
+    """Divides the logits when an answer is drawn."""
+    stop: tuple[str, ...] = ("\n",)
+    """Texts that end an answer; the end-of-text token of the data does as well."""
+    old: OldName = "trainer"
+    """Log-probabilities of the drawn tokens that ratios begin from. trainer: computed again before
+    the step, which costs a forward pass. engine: as they were drawn, at no cost."""
+    truncation: float | None = None
+    """Largest importance weight of a token for the difference between trainer and engine, with old
+    trainer; None for no weights."""
+    staleness: int = 0
+    """Steps that answers may lag behind: they are drawn by earlier parameters while the model is
+    trained. 0 draws them by the parameters that they train. Checkpoints begin with fresh ones."""
+    sync: SyncName = "copy"
+    """How the engine follows the training where staleness is above 0. copy: arrays are copied.
+    exact: elements whose bits changed, as between two processes. bfloat16: likewise, rounded
+    first."""
+    scorers: int = 1
+    """Threads that score answers; more help a function that waits, such as for a server."""
+    replay: bool = False
+    """Whether training takes the experts that the engine chose, so that both compute the same model
+    (router replay); for routers that choose experts for tokens."""
+    max_sequences: int = 128
+    """Answers that are written together; the others wait."""
+    page_size: int = 4
+    """Tokens of a page of keys and values. Answers to one prompt share its full pages."""
+
+    def __post_init__(self):
+        least_values = {"group": 2} | dict.fromkeys(
+            ("prompts", "max_tokens", "max_sequences", "page_size", "scorers"), 1
+        )
+        for field, least in least_values.items():
+            if (value := getattr(self, field)) < least:
+                raise ValueError(f"rl.{field}={value} must be at least {least}")
+        if self.staleness < 0:
+            raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")
+        self.reward.check()
+        if self.sync != "copy" and not self.staleness:
+            raise ValueError(
+                f"rl.sync={self.sync} updates parameters that the engine keeps, and with"
+                " rl.staleness=0 it answers by those in training: set rl.staleness to 1 or more"
+            )
+        if self.temperature <= 0.0:
+            raise ValueError(
+                f"rl.temperature={self.temperature} must be above 0: the answers of a group differ"
+            )
+        if self.truncation is not None and self.old != "trainer":
+            raise ValueError(
+                f"rl.truncation={self.truncation} compares trainer and engine, and rl.old="
+                f"{self.old} computes no log-probabilities again: set rl.old to trainer"
+            )
+        if self.truncation is not None and self.truncation <= 0.0:
+            raise ValueError(f"rl.truncation={self.truncation} must be above 0, or None")
+
+    @property
+    def num_answers(self) -> int:
+        """Answers of a step."""
+        return self.prompts * self.group
+
+
+def check_rollouts(config: Any) -> None:
+    """Refuse rollouts without an objective that reads them, and what needs rows of data.
+
+    Args:
+        config: `jaxmoe.run.config.PretrainConfig`.
+
+    Raises:
+        ValueError: Names the fields.
+    """
+    rl, training = config.rl, config.training
+    objective = training.objective
+    if rl is None and objective.reads_answers:
+        raise ValueError(
+            f"training.objective:{objective.name} trains on answers and their rewards, and rl is"
+            " None: train with python -m experiments.rl"
+        )
+    if rl is None:
+        return
+    if not objective.reads_answers:
+        raise ValueError(
+            f"training.objective:{objective.name} trains on data, and rl draws answers: set it to"
+            " policy_gradient"
+        )
+    if training.batch_size != rl.num_answers or training.batch_ramp is not None:
+        raise ValueError(
+            f"training.batch_size={training.batch_size} must be rl.prompts x rl.group ="
+            f" {rl.num_answers} at every step: set it so, and training.batch_ramp to None"
+        )
+    if training.sequence_length < rl.max_tokens:
+        raise ValueError(
+            f"training.sequence_length={training.sequence_length} must be at least rl.max_tokens="
+            f"{rl.max_tokens}, and longer by the prompt"
+        )
+    if config.replicas.exchanges != "nothing" or config.watch.gradients_every:
+        raise ValueError(
+            "rl draws the answers of a step by the parameters of the step before: set replicas to"
+            " none and watch.gradients_every to 0"
+        )

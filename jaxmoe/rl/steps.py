@@ -1,0 +1,235 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes each training step draw its own batch: answers, rewards, log-probabilities.
+
+    (state, anything) -> answers by the state's parameters -> batch -> (next state, metrics)
+
+The queue of answers is empty at checkpoints, so that a resumed run continues bitwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.rl.batches import Sample, batch_of
+from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.engine_parameters import EngineParameters
+from jaxmoe.rl.queue import AnswerQueue
+from jaxmoe.rl.rollouts import Rollouts, on_one_device
+from jaxmoe.routing.replay import EXPERTS
+from jaxmoe.tracking.tracker import (
+    AHEAD,
+    ANSWER_LENGTH,
+    CLIPPED,
+    DIVERGENCE,
+    DROPPED,
+    REPLAYED,
+    REWARD,
+    ROLLOUT_SECONDS,
+    SOLVED,
+    STALE,
+    TRAIN_SECONDS,
+)
+from jaxmoe.training.loss import token_log_probs
+from jaxmoe.training.policy_gradient import (
+    OLD,
+    REFERENCE,
+    SAMPLER_WEIGHTS,
+    PolicyGradientConfig,
+    k3,
+)
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import StepMetrics
+from sharding.distributed import global_batch
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+    """What is trained, and how batches are made for it."""
+
+    config: RolloutsConfig
+    objective: PolicyGradientConfig
+    model: ModelConfig
+    execution: ExecutionConfig
+    """Execution with the mesh resolved."""
+    mesh: Mesh
+    length: int
+    """Predictions of a row, S."""
+
+    @classmethod
+    def of(cls, plan: Any, execution: ExecutionConfig, mesh: Mesh) -> Learner | None:
+        """Return how the batches of a run are made; None for a run on data.
+
+        Args:
+            plan: `jaxmoe.run.plan.Plan`.
+            execution: Execution with the mesh resolved.
+            mesh: Devices.
+        """
+        config = plan.config
+        if config.rl is None:
+            return None
+        return cls(
+            config=config.rl,
+            objective=config.training.objective,
+            model=plan.model,
+            execution=execution,
+            mesh=mesh,
+            length=config.training.sequence_length,
+        )
+
+    def example(self) -> Batch:
+        """Return a batch on the devices, of the shapes of all batches."""
+        sample = Sample(prompt=(0,), answer=(0,), log_probs=(0.0,), text="", reward=0.0)
+        batch = self.batch([sample] * self.config.num_answers)
+        names = [REFERENCE] if self.objective.beta else []
+        names += [SAMPLER_WEIGHTS] if self.config.truncation is not None else []
+        zeros = np.zeros_like(batch.loss_weights)
+        extra = batch.extra | {name: zeros for name in names}
+        if self.config.replay:
+            shape = (*zeros.shape, *self._expert_dims)
+            extra[EXPERTS] = np.full(shape, -1, np.int32)
+        return global_batch(dataclasses.replace(batch, extra=extra), self.mesh)
+
+    @property
+    def _expert_dims(self) -> tuple[int, int]:
+        """MoE layers and experts of a token."""
+        moe = self.model.moe
+        assert moe is not None  # checked by the run
+        return self.model.num_moe_layers, moe.top_k
+
+    def batch(self, samples: Sequence[Sample]) -> Batch:
+        """Return the batch of answers on the host, with the engine's log-probabilities.
+
+        Args:
+            samples: Answers of a step.
+        """
+        return batch_of(
+            samples,
+            self.objective,
+            group=self.config.group,
+            length=self.length,
+            longest=self.config.max_tokens,
+        )
+
+
+class RolloutStep:
+    """A training step with its rollouts.
+
+    Args:
+        step: Training step; it donates its state.
+        learner: What is trained.
+        rollouts: Engine and task.
+        queue: Steps whose answers are drawn ahead.
+        reference: Parameters that `beta` holds the model to; None without beta.
+        report: Called with the number of the step, from 1, and its measures.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        learner: Learner,
+        rollouts: Rollouts,
+        *,
+        queue: AnswerQueue,
+        reference: Any,
+        report: Callable[[int, Mapping[str, float]], None],
+    ):
+        self._step, self._learner, self._rollouts = step, learner, rollouts
+        self._reference, self._report, self._queue = reference, report, queue
+        sync = learner.config.sync
+        self._engine_params = None if sync == "copy" else EngineParameters(sync)
+        self._log_probs = jax.jit(
+            functools.partial(
+                token_log_probs, learner.model, learner.execution, objective=learner.objective
+            )
+        )
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """Draw answers and train on them.
+
+        Args:
+            state: State before the step; donated.
+            batch: Not read.
+        """
+        del batch
+        number, begun = int(state.step), time.perf_counter()
+        sent = self._draw(state, self._queue.due(number))
+        samples, stale = self._rollouts.take()
+        drawn, counts = time.perf_counter(), self._rollouts.counts()
+        rows, measures = self._prepared(state, self._learner.batch(samples))
+        state, metrics = self._step(state, global_batch(rows, self._learner.mesh))
+        jax.block_until_ready(metrics.loss)
+        times = {ROLLOUT_SECONDS: drawn - begun, TRAIN_SECONDS: time.perf_counter() - drawn}
+        measures |= _measures(samples) | sent | times
+        measures |= {STALE: float(stale), DROPPED: counts.dropped, AHEAD: counts.waiting}
+        self._report(number + 1, measures)
+        return state, metrics
+
+    def _draw(self, state: TrainState, steps: range) -> dict[str, float]:
+        """Start to draw the answers of some steps; return the measures of what the engine got."""
+        self._rollouts.advance(int(state.step))
+        if not steps:
+            return {}
+        params, sent = state.params, dict[str, float]()
+        if self._engine_params is not None:
+            params, sent = self._engine_params.follow(params)
+        device = self._learner.mesh.devices.flat[0]
+        is_copied = self._learner.config.staleness > 0  # the step donates its arrays
+        params, routers = (
+            on_one_device(tree, device, is_copied=is_copied)
+            for tree in (params, state.router_state)
+        )
+        for step in steps:
+            self._rollouts.draw(step, params, routers or None)
+        return sent
+
+    def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Return the batch with what the objective reads, and measures of its tokens."""
+        config, objective = self._learner.config, self._learner.objective
+        is_read, engine = np.asarray(batch.loss_weights) > 0, np.asarray(batch.extra[OLD])
+        extra, measures, current = dict(batch.extra), dict[str, float](), engine
+
+        def log_probs(params: Any) -> np.ndarray:
+            found = self._log_probs(
+                params, global_batch(batch, self._learner.mesh), router_state=state.router_state
+            )
+            return np.where(is_read, jax.device_get(found), np.float32(0))
+
+        if EXPERTS in extra:
+            is_token = np.asarray(batch.segment_ids) != 0
+            measures[REPLAYED] = float((np.asarray(extra[EXPERTS]) >= 0)[is_token].mean())
+        if config.old == "trainer":
+            extra[OLD] = current = log_probs(state.params)
+            ratio = np.exp(current - engine)
+            is_clipped = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
+            measures[CLIPPED] = float(is_clipped[is_read].mean())
+            measures[DIVERGENCE] = float(k3(engine, current)[is_read].mean())
+            if config.truncation is not None:
+                extra[SAMPLER_WEIGHTS] = np.minimum(ratio, np.float32(config.truncation))
+        if self._reference is not None:
+            extra[REFERENCE] = reference = log_probs(self._reference)
+            measures[DIVERGENCE] = float(k3(reference, current)[is_read].mean())
+        return dataclasses.replace(batch, extra=extra), measures
+
+
+def _measures(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the means of a step over its answers."""
+    rewards = np.array([sample.reward for sample in samples])
+    return {
+        REWARD: float(rewards.mean()),
+        SOLVED: float((rewards >= 1.0).mean()),
+        ANSWER_LENGTH: float(np.mean([len(sample.answer) for sample in samples])),
+    }

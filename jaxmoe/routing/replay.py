@@ -1,0 +1,112 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Replays recorded experts: a token is computed by those that another pass has chosen for it.
+
+    Batch.extra["experts"]  [B S L K]     experts of each token in each of the L MoE layers
+
+A model that samples answers and the model that trains on them compute in different formats and
+orders, and some tokens get other experts. In training on the recorded experts both compute the
+same function. A replayed expert has the score that this router gives it, so the router learns.
+
+An id is below E, the routed experts of a layer; E and above mark an empty slot. A token with a
+negative id in a layer, or with empty slots alone, is free there: all its slots take the router's
+own choice, because a part of another choice beside a part of one's own is the choice of neither.
+Padding stays without experts.
+
+Source: rollout routing replay, R3 (arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxmoe.routing.base import Arrays, RouterInputs
+
+EXPERTS: Final = "experts"
+"""Name of the recorded experts in `Batch.extra`, and in the context of the layers."""
+REPLAYED: Final = "replayed"
+"""Statistic in `RouterStatistics.extra` [2]: assignments that were replayed, and those of them
+that are among the router's own choice."""
+
+
+def replayed(
+    own: Int[Array, "T K"], inputs: RouterInputs, num_experts: int
+) -> tuple[Int[Array, "T K"], Arrays]:
+    """Return the experts of each token: the recorded ones, where there are any.
+
+    Args:
+        own: The router's own choice; E marks an empty slot.
+        inputs: Inputs of the router.
+        num_experts: E.
+
+    Returns:
+        The experts, and the statistic REPLAYED; none without a record.
+    """
+    if inputs.replayed is None:
+        return own, {}
+    given = jnp.minimum(inputs.replayed, num_experts)
+    is_expert = given < num_experts
+    is_given = (given >= 0).all(-1) & is_expert.any(-1) & inputs.token_mask  # T
+    is_counted = is_given[:, None] & is_expert
+    is_own = (given[:, :, None] == own[:, None, :]).any(axis=-1)
+    sums = [jnp.sum(which, dtype=jnp.float32) for which in (is_counted, is_counted & is_own)]
+    return jnp.where(is_given[:, None], given, own), {REPLAYED: jnp.stack(sums)}
+
+
+def why_not_recorded(model: Any) -> str | None:
+    """Return why experts cannot be recorded for replay, with the way out; None if they can.
+
+    Args:
+        model: A `jaxmoe.models.config.ModelConfig`.
+    """
+    if model.moe is None or not model.num_moe_layers:
+        return "a model without MoE layers has no experts to record: leave them out"
+    if model.loop is not None:
+        return (
+            f"model.loop.times={model.loop.times} routes each token several times in a layer, and"
+            " one choice is recorded: leave model.loop or the recorded experts out"
+        )
+    return None
+
+
+def why_not_replayed(model: Any) -> str | None:
+    """Return why a model cannot replay experts, with the field and the way out; None if it can.
+
+    Args:
+        model: A `jaxmoe.models.config.ModelConfig`.
+    """
+    reason = why_not_recorded(model)
+    if reason is not None:
+        return reason
+    router = model.moe.router
+    if not router.traits.can_replay:
+        return (
+            f"model.moe.router={router.name} cannot replay experts that were chosen elsewhere: take"
+            " a router whose tokens choose the experts of highest score, such as softmax_topk, or"
+            " leave the recorded experts out"
+        )
+    return None
+
+
+def check_replayed(model: Any, experts: Any) -> None:
+    """Refuse recorded experts that a model cannot replay.
+
+    Args:
+        model: A `jaxmoe.models.config.ModelConfig`.
+        experts: `Batch.extra["experts"]`.
+
+    Raises:
+        ValueError: The router has none to replay, or the shape or dtype is another.
+    """
+    reason = why_not_replayed(model)
+    if reason is not None:
+        raise ValueError(f"batch.extra[{EXPERTS!r}]: {reason}")
+    wanted = (model.num_moe_layers, model.moe.top_k)
+    if experts.shape[2:] != wanted or not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(
+            f"batch.extra[{EXPERTS!r}] has dtype {experts.dtype} and shape {experts.shape}, which"
+            f" must be integers [B, S, {wanted[0]} MoE layers, {wanted[1]} experts per token]"
+        )

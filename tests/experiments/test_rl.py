@@ -1,0 +1,155 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reinforcement learning from the command line: trained, resumed bitwise, opened, and refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import finetune, pretrain
+from experiments.cli.flags import ExitCode
+from experiments.rl import __main__ as rl
+from jaxmoe import load_checkpoint
+from jaxmoe.run import Run
+from jaxmoe.tracking.jsonl import read_metrics
+from tests.support.runs import SMALL, logged_losses, saved_leaves
+
+MEASURES = {"reward", "solved", "kl", "clipped", "length", "rollout_s", "train_s"}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run on sums in bytes."""
+    folder = tmp_path_factory.mktemp("rl")
+    sums = [f"{a}+{b}={a + b}\n" for a in range(10) for b in range(10)] * 4
+    (folder / "sums.jsonl").write_text("\n".join(json.dumps({"text": one}) for one in sums))
+    data = ("data:files", "--data.path", str(folder / "sums.jsonl"), "--data.cache", str(folder))
+    model = ("--model.vocab_size", "256", "--run.directory", str(folder / "begun"))
+    steps = ("--training.steps", "3", "--tracking.sample_length", "0")
+    assert pretrain.main([*SMALL, "--evaluation.batches", "1", *data, *model, *steps]) == 0
+    return folder / "begun"
+
+
+def flags(begun, directory, steps, *more):
+    where = ("--checkpoint.initial", str(begun), "--run.directory", str(directory))
+    sizes = ("--rl.group", "2", "--rl.prompts", "4", "--rl.max_tokens", "4")
+    length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
+    outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
+    return [*where, "reward:arithmetic", *sizes, *length, *outputs, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(begun, tmp_path_factory):
+    """A run of 4 steps, with a reference model and importance weights, in one go."""
+    directory = tmp_path_factory.mktemp("rl") / "trained"
+    held = ("--objective.beta", "0.1", "--rl.truncation", "2.0")
+    assert rl.main(flags(begun, directory, 4, *held)) == ExitCode.DONE
+    return directory
+
+
+@pytest.mark.slow
+def test_a_run_logs_its_rewards_and_changes_all_parameters(begun, trained):
+    series = read_metrics(trained / "metrics.jsonl")
+    for name in MEASURES:
+        steps, values = series[f"rl/{name}"]
+        assert steps.tolist() == [1, 2, 3, 4] and np.isfinite(values).all()
+    assert series["rl/kl"][1][0] == pytest.approx(0.0, abs=1e-6) and (series["rl/kl"][1] >= 0).all()
+    before = load_checkpoint(begun / "checkpoints", step=3)["params"]
+    after = load_checkpoint(trained / "checkpoints", step=4)["params"]
+    changed = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), before, after)
+    assert all(jax.tree.leaves(changed))
+
+
+@pytest.mark.slow
+def test_resumed_in_the_middle_it_ends_bitwise_alike(begun, trained, tmp_path):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(trained, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    held = ("--objective.beta", "0.1", "--rl.truncation", "2.0")
+    assert rl.main(flags(begun, stopped, 4, *held)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (trained, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert logged_losses(stopped) == logged_losses(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [("--rl.staleness", "1", "--rl.sync", "exact"), ("--rl.replay", "True", "--rl.page_size", "2")],
+    ids=["ahead", "replay"],
+)
+def test_answers_drawn_ahead_and_replayed_experts_resume_bitwise(more, begun, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert rl.main(flags(begun, whole, 4, *more)) == ExitCode.DONE
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "4")
+    assert rl.main(flags(begun, stopped, 4, *more)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (whole, stopped)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    series = read_metrics(whole / "metrics.jsonl")
+    if "--rl.replay" in more:
+        assert (series["rl/replayed"][1] == 1.0).all()
+    else:
+        assert series["rl/stale"][1].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.slow
+def test_a_trained_run_is_evaluated_and_fine_tuned_like_any_other(trained, tmp_path):
+    assert np.isfinite(Run.open(trained).evaluate().bits_per_token)
+    config = finetune.finetune_config(str(trained))
+    assert config.rl is None and config.training.objective.name == "next_token"
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_alone(begun, tmp_path):
+    adapter = ("adapter:lora", "--adapter.rank", "2", "--adapter.targets.roles", "attention_in")
+    old = ("--rl.old", "engine", "--objective.advantage", "rloo")
+    assert rl.main(flags(begun, tmp_path / "run", 2, *adapter, *old)) == ExitCode.DONE
+    params = load_checkpoint(tmp_path / "run" / "checkpoints", step=2)["params"]
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    assert names and all(":" in name for name in names)
+
+
+@pytest.mark.slow
+def test_answers_drawn_ahead_and_sent_updates_are_bitwise_those_of_copies(begun, tmp_path):
+    runs = {sync: tmp_path / sync for sync in ("copy", "exact")}
+    for sync, directory in runs.items():
+        ahead = ("--checkpoint.every", "3", "--rl.staleness", "1", "--rl.scorers", "2")
+        assert rl.main(flags(begun, directory, 3, *ahead, "--rl.sync", sync)) == ExitCode.DONE
+    series = read_metrics(runs["exact"] / "metrics.jsonl")
+    assert series["rl/stale"][1].tolist() == [0, 1, 1]
+    assert series["rl/ahead"][1].max() == 4 and not series["rl/dropped"][1].any()
+    assert series["rl/sync"][1][0] == 1.0 and 0 < series["rl/sync"][1][-1] <= 1.01
+    jax.tree.map(np.testing.assert_array_equal, *(saved_leaves(run, 3) for run in runs.values()))
+    assert logged_losses(runs["copy"]) == logged_losses(runs["exact"])
+
+
+REFUSED = {
+    "--checkpoint.initial is missing": ("--rl.group", "2"),
+    "training.batch_size=8 must be rl.prompts x rl.group = 4": (
+        *("--rl.group", "2", "--rl.prompts", "2", "--training.batch_size", "8"),
+    ),
+    "training.objective:next_token trains on data": ("training.objective:next_token",),
+    "must be at least rl.max_tokens=500": ("--rl.max_tokens", "500"),
+    "with rl.staleness=0 it answers by those in training": ("--rl.sync", "exact"),
+    "rl.reward.path is empty": ("reward:match",),
+    "set replicas to none": ("replicas:diloco",),
+}
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_trained_is_refused(message, capsys):
+    with pytest.raises(SystemExit) as end:
+        rl.main([*REFUSED[message]])
+    assert end.value.code == ExitCode.BAD_CONFIGURATION
+    assert message in capsys.readouterr().err
+
+
+def test_pretrain_refuses_an_objective_without_answers(capsys):
+    with pytest.raises(SystemExit):
+        pretrain.main(["tiny", "training.objective:policy_gradient"])
+    assert "train with python -m experiments.rl" in capsys.readouterr().err
