@@ -151,7 +151,7 @@ class SampleStore:
 
         Args:
             reads: Columns that the rows have.
-            writes: Columns that the rows lack, and that nobody else fills.
+            writes: Columns that the rows lack, and that no other task fills.
             number: Rows to return; waits for so many.
             timeout: Seconds to wait at most; None for no limit.
 

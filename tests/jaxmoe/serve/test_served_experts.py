@@ -141,7 +141,7 @@ def test_experts_of_a_fork_begin_with_those_of_the_pages_that_it_shares():
 
 
 def test_streams_and_whole_answers_have_the_experts():
-    """Of a group of answers to one prompt, whose pages are shared."""
+    """The answers are a group of one prompt, whose pages are shared."""
     sampling = Sampling(max_tokens=3, seed=4, has_experts=True)
     with Engine(Smaller()) as engine:
         events = [list(one) for one in engine.submit_samples(COMMON, sampling, 3)]

@@ -73,7 +73,7 @@ def test_tokens_of_a_mixed_batch_are_those_of_each_adapter_alone_and_folded(engi
 
 
 def test_members_have_the_products_of_their_own_factors():
-    """Of other ranks, and none where an adapter leaves a matrix alone."""
+    """Members differ in rank, and have none where an adapter leaves a matrix alone."""
     rng = np.random.default_rng(0)
 
     def factors(rank, scale):
