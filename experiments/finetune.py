@@ -7,9 +7,11 @@
         --adapter.targets.roles attention_in attention_out expert_in expert_out
     python -m experiments.finetune --checkpoint.initial RUN adapter:select
     python -m experiments.finetune --checkpoint.initial RUN adapter:lift --adapter.refresh_every 50
+    python -m experiments.finetune --checkpoint.initial TUNED --adapter.trains logits
 
 `--checkpoint.initial` gives model, tokenizer, data and precision; flags change them. `adapter:` is
-short for `model.adapter:`. `select` trains all but the routers unless told otherwise. The run is
+short for `model.adapter:`. `select` trains all but the routers unless told otherwise. A fine-tuned
+run gives its adapter as well: a new run goes on with it, such as MHR-z from MHR above. The run is
 like one of `pretrain`: the same command resumes, and evaluate, generate and report open it. Its
 checkpoints hold what is trained, and name the model that was adapted.
 
@@ -71,9 +73,10 @@ def finetune_config(initial: str | None) -> PretrainConfig:
     """
     path = None if initial is None else model_directory(initial, "checkpoint.initial")
     saved = PretrainConfig() if path is None else saved_config(path)
-    if saved.model.adapter is not None:
+    adapter = saved.model.adapter
+    if adapter is not None and not adapter.can_go_on:
         raise ValueError(
-            f"checkpoint.initial={initial} holds an adapter ({saved.model.adapter.name}) of"
+            f"checkpoint.initial={initial} holds an adapter ({adapter.name}) of"
             f" {saved.checkpoint.initial}: fold it first, python -m experiments.checkpoint convert"
             f" --run.directory {initial} --fold True"
         )
@@ -90,7 +93,7 @@ def finetune_config(initial: str | None) -> PretrainConfig:
     )
     return dataclasses.replace(
         saved,
-        model=dataclasses.replace(saved.model, adapter=LoraConfig()),
+        model=dataclasses.replace(saved.model, adapter=adapter or LoraConfig()),
         training=training,
         rl=None,
         optimizer=AdamWConfig(learning_rate=LEARNING_RATE),

@@ -6,6 +6,7 @@
     python -m experiments.generate --run.directory RUN --prompt "def f(" "class A" --top_p 0.9
     python -m experiments.generate --run.directory RUN --prompts questions.jsonl --to answers.jsonl
     python -m experiments.generate --run.directory allenai/OLMoE-1B-7B-0924 --prompt "Once"
+    python -m experiments.generate --run.directory runs/finetune/tasks --task code
     python -m experiments.generate --run.directory runs/finetune/chats-lora --chat True
 
 A single text appears while it is generated. `--top_k`, `--top_p` and `--min_p` leave out unlikely
@@ -20,7 +21,9 @@ Works for quantised runs too (experiments.checkpoint convert); `--cache int4` ke
 in 4 bits. `--cache_pages 16` lets each token read 16 pages of them, chosen for it, beside the first
 and the latest; `--reading.size`, `--reading.score` and others set how. `--layers window:4` keeps
 four layers on the device, reads the others from host memory while it computes, and prints what was
-moved. `--run.mesh.data 1` loads the run on another number of devices than the training used.
+moved. `--experts slots:16` does so with routed experts: the device holds sixteen, of any layer, and
+the least recently used leaves (`slots:16:lfu` and others choose another). `--run.mesh.data 1` loads
+the run on another number of devices than the training used.
 """
 
 from __future__ import annotations
@@ -42,11 +45,13 @@ from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
 from jaxmoe.generation.prompts import read_prompts, write_samples
 from jaxmoe.generation.text import GenerationConfig, Sample
-from jaxmoe.models.layerwise.offload import LayerWindow, parse_window
+from jaxmoe.models.layerwise.offload import Offload, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends
 from jaxmoe.run.provenance.chat import open_chat
+from jaxmoe.serve.expert_slots import parse_slots
+from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
 
 
@@ -85,12 +90,17 @@ class GenerateConfig:
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
     layers: str | None = None
     """Layers on the device, such as window:4, while the others stay in host memory; None: all."""
+    experts: str | None = None
+    """Routed experts on the device, such as slots:16 or slots:16:lfu; None: all."""
     cache_pages: int | None = None
     """Pages of keys and values with the largest scores that a generated token reads, beside the
     first and the latest; all when None. It changes the text."""
     reading: CacheReading = WHOLE_CACHE
     """Part of the cache that a generated token reads: whole, or pages with their size, score and
     eviction; --cache_pages is the short form."""
+    task: str | None = None
+    """Part of data.mix, by name or number from 0, whose additions an adapter with tasks uses; that
+    of adapter.task when None."""
     chat: bool = False
     """Whether to talk in the terminal, line by line, instead of continuing a prompt."""
     system: str | None = None
@@ -107,9 +117,23 @@ class GenerateConfig:
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
         GenerationConfig(length=self.length, sampling=sampling, stop=self.stop)
-        if self.layers is not None:
-            parse_window(self.layers)
+        self.offload()
         part_of_cache(self.reading, self.cache_pages)
+
+    def offload(self) -> Offload | None:
+        """Return what keeps parameters in host memory; None where all are on the device.
+
+        Raises:
+            ValueError: A flag names nothing, or both are given.
+        """
+        if self.layers is not None and self.experts is not None:
+            raise ValueError(
+                f"layers={self.layers} and experts={self.experts} both keep parameters in host"
+                " memory: choose one"
+            )
+        if self.layers is not None:
+            return parse_window(self.layers)
+        return None if self.experts is None else parse_slots(self.experts)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,10 +145,11 @@ def main(argv: Sequence[str]) -> int:
         prompts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):
-        window = None if config.layers is None else parse_window(config.layers)
+        offload = config.offload()
         run = Run.open(
             config.run.directory,
-            mesh=config.run.mesh,
+            mesh=config.run.mesh if offload is None else MeshConfig(data=1),
+            is_on_host=offload is not None,
             cache=config.cache,
             initial=config.run.initial,
         )
@@ -138,16 +163,17 @@ def main(argv: Sequence[str]) -> int:
             "stop": config.stop,
             "eos": config.eos,
             "step": config.run.step,
-            "programs": window,
+            "programs": offload,
+            "task": config.task,
             "reading": part_of_cache(config.reading, config.cache_pages),
         }
         if config.chat:
             _talk(open_chat(run, system=config.system, template=config.template), given)
-            _close(window)
+            _close(offload)
             return int(ExitCode.DONE)
         if len(prompts) == 1 and config.to is None:
             _print_streamed(run, prompts[0], given)
-            _close(window)
+            _close(offload)
             return int(ExitCode.DONE)
         samples = run.generate(prompts, **given)
     if samples[0].precision:
@@ -158,15 +184,15 @@ def main(argv: Sequence[str]) -> int:
     else:
         for sample in samples:
             write(str(sample))
-    _close(window)
+    _close(offload)
     return int(ExitCode.DONE)
 
 
-def _close(window: LayerWindow | None) -> None:
+def _close(offload: Offload | None) -> None:
     """Print what was moved, and end the thread that moved it."""
-    if window is not None:
-        window.close()
-        say(str(window))
+    if offload is not None:
+        offload.close()
+        say(str(offload))
 
 
 def _talk(chat: Chat, given: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ from jaxmoe.planning.placement.measures import (
 )
 from jaxmoe.planning.placement.relocate import relocate
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.diagnostics.router_trace import record_trace
+from jaxmoe.run.diagnostics.router_trace import record_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
         if config.trace is None:
             given = config.run
             run = load_run(given.directory, given.step, given.mesh, initial=given.initial)
-            trace = _record(*run[:2])
+            trace = record_run(*run[:2])
         else:
             trace = load_trace(config.trace)
         say(text_table(compare(trace, config.devices)))
@@ -214,17 +214,6 @@ def _measured(
     local = local_share(unseen, placement, speculative_devices(seen, unseen, placement))
     load = (loads.max(1) / loads.mean(1)).mean()
     return (f"{share:.1%}", f"{crowding:.2f}", f"{load:.3f}", f"{local:.1%}")
-
-
-def _record(assembly: Assembly, state: TrainState) -> RoutingTrace:
-    with jax.set_mesh(assembly.mesh):
-        return record_trace(
-            assembly.plan.model,
-            assembly.execution,
-            state.params,
-            state.router_state,
-            assembly.held_out(),
-        )
 
 
 def _write(

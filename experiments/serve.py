@@ -8,10 +8,19 @@
     from openai import OpenAI
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 
+    python -m experiments.serve --engine.instances 2 engine.dispatch:llumnix      # two instances
+
 Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), and / (a
-page to chat with and to watch the load). With the environment variable JAXMOE_API_KEY every
-request must bring that key. Ctrl-C or SIGTERM lets the answers end that have begun, for at most
-`--drain` seconds; a second signal ends the server at once.
+page to chat with and to watch the load). Several instances answer behind one address, and /metrics
+has the numbers of each.
+
+    python -m experiments.serve --run.directory BASE --adapters sql=RUN1 chat=RUN2
+
+serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:chat` or the model.
+
+With the environment variable JAXMOE_API_KEY every request must bring that key. Ctrl-C or SIGTERM
+lets the answers end that have begun, for at most `--drain` seconds; a second signal ends the server
+at once.
 
 Exit codes: 0 after draining; 2 for a configuration that cannot be served.
 """
@@ -24,6 +33,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -41,6 +51,7 @@ from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
 from jaxmoe.run.conversion import Ends
 from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.metrics import EngineMetrics
@@ -60,6 +71,8 @@ class ServeConfig:
     """Port to listen on; 0 takes a free one and prints it."""
     name: str | None = None
     """Name of the model in requests; that of the run when None."""
+    adapters: tuple[str, ...] = ()
+    """LoRA runs of the model, NAME=DIRECTORY each; requests name them as model:NAME."""
     template: TemplateName | None = None
     """How turns of a chat are written; that of the training data, or of the tokenizer, when
     None."""
@@ -83,8 +96,25 @@ class ServeConfig:
         for field in ("drain", "every"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 or more")
+        self.adapter_directories()
         if self.max_body < 1:
             raise ValueError(f"max_body={self.max_body} must be at least 1")
+
+    def adapter_directories(self) -> dict[str, str]:
+        """Return the directories of the adapters by name.
+
+        Raises:
+            ValueError: One has no name or no directory, or a name is given twice.
+        """
+        found = dict[str, str]()
+        for text in self.adapters:
+            name, _, directory = text.partition("=")
+            if not re.fullmatch(r"[\w.-]+", name) or not directory or name in found:
+                raise ValueError(
+                    f"adapters={text} must be NAME=DIRECTORY, each name once: sql=runs/finetune/sql"
+                )
+            found[name] = directory
+        return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
             )
             asyncio.run(_serve(config, endpoint, served, listening))
     if config.to is not None:
-        _write_summary(pathlib.Path(config.to), served.engine.metrics)
+        _write_summary(pathlib.Path(config.to), served.engine)
     return int(ExitCode.DONE)
 
 
@@ -146,6 +176,7 @@ def _open(config: ServeConfig) -> Served:
         name=config.name,
         template=config.template,
         eos=config.eos,
+        adapters=config.adapter_directories(),
     )
 
 
@@ -154,11 +185,15 @@ def _header(config: ServeConfig, served: Served) -> str:
     facts = served.engine.facts
     shapes = [f"{facts.max_running}x1", *(f"+{p}x{c}" for p, c in engine.shapes.pieces)]
     talks = "chat and completions" if served.chat else "completions (no chat template)"
+    fleet = ""
+    if engine.instances > 1:
+        fleet = f"fleet    {engine.instances} instances, dispatch {engine.dispatch.name}\n"
     return (
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
         f"pages    {facts.num_pages} x {facts.page_size} tokens, {facts.max_length} of a request\n"
         f"shapes   {' '.join(shapes)}, batching {engine.batching.name}\n"
+        f"{fleet}"
         f"routes   {talks}"
     )
 
@@ -220,8 +255,9 @@ def _line(metrics: EngineMetrics) -> str:
     )
 
 
-def _write_summary(directory: pathlib.Path, metrics: EngineMetrics) -> None:
-    values = {"status": "done"} | dataclasses.asdict(metrics)
+def _write_summary(directory: pathlib.Path, engine: Engine) -> None:
+    values = {"status": "done"} | dataclasses.asdict(engine.metrics)
+    values["instances"] = [dataclasses.asdict(one) for one in engine.instance_metrics]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "summary.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

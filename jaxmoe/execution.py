@@ -128,6 +128,13 @@ class ExecutionConfig:
                 f"execution.halves=2 halves micro-batches that execution.mesh.stage="
                 f"{self.mesh.stage} overlaps already: set one of them to 1"
             )
+        if self.halves == 2 and self.dispatcher.has_bound:
+            raise ValueError(
+                "execution.halves=2 sends half of a device's rows at a time, and"
+                f" execution.dispatcher {self.dispatcher.name!r} drops what exceeds a bound of"
+                " those: other rows than of the whole. Choose all_to_all, or set execution.halves"
+                " to 1"
+            )
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:

@@ -93,7 +93,7 @@ REGISTRIES = {
     "jaxmoe.adapters:Adapters": {
         *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
         *("lift", "quantised_choices"),
-        *("task_lora", "lora_mixer", "multi_head_routing", "shared_store"),
+        *("task_lora", "lora_mixer", "multi_head_routing", "remix", "shared_store"),
     },
     "jaxmoe.data:DATA_SOURCES": {
         *(
@@ -147,7 +147,10 @@ REGISTRIES = {
     },
     "jaxmoe.serve.policies.dispatch:DISPATCH": {
         *("round_robin", "least_loaded", "prefix_aware", "dual_map", "llumnix", "dist_serve"),
+        *("pd_serve", "prfaas", "saga"),
     },
+    "jaxmoe.serve.policies.retention:RETENTION": {"lru", "swap_groups"},
+    "jaxmoe.serve.policies.scaling:SCALING": {"fixed", "slo", "elastic_experts", "polca"},
     "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {
         *("next_token", "masked_diffusion", "swept_layers", "policy_gradient"),

@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the speed of training steps, LoRA, kernels, routers and expert exchanges.
+"""Measures the speed of training steps, LoRA, serving, kernels, routers and expert exchanges.
 
     python -m experiments.bench step [--peer none]
     python -m experiments.bench finetune
+    python -m experiments.bench serve
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
@@ -25,6 +26,7 @@ from experiments.bench import compiled as bench_compiled
 from experiments.bench import finetune as bench_finetune
 from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
+from experiments.bench import serve as bench_serve
 from experiments.bench import step as bench_step
 from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.compiled import CompiledBenchConfig
@@ -32,6 +34,7 @@ from experiments.bench.finetune import FinetuneBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
+from experiments.bench.serve import ServeBenchConfig
 from experiments.bench.step import StepBenchConfig
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
@@ -48,6 +51,11 @@ def step() -> StepBenchConfig:
 def finetune() -> FinetuneBenchConfig:
     """LoRA fine-tuning of OLMoE's shape, compared with peft; two minutes."""
     return FinetuneBenchConfig()
+
+
+def serve() -> ServeBenchConfig:
+    """Greedy answers of OLMoE's shape, compared with transformers; three minutes."""
+    return ServeBenchConfig()
 
 
 def kernels() -> KernelBenchConfig:
@@ -84,6 +92,7 @@ class Bench(NamedTuple):
 BENCHES: dict[str, Bench] = {
     "step": Bench(step, bench_step.bench_step, bench_step.in_words),
     "finetune": Bench(finetune, bench_finetune.bench_finetune, bench_finetune.in_words),
+    "serve": Bench(serve, bench_serve.bench_serve, bench_serve.in_words),
     "kernels": Bench(kernels, bench_kernels.bench_kernels, bench_kernels.in_words),
     "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
     "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),

@@ -9,11 +9,7 @@ use AdamW without decay.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
@@ -21,6 +17,7 @@ import jax
 import numpy as np
 
 from experiments.bench.measure import in_turns
+from experiments.bench.side import SideProcess
 from experiments.bench.step import BENCH_MODEL, BenchRunConfig
 from jaxmoe.adapters import LoraConfig, TargetsConfig
 from jaxmoe.checkpoint.huggingface import to_huggingface
@@ -72,12 +69,18 @@ class FinetuneBenchConfig:
 
 def bench_finetune(config: FinetuneBenchConfig) -> dict[str, Any]:
     """Measure, and return the numbers of summary.json."""
-    sides: dict[str, _Side] = {}
+    sides: dict[str, SideProcess] = {}
     with tempfile.TemporaryDirectory() as place:
         _write_files(config, place)
         try:
             for name in _SIDES:
-                sides[name] = _Side(config, name, place)
+                sides[name] = SideProcess(
+                    f"experiments.bench.finetune_{name}",
+                    _given(config, place),
+                    python=config.peer_python if name == "peft" else None,
+                    needs="peft needs the extra hf (Python 3.11): name its interpreter with"
+                    " --peer_python",
+                )
             timings = in_turns(
                 {name: side.step for name, side in sides.items()},
                 rounds=config.rounds,
@@ -87,7 +90,7 @@ def bench_finetune(config: FinetuneBenchConfig) -> dict[str, Any]:
             for side in sides.values():
                 side.close()
     medians = {name: timing.median for name, timing in timings.items()}
-    first = {name: side.losses[0] for name, side in sides.items()}
+    first = {name: side.results[0] for name, side in sides.items()}
     return {
         "trained": {name: side.facts["trained"] for name, side in sides.items()},
         "seconds": medians,
@@ -98,7 +101,7 @@ def bench_finetune(config: FinetuneBenchConfig) -> dict[str, Any]:
         "loaded_bytes": {name: side.facts["loaded_bytes"] for name, side in sides.items()},
         "first_loss": first,
         "first_loss_difference": abs(first["jaxmoe"] - first["peft"]),
-        "last_loss": {name: side.losses[-1] for name, side in sides.items()},
+        "last_loss": {name: side.results[-1] for name, side in sides.items()},
     }
 
 
@@ -135,59 +138,10 @@ def _write_files(config: FinetuneBenchConfig, place: str) -> None:
     write_peft(f"{place}/adapter", model, factors, base=f"{place}/model")
 
 
-class _Side:
-    """One side in its own process.
-
-    Raises:
-        ValueError: It does not start.
-    """
-
-    def __init__(self, config: FinetuneBenchConfig, name: str, place: str):
-        self._name = name
-        self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
-        python = config.peer_python if name == "peft" else None
-        self._process = subprocess.Popen(
-            [python or sys.executable, "-m", f"experiments.bench.finetune_{name}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-        )
-        given = {
-            **{"model": f"{place}/model", "adapter": f"{place}/adapter"},
-            **{"batch": config.batch_size, "length": config.sequence_length},
-            **{"learning_rate": config.learning_rate, "unroll": config.unroll},
-        }
-        self.facts: dict[str, Any] = self._ask(json.dumps(given))
-        self.losses: list[float] = []
-        self.peak_bytes = 0
-
-    def step(self) -> float:
-        """Return the seconds of one step."""
-        seconds, loss, self.peak_bytes = self._ask("step")
-        self.losses.append(loss)
-        return seconds
-
-    def close(self) -> None:
-        """Stop the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._complaints.close()
-
-    def _ask(self, line: str) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as the empty answer tells
-            stdin.write(line + "\n")
-            stdin.flush()
-        answer = stdout.readline()
-        if not answer:
-            self._process.wait()
-            self._complaints.seek(0)
-            last = self._complaints.read().strip().splitlines()[-1:]
-            self.close()
-            raise ValueError(
-                f"the side {self._name} did not run: {' '.join(last) or 'it ended'}. peft needs the"
-                " extra hf (Python 3.11): name its interpreter with --peer_python"
-            )
-        return json.loads(answer)
+def _given(config: FinetuneBenchConfig, place: str) -> dict[str, Any]:
+    """Return what both sides are given."""
+    return {
+        **{"model": f"{place}/model", "adapter": f"{place}/adapter"},
+        **{"batch": config.batch_size, "length": config.sequence_length},
+        **{"learning_rate": config.learning_rate, "unroll": config.unroll},
+    }

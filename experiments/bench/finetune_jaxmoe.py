@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of `bench finetune`: see `finetune_side`."""
+"""Our side of `bench finetune`: see `side`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from flax import traverse_util
 
-from experiments.bench.finetune_side import answer_requests
 from experiments.bench.peer import training_data
+from experiments.bench.side import answer_requests
 from jaxmoe.checkpoint import from_huggingface
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
 from jaxmoe.execution import ExecutionConfig
@@ -39,7 +39,7 @@ class OurSide:
         self._data = training_data(given["batch"], given["length"])
         step = make_train_step(model, optimizer, execution=execution, table=table)
         self._step = step.lower(self._state, self._data.batch(0)).compile()
-        self.trained = sum(row.size for row in table.trained_rows)
+        self.facts = {"trained": sum(row.size for row in table.trained_rows)}
 
     def step(self, number: int) -> tuple[float, float]:
         """Return seconds and cross-entropy of one step."""

@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Peer of `bench finetune`, transformers with peft: see `finetune_side`."""
+"""Peer of `bench finetune`, transformers with peft: see `side`."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from experiments.bench.finetune_side import answer_requests
 from experiments.bench.peer import training_data
+from experiments.bench.side import answer_requests
 from jaxmoe.optional import require
 
 
@@ -33,7 +33,7 @@ class PeftSide:
             self._trained, lr=given["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0
         )
         self._data = training_data(given["batch"], given["length"])
-        self.trained = sum(p.numel() for p in self._trained)
+        self.facts = {"trained": sum(p.numel() for p in self._trained)}
 
     def step(self, number: int) -> tuple[float, float]:
         """Return seconds and cross-entropy of one step."""

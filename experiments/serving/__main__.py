@@ -1,8 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compares policies of serving on simulated instances, and puts load on a server.
+"""Compares policies of serving on simulated instances and traces, and puts load on a server.
 
     python -m experiments.serving simulate [--preset qwen3_30b_a3b --chip h100] [--rates 4 8 12]
+    python -m experiments.serving caches --run.directory RUN [--capacity 0.25 0.5]
+    python -m experiments.serving advise [--preset qwen3_30b_a3b --chip h100]
     python -m experiments.serving load --url http://127.0.0.1:8000 [--workload.rate 4]
 
 To add a command: `experiments/serving/__main__.py` (a line in `COMMANDS`), and a file with `main`
@@ -15,10 +17,14 @@ from collections.abc import Sequence
 
 from experiments.cli.exit import run_command
 from experiments.cli.parts import Part, run_part
+from experiments.serving import advise as serving_advise
+from experiments.serving import caches as serving_caches
 from experiments.serving import load as serving_load
 from experiments.serving import simulate as serving_simulate
 
 COMMANDS: dict[str, Part] = {
+    "advise": serving_advise.main,
+    "caches": serving_caches.main,
     "load": serving_load.main,
     "simulate": serving_simulate.main,
 }

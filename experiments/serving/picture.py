@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws goodput over the rate of requests, and writes the page with the table."""
+"""Draws what the commands of `serving` compare, and writes the page with the table."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ def draw_goodput(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) -
     axes.set_xlabel("requests per second")
     axes.set_ylabel("requests per second within the SLO")
     axes.set_ylim(bottom=0.0)
+    axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def draw_caches(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Draw the hits of each policy over the capacity into one PNG file.
+
+    Args:
+        path: Path of the file.
+        rows: Rows of `caches`.
+    """
+    figure, (axes,) = figure_of_panels(width=8.0, height=4.5)
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        own = sorted((r["capacity"], r["hit_rate"]) for r in rows if r["policy"] == name)
+        style = {"color": "#9ca3af", "linestyle": (0, (4, 3))} if name == "belady" else {}
+        axes.plot(*zip(*own, strict=True), marker="o", ms=4.0, label=name, **style)
+    axes.set_xlabel("share of all experts that the device holds")
+    axes.set_ylabel("share of uses that found their expert")
+    axes.set_ylim(0.0, 1.0)
     axes.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
 

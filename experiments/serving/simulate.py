@@ -1,28 +1,37 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates batching and dispatch policies on a workload, and compares their goodput.
+"""Simulates policies of batching, dispatch, retention and scaling, and compares their goodput.
 
     python -m experiments.serving simulate
     python -m experiments.serving simulate --batching split_fuse prefill_first --rates 8 12
     python -m experiments.serving simulate --instances 4 --dispatch round_robin least_loaded
+    python -m experiments.serving simulate --instances 8 --dispatch pd_serve prfaas saga
+    python -m experiments.serving simulate --instances 8 --scaling fixed slo polca
     python -m experiments.serving simulate workload:file --workload.path BurstGPT_1.csv
+    python -m experiments.serving simulate --run.directory runs/pretrain/tiny
 
-The instances and policies are those of the engine; the time of a step is that of a roofline. Prints
-a line per policy and rate:
+The instances and policies are those of the engine; the time of a step is that of a roofline. With
+the directory of a trained run, its model is compiled as it is served here (`engine`), and the time
+of a step is the median of its compiled shape, or that of a roofline whose rates are fitted to these
+medians (`cost`). Prints a line per policy and rate:
 
     goodput/s    requests per second within ttft and tpot
     within SLO   their share of all requests
     ttft, tpot   seconds until the first token, milliseconds per further token, median / 99%
     expert GB    bytes of expert weights read
+    copies       between device and host memory, of what a policy of retention swaps
+    J/token      energy of all instances that are on, by approximate watts of the device
 
-Writes summary.json, report.html and plots/goodput.png.
+Writes summary.json, report.html and plots/goodput.png, for a run into its folder simulate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.cli import flags as cli
@@ -36,12 +45,16 @@ from jaxmoe.models.presets import PRESETS
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.serving.open import EngineSizesConfig
+from jaxmoe.run.serving.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
 from jaxmoe.serve.policies.dispatch import DISPATCH
+from jaxmoe.serve.policies.retention import RETENTION
+from jaxmoe.serve.policies.scaling import SCALING
 from jaxmoe.serve.requests import Objective
 from jaxmoe.serve.simulation import (
-    Measures,
+    Arrival,
     ModelSizes,
     Roofline,
     Simulation,
@@ -52,7 +65,7 @@ from jaxmoe.serve.simulation.workload import GammaConfig
 
 HEADINGS = (
     *("policy", "rate/s", "goodput/s", "within SLO", "ttft s", "tpot ms", "tokens/s"),
-    *("preempted", "cached", "moved", "expert GB"),
+    *("preempted", "cached", "moved", "expert GB", "copies", "J/token"),
 )
 
 
@@ -74,6 +87,10 @@ class SimulateConfig:
     """Batching policies; all when empty."""
     dispatch: tuple[str, ...] = ("least_loaded",)
     """Dispatch policies; each is combined with each batching policy."""
+    retention: tuple[str, ...] = ("lru",)
+    """Retention policies: what becomes of the pages of preempted sequences."""
+    scaling: tuple[str, ...] = ("fixed",)
+    """Scaling policies: instances, devices and clocks over time."""
     workload: WorkloadConfig = GammaConfig()
     """Requests; `rates` replaces its rate."""
     rates: tuple[float, ...] = (4.0, 8.0, 12.0)
@@ -88,19 +105,32 @@ class SimulateConfig:
     """Running sequences of an instance at most."""
     max_length: int = 20_000
     """Tokens of a sequence at most; longer ones are cut."""
+    engine: EngineSizesConfig = EngineSizesConfig()
+    """What is compiled and measured of a run, in place of preset, chip, chips and the sizes above;
+    `batching` above names the policies."""
+    cost: CostSource = "auto"
+    """Time of a step: roofline of the chip, table of a run's compiled shapes, or rates fitted to
+    it; auto takes the table on a CPU and the rates on other devices."""
+    repeats: int = 5
+    """Steps of each shape that are timed."""
 
     def __post_init__(self) -> None:
-        known = {"preset": PRESETS, "chip": CHIPS, "batching": BATCHING, "dispatch": DISPATCH}
+        known: dict[str, Mapping[str, Any]] = {
+            **{"preset": PRESETS, "chip": CHIPS, "batching": BATCHING},
+            **{"dispatch": DISPATCH, "retention": RETENTION, "scaling": SCALING},
+        }
         for field, names in known.items():
             value = getattr(self, field)
             for name in (value,) if isinstance(value, str) else value:
                 if name not in names:
                     near, listing = closest(name, names), ", ".join(names)
                     raise ValueError(f"{field}={name} is unknown{near}; known: {listing}")
-        if self.instances < 1 or not self.rates or not self.dispatch:
+        chosen = {"rates": self.rates, "dispatch": self.dispatch}
+        chosen |= {"retention": self.retention, "scaling": self.scaling}
+        if self.instances < 1 or not all(chosen.values()):
             raise ValueError(
-                f"instances={self.instances}, rates={self.rates} and dispatch={self.dispatch} must"
-                " name at least one each"
+                f"instances={self.instances} and {', '.join(f'{k}={v}' for k, v in chosen.items())}"
+                " must name at least one each"
             )
 
 
@@ -110,23 +140,39 @@ def main(argv: Sequence[str]) -> int:
     config = cli.parse_flags(SimulateConfig(), argv, prog, __doc__ or "")
     started = time.perf_counter()
     with cli.exit_on_bad_configuration():
-        start_process(needs_devices=False)
-        require("matplotlib.figure")
         directory = RunDirectory(config.run.directory or f"runs/serving/{config.run.name or 'sim'}")
-        directory.check_free_of_runs()
-        cost = cost_of(config)
-        rows = list(simulate(config, cost))
+        start_process(needs_devices=directory.has_config())
+        require("matplotlib.figure")
+        measured = None
+        if directory.has_config():
+            if config.scaling != ("fixed",):
+                raise ValueError(
+                    f"scaling={config.scaling} changes devices and clocks, and the steps of a run"
+                    " are measured with those of this machine: leave it, or --run.directory"
+                )
+            measured = measure_run(str(directory.path), config.engine, config.repeats, config.cost)
+            say(measured.about)
+            directory = RunDirectory(directory.path / "simulate")
+        elif config.cost in ("table", "fit"):
+            raise ValueError(
+                f"cost={config.cost} is measured with the model of a run: set run.directory to one"
+            )
+        cost = measured.cost if measured else cost_of(config)
+        facts = measured.facts if measured else facts_of(config, cost)
+        about = describe(config, facts, measured and measured.name)
+        rows = list(simulate(config, cost, facts, about))
         directory.plots_directory.mkdir(parents=True, exist_ok=True)
         picture = directory.plots_directory / "goodput.png"
         draw_goodput(picture, rows)
         table = [HEADINGS, *map(cells, rows)]
-        write_report(directory.path / "report.html", describe(config, cost), table, rows)
+        write_report(directory.path / "report.html", about, table, rows)
         directory.write_summary(
             {
                 "status": "done",
-                "preset": config.preset,
-                "chip": config.chip,
-                "pages": cost.num_pages(config.page_size),
+                "preset": None if measured else config.preset,
+                "chip": None if measured else config.chip,
+                "measured": measured and measured.summary,
+                "pages": facts.num_pages,
                 "rows": rows,
                 "wall_seconds": time.perf_counter() - started,
             }
@@ -141,51 +187,84 @@ def cost_of(config: SimulateConfig) -> Roofline:
     return Roofline(sizes=sizes, chip=CHIPS[config.chip], num_chips=config.chips)
 
 
-def describe(config: SimulateConfig, cost: Roofline) -> str:
-    """Return a line on the model, the device and the workload."""
-    pages = cost.num_pages(config.page_size)
-    return (
-        f"{config.preset} on {config.instances} x {config.chips} {config.chip}, {pages} pages of"
-        f" {config.page_size} tokens each, workload {config.workload.name}, SLO {config.ttft} s and"
-        f" {1000 * config.tpot:g} ms"
-    )
-
-
-def simulate(config: SimulateConfig, cost: Roofline) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of every policy at every rate.
-
-    Args:
-        config: Config of the command.
-        cost: Cost model of one instance.
-    """
-    say(describe(config, cost))
-    objective = Objective(ttft=config.ttft, tpot=config.tpot)
-    facts = Facts(
-        num_pages=cost.num_pages(config.page_size),
+def facts_of(config: SimulateConfig, cost: Roofline) -> Facts:
+    """Return the sizes of one instance."""
+    num_pages = cost.num_pages(config.page_size)
+    return Facts(
+        num_pages=num_pages,
         page_size=config.page_size,
         max_running=config.max_running,
-        max_length=min(config.max_length, cost.num_pages(config.page_size) * config.page_size),
+        max_length=min(config.max_length, num_pages * config.page_size),
         num_layers=cost.sizes.num_layers,
         has_partitions=True,
         has_layers=True,
         cost=cost,
     )
+
+
+def describe(config: SimulateConfig, facts: Facts, name: str | None = None) -> str:
+    """Return a line on the model, the device and the workload."""
+    where = f"{config.preset} on {config.instances} x {config.chips} {config.chip}"
+    if name is not None:
+        where = f"{name} on {config.instances} like it"
+    return (
+        f"{where}, {facts.num_pages} pages of"
+        f" {facts.page_size} tokens each, workload {config.workload.name}, SLO {config.ttft} s and"
+        f" {1000 * config.tpot:g} ms"
+    )
+
+
+def simulate(
+    config: SimulateConfig, cost: Roofline, facts: Facts, about: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of every policy at every rate.
+
+    Args:
+        config: Config of the command.
+        cost: Cost model of one instance.
+        facts: Its sizes.
+        about: Line to print before.
+    """
+    say(about)
+    objective = Objective(ttft=config.ttft, tpot=config.tpot)
+    policies = config.batching or tuple(name for name in BATCHING if _can_run(name, facts))
+    chosen = (policies, config.dispatch, config.retention, config.scaling)
     for rate in config.rates:
         workload = dataclasses.replace(config.workload, rate=rate * config.instances)
         arrivals = workload.arrivals(objective, facts.max_length)
-        for batching in config.batching or BATCHING:
-            for dispatch in config.dispatch:
-                simulation = Simulation(
-                    arrivals,
-                    facts,
-                    BATCHING[batching](),
-                    cost,
-                    num_instances=config.instances,
-                    dispatch=DISPATCH[dispatch](),
-                )
-                name = batching if len(config.dispatch) == 1 else f"{batching} {dispatch}"
-                found: Measures = measure(simulation.run())
-                yield {"policy": name, "rate": workload.rate, **dataclasses.asdict(found)}
+        for names in itertools.product(*chosen):
+            shown = [n for n, all_ in zip(names[1:], chosen[1:], strict=True) if len(all_) > 1]
+            found = measure(_run(arrivals, facts, names, cost, config.instances))
+            yield {
+                "policy": " ".join((names[0], *shown)),
+                "rate": workload.rate,
+                **dataclasses.asdict(found),
+            }
+
+
+def _run(
+    arrivals: Sequence[Arrival],
+    facts: Facts,
+    names: tuple[str, ...],
+    cost: Roofline,
+    instances: int,
+) -> Simulation:
+    """Return a simulation that has run, after one that measures where a policy asks for it."""
+    batching, dispatch = BATCHING[names[0]](), DISPATCH[names[1]]()
+    options: dict[str, Any] = {"num_instances": instances, "retention": RETENTION[names[2]]()}
+    if dispatch.is_measured:
+        pilot = Simulation(arrivals, facts, batching, cost, dispatch=dispatch, **options).run()
+        dispatch = dispatch.measured(pilot.seconds_of_roles)
+    options |= {"dispatch": dispatch, "scaling": SCALING[names[3]]()}
+    return Simulation(arrivals, facts, batching, cost, **options).run()
+
+
+def _can_run(name: str, facts: Facts) -> bool:
+    """Return whether the instances have what a batching policy needs."""
+    with contextlib.suppress(ValueError):
+        BATCHING[name]().check(facts)
+        return True
+    return False
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -206,4 +285,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         str(row["cached"]),
         str(row["moves"]),
         f"{row['expert_bytes'] / 1e9:.0f}",
+        str(row["copies"]),
+        f"{row['joules_per_token']:.1f}",
     )

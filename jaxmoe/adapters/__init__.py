@@ -26,6 +26,8 @@ from jaxmoe.adapters.fold import with_base as with_base
 from jaxmoe.adapters.lora import LoraConfig as LoraConfig
 from jaxmoe.adapters.select import SelectConfig as SelectConfig
 from jaxmoe.adapters.task_lora import TaskLoraConfig as TaskLoraConfig
+from jaxmoe.adapters.together import check_together as check_together
+from jaxmoe.adapters.together import together as together
 from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
 from jaxmoe.contrib.adapters.lora_mixer import LoraMixerConfig as LoraMixerConfig
 from jaxmoe.contrib.adapters.mixture_of_shards import (
@@ -37,6 +39,7 @@ from jaxmoe.contrib.adapters.multi_head_routing import (
 from jaxmoe.contrib.adapters.quantised_choices import (
     QuantisedChoicesConfig as QuantisedChoicesConfig,
 )
+from jaxmoe.contrib.adapters.remix import RemixConfig as RemixConfig
 from jaxmoe.contrib.adapters.shared_store import SharedStoreConfig as SharedStoreConfig
 from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
 
@@ -51,6 +54,7 @@ Adapters = (
     | TaskLoraConfig
     | LoraMixerConfig
     | MultiHeadRoutingConfig
+    | RemixConfig
     | SharedStoreConfig
 )
 """Union of the adapters, the registry that the command line reads."""

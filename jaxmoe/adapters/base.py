@@ -57,6 +57,21 @@ class TargetsConfig:
         """
         return [not self.layers or layer in self.layers for layer in own] or [not self.layers]
 
+    def check_in_layers(self, name: str) -> None:
+        """Refuse roles of parameters outside of layers.
+
+        Args:
+            name: Name of the adapter.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if outside := [role for role in ("embedding", "head") if role in self.roles]:
+            raise ValueError(
+                f"adapter.targets.roles={self.roles}: adapter:{name} shares parameters between"
+                f" layers, and {' and '.join(outside)} lie outside of them: leave them out"
+            )
+
     def has(self, row: ParameterSpec) -> bool:
         """Return whether a parameter is among the targets, whatever its layer."""
         is_named = self.pattern is None or fnmatch.fnmatchcase(row.path, self.pattern)
@@ -139,6 +154,30 @@ class Adapter(abc.ABC):
     """Whether the table lacks matrices, which `rewrite` makes."""
     moves_base: ClassVar[bool] = False
     """Whether `after_step` changes frozen parameters: checkpoints then hold all parameters."""
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over each row of a step, whose draws of additions are compared: see
+        `jaxmoe.training.repeated`."""
+        return 1
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a new run may begin with the adapter of another: its own parameters, beside those
+        of an unchanged model, are all that was trained."""
+        own = self.has_factors or self.has_mixing
+        return own and not (self.has_after_step or self.moves_base)
+
+    def at_task(self, task: int) -> Any:
+        """Return the adapter with a task for rows that have none.
+
+        Args:
+            task: Number of the task.
+
+        Raises:
+            ValueError: It has no tasks, or not this one.
+        """
+        raise ValueError(f"task={task}: adapter:{self.name} has no tasks: leave it out")
 
     @property
     @abc.abstractmethod

@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -46,6 +46,8 @@ _HALVES: Final[Mapping[Role, Half]] = {
     "shared_in": "feed_forward",
     "shared_out": "feed_forward",
 }
+MIXED_ROLES: Final = tuple(_HALVES)
+"""Roles of the matrices whose additions can differ from token to token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,12 @@ class MixedAdapter(Adapter):
         self, own: dict[str, Array], given: MixingInputs, placement: Placement, *, train: bool
     ) -> tuple[Mix | None, Losses]:
         """Return the mixture and losses of half a layer; see `jaxmoe.layers.mixing.Mixing`."""
+
+    def at_task(self, task: int) -> Any:
+        """Return the adapter with a task for rows that have none; see `Adapter.at_task`."""
+        if not self.num_tasks:
+            return Adapter.at_task(self, task)
+        return dataclasses.replace(self, **{"task": task})
 
     @property
     def num_tasks(self) -> int:

@@ -68,6 +68,11 @@ class MixtureConfig(FileReadingConfig):
         if parts and not any(weight for _, weight, _ in parts):
             raise ValueError("data.mix: every weight is 0: give at least one a weight above 0")
 
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Names of the parts that rows come from, in order."""
+        return tuple(name for name, weight, _ in map(_part, self.mix) if weight)
+
     def build(self, seed: int = 0) -> Mixture:
         """Read, tokenise and plan every part.
 

@@ -60,6 +60,11 @@ class SourceKind:
         return False
 
     @property
+    def task_names(self) -> tuple[str, ...]:
+        """Names of the parts of a mixture, whose numbers are tasks; empty for other data."""
+        return ()
+
+    @property
     def packs_levels(self) -> bool:
         """Whether the documents of a step are packed by level; see `jaxmoe.data.levels`."""
         return False

@@ -176,7 +176,7 @@ def continue_texts(
     elif programs is not None:
         raise ValueError(
             "model.attention.is_causal=False: this model has no cache, and is computed whole: leave"
-            " --layers out"
+            " --layers and --experts out"
         )
     else:
         parts = iter([_fill_after(model, params, prompts, given, shared)])

@@ -12,7 +12,7 @@ under rematerialisation the inside runs twice.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,14 @@ class Block(nn.Module):
         outputs = dataclasses.replace(outputs, losses=losses)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
+    def fed(self, stream: Stream) -> Array:
+        """Return the normed activations [B S D] that the feed-forward reads.
+
+        Args:
+            stream: Stream after the mixer half.
+        """
+        return self._feed_forward_norm(self._feed_forward_residual.read(stream).x)
+
     def feed(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
     ) -> tuple[Stream, FeedForwardOutputs]:
@@ -156,8 +164,11 @@ class Block(nn.Module):
         mixing = self.context.mixing
         if mixing is None:
             return None, {}
+        key = layer.key
+        if key is not None:
+            key = jax.random.fold_in(key, get_args(Half).index(half))
         given = MixingInputs(
-            x=normed, token_mask=tokens.token_mask, context=tokens.context, key=layer.key
+            x=normed, token_mask=tokens.token_mask, context=tokens.context, key=key
         )
         placement = self.execution.placement
         return mixing.mix(own_of(self, half), given, placement, train=self.train)
@@ -264,4 +275,5 @@ def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> 
         expert_device=stream.expert_device,
         layer=layer.moe_layer,
         context=tokens.context,
+        expert_outputs=layer.expert_outputs,
     )

@@ -9,7 +9,7 @@ layer, as `mixer:<name>` and `feed_forward:<name>`.
 from __future__ import annotations
 
 import typing
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Key
@@ -18,6 +18,9 @@ from sharding.constrain import Placement
 from sharding.products.mixtures import Mix
 
 Losses = dict[str, Float[Array, ""]]
+ADVANTAGE: Final = "pass_advantage"
+"""Name of the array of `Batch.extra` by which an adapter with several passes trains its draws: see
+`jaxmoe.training.repeated`."""
 
 
 # Not checked at run time: tree functions also fill records with shapes and specs.
@@ -34,7 +37,7 @@ class MixingInputs:
     """Further [B S] arrays: `index`, the number of each token in the batch, and those of
     `Mixing.reads` that the batch has."""
     key: Key[Array, ""] | None
-    """PRNG key of this layer and step; None without noise."""
+    """PRNG key of this half of the layer and step; None without noise."""
 
 
 @runtime_checkable

@@ -58,6 +58,8 @@ class LayerInputs:
     """Number among the MoE layers; meaningless in a dense layer."""
     is_kept: Bool[Array, "*L"] | None = None
     """False where the layer is left out and passes the stream on; None where no layer is."""
+    expert_outputs: Float[Array, "A D"] | None = None
+    """`RoutingInputs.expert_outputs`."""
 
 
 @typing.no_type_check
@@ -148,6 +150,9 @@ class RoutingInputs:
     """Further [B S] arrays for `RouterInputs.context`, and recorded experts [B S L K]."""
     mix: Mix | None = None
     """How an adapter's additions to dense matrices are mixed."""
+    expert_outputs: Float[Array, "A D"] | None = None
+    """Outputs of the routed experts by assignment, where another program has computed them on one
+    device; the layer then needs no weights of theirs."""
 
 
 @typing.no_type_check

@@ -12,9 +12,10 @@ form) and AMD. FLOP/s of the kinds that JAX can name are those of
 `jaxmoe.training.measures.throughput`. Approximate: `link_latency` (a few microseconds per hop,
 without a source), `reserved` (memory of the runtime: the compiler of v5e reports 15.75 GiB of 16),
 the bandwidth of a network card per GPU (one 400 Gbit/s adapter), the links of the MI250X (not
-verified), and all of "cpu". Link bandwidth is that of one device in one direction along one mesh
-axis. On a torus an axis that spans a ring has two links, one each way round, and both count. DCN
-between slices is not modelled.
+verified), `idle_watts` and `peak_watts` (the power limit of the form of the device where it is
+published, else an estimate; idle an eighth or so of it), and all of "cpu". Link bandwidth is that
+of one device in one direction along one mesh axis. On a torus an axis that spans a ring has two
+links, one each way round, and both count. DCN between slices is not modelled.
 
 To add a device: a row of CHIPS in `jaxmoe/planning/hardware.py`.
 """
@@ -59,6 +60,10 @@ class Chip:
     once; an assumption (one NVMe drive), not measured."""
     link_latency: float = 1e-6
     """Seconds for one message to the next device; approximate."""
+    idle_watts: float = 0.0
+    """Watts of a device that waits; approximate."""
+    peak_watts: float = 0.0
+    """Watts at the peak of FLOP/s; approximate."""
     domain: int = 0
     """Devices on the fast network; 0 means all."""
     package: int = 1
@@ -111,8 +116,16 @@ class Chip:
         return self.far_bandwidth if self.domain and reach > self.domain else self.link_bandwidth
 
 
-def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int) -> Chip:
-    """Return a TPU from GiB, FLOP/s, bytes/s of memory and of one link in one direction."""
+def _tpu(
+    memory: float,
+    flops: float,
+    bandwidth: float,
+    link: float,
+    torus: int,
+    watts: tuple[float, float],
+) -> Chip:
+    """Return a TPU from GiB, FLOP/s, bytes/s of memory and of one link in one direction, and watts
+    when idle and at most."""
     return Chip(
         platform="tpu",
         memory=int(memory * GIB),
@@ -122,11 +135,21 @@ def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int)
         link_bandwidth=2 * link,
         far_bandwidth=2 * link,
         torus=torus,
+        idle_watts=watts[0],
+        peak_watts=watts[1],
     )
 
 
-def _gpu(memory: float, flops: float, bandwidth: float, link: float, far: float = 50e9) -> Chip:
-    """Return a GPU, eight to a host, from bytes, FLOP/s, bytes/s of memory, links and card."""
+def _gpu(
+    memory: float,
+    flops: float,
+    bandwidth: float,
+    link: float,
+    watts: tuple[float, float],
+    far: float = 50e9,
+) -> Chip:
+    """Return a GPU, eight to a host, from bytes, FLOP/s, bytes/s of memory and links, watts when
+    idle and at most, and bytes/s of a card."""
     return Chip(
         platform="gpu",
         memory=int(memory),
@@ -137,27 +160,31 @@ def _gpu(memory: float, flops: float, bandwidth: float, link: float, far: float 
         far_bandwidth=far,
         link_latency=5e-6,
         domain=8,
+        idle_watts=watts[0],
+        peak_watts=watts[1],
     )
 
 
 CHIPS: dict[str, Chip] = {
     # Inter-chip bandwidth of a chip, both directions: v4 and v5p 6 links, v5e and v6e 4.
-    "v4": _tpu(32, 275e12, 1.2e12, 45e9, 3),
-    "v5e": _tpu(16, 197e12, 0.82e12, 45e9, 2),
-    "v5p": _tpu(95, 459e12, 2.765e12, 90e9, 3),
-    "v6e": _tpu(32, 918e12, 1.64e12, 90e9, 2),
+    "v4": _tpu(32, 275e12, 1.2e12, 45e9, 3, (90, 192)),
+    "v5e": _tpu(16, 197e12, 0.82e12, 45e9, 2, (50, 200)),
+    "v5p": _tpu(95, 459e12, 2.765e12, 90e9, 3, (80, 450)),
+    "v6e": _tpu(32, 918e12, 1.64e12, 90e9, 2, (60, 350)),
     # One chip is two devices to JAX: half of 192 GiB, 2307 TFLOP/s and 7.37 TB/s each.
-    "tpu7x": _tpu(96, 1153e12, 3.69e12, 90e9, 3),
-    "a100": _gpu(80e9, 312e12, 2.04e12, 300e9, 25e9),
-    "h100": _gpu(80e9, 989.5e12, 3.35e12, 450e9),
-    "h200": _gpu(141e9, 989.5e12, 4.8e12, 450e9),
-    "b200": _gpu(180e9, 2250e12, 8.0e12, 900e9),
+    "tpu7x": _tpu(96, 1153e12, 3.69e12, 90e9, 3, (80, 500)),
+    "a100": _gpu(80e9, 312e12, 2.04e12, 300e9, (55, 400), 25e9),
+    "h100": _gpu(80e9, 989.5e12, 3.35e12, 450e9, (75, 700)),
+    "h200": _gpu(141e9, 989.5e12, 4.8e12, 450e9, (80, 700)),
+    "b200": _gpu(180e9, 2250e12, 8.0e12, 900e9, (140, 1000)),
     # One die of two: 64 GiB and half of 383 TFLOP/s each; a host has four pairs.
     "mi250x": dataclasses.replace(
-        _gpu(64 * GIB, 191.5e12, 1.6e12, 50e9, 25e9), package=2, package_bandwidth=200e9
+        _gpu(64 * GIB, 191.5e12, 1.6e12, 50e9, (45, 280), 25e9),
+        package=2,
+        package_bandwidth=200e9,
     ),
     # Seven links of 64 GB/s, one to each other GPU of a host: all in use over a whole host only.
-    "mi300x": _gpu(192e9, 1307.4e12, 5.3e12, 448e9),
+    "mi300x": _gpu(192e9, 1307.4e12, 5.3e12, 448e9, (140, 750)),
     # One of several fake devices of a small machine: only ratios are meaningful.
     "cpu": Chip(
         platform="cpu",
@@ -168,6 +195,8 @@ CHIPS: dict[str, Chip] = {
         link_bandwidth=1e9,
         far_bandwidth=1e9,
         link_latency=5e-5,
+        idle_watts=2.0,
+        peak_watts=10.0,
     ),
 }
 """Devices by the name in a topology."""

@@ -27,7 +27,8 @@ from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.rl.stream import Counts, SampleStore
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Sampling

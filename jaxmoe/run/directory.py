@@ -218,6 +218,8 @@ class RunDirectory:
         free: tuple[str, ...] = (),
         fixed: tuple[str, ...] = (),
         way_out: str = "",
+        *,
+        writes: bool = True,
     ) -> None:
         """Record the configuration of a new run; refuse another one for an old run.
 
@@ -227,6 +229,7 @@ class RunDirectory:
                 the file then follows the new configuration.
             fixed: Dotted paths below those that may not change.
             way_out: Alternative to repeating the saved values, for the message.
+            writes: False only refuses.
 
         Raises:
             ValueError: Another field differs; the message has one line per field.
@@ -241,9 +244,9 @@ class RunDirectory:
                     + "\nrepeat the saved values, or choose another directory with "
                     f"--run.directory{way_out}"
                 )
-            if saved == given:
-                return
-        self._write(self.config_file, given)
+            writes = writes and saved != given
+        if writes:
+            self._write(self.config_file, given)
 
     def load_config(self, cls: type[Config]) -> Config:
         """Return the configuration of the run in this directory.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,14 +36,20 @@ from sharding.mesh import MeshConfig
 from sharding.specs import named_shardings
 
 
-def _assemble(config: PretrainConfig, directory: RunDirectory, needs_data: bool) -> Assembly:
+def _assemble(
+    config: PretrainConfig,
+    directory: RunDirectory,
+    needs_data: bool,
+    devices: Sequence[jax.Device] | None = None,
+) -> Assembly:
     """Assemble a trained run with its own copy of the tokenizer.
 
     Raises:
         DataError: The data is needed and cannot be read.
     """
     try:
-        return assemble(config, data=own_data(config, directory), needs_data=needs_data)
+        data = own_data(config, directory)
+        return assemble(config, data=data, needs_data=needs_data, devices=devices)
     except DataError as error:
         what = "its data, which this command reads," if needs_data else "its tokenizer"
         raise DataError(
@@ -103,6 +110,7 @@ def restore_run(
     needs_data: bool = True,
     has_own_data: bool = True,
     keeps_blocks: bool = False,
+    devices: Sequence[jax.Device] | None = None,
 ) -> tuple[Assembly, TrainState, int]:
     """Like `load_run`, for a configuration that the caller has.
 
@@ -113,6 +121,7 @@ def restore_run(
         needs_data: Whether rows will be read; False reads the tokenizer alone.
         has_own_data: Whether the data must be those of the training.
         keeps_blocks: Whether weights in the format bitstack stay in it, instead of being expanded.
+        devices: Devices of the mesh; all of the job when None.
     """
     if is_huggingface(directory.path):
         if step:
@@ -120,8 +129,8 @@ def restore_run(
                 f"run.step={step}: {directory.path} holds a Hugging Face model, which has no steps:"
                 " leave it out"
             )
-        return *_load_huggingface(config, directory.path, needs_data), 0
-    assembly = _assemble(config, directory, needs_data)
+        return *_load_huggingface(config, directory.path, needs_data, devices), 0
+    assembly = _assemble(config, directory, needs_data, devices)
     manager = CheckpointManager(
         directory.checkpoints_directory, is_writer=False, base=base_of(assembly)
     )
@@ -154,7 +163,10 @@ def restore_run(
 
 
 def _load_huggingface(
-    config: PretrainConfig, path: pathlib.Path, needs_data: bool
+    config: PretrainConfig,
+    path: pathlib.Path,
+    needs_data: bool,
+    devices: Sequence[jax.Device] | None,
 ) -> tuple[Assembly, TrainState]:
     """Assemble the model of a directory and read its weights onto the mesh.
 
@@ -162,6 +174,7 @@ def _load_huggingface(
         config: Configuration from `saved_config`, with any mesh.
         path: Directory of the model.
         needs_data: Whether rows will be read.
+        devices: See `restore_run`.
 
     Returns:
         The assembly, and a state without an optimiser's.
@@ -169,7 +182,7 @@ def _load_huggingface(
     Raises:
         ValueError: The weights cannot be read, or do not fit the mesh.
     """
-    assembly = assemble(config, needs_data=needs_data)
+    assembly = assemble(config, needs_data=needs_data, devices=devices)
     execution, mesh = assembly.execution, assembly.mesh
     params, router_state = huggingface_values(path, execution, mesh)
     key = jax.random.key(config.training.seed)

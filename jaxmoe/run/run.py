@@ -42,7 +42,7 @@ from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import describe_precision, restore_run
 from jaxmoe.run.loop import Steps
-from jaxmoe.run.provenance.saved import at_execution, on_data, saved_config
+from jaxmoe.run.provenance.saved import at_execution, on_data, on_task, saved_config
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
 from jaxmoe.run.results import EvaluateResult, TrainedStep, TrainResult
@@ -91,7 +91,7 @@ class Run:
         """How the latest call of `train` or `steps` ended; None before."""
         self._loaded: _Loaded | None = None
         self._extends = extends
-        self._has_own_data = True
+        self._has_own_data, self._is_on_host = True, False
 
     @classmethod
     def open(
@@ -104,6 +104,7 @@ class Run:
         sequence_length: int | None = None,
         batches: int | None = None,
         initial: str | None = None,
+        is_on_host: bool = False,
     ) -> Run:
         """Open a finished or interrupted run by its directory.
 
@@ -115,6 +116,7 @@ class Run:
             sequence_length: Tokens of a held-out sequence; those of a training row when None.
             batches: Number of held-out batches; that of the run when None.
             initial: Model that the adapter of the run was trained on, where it has moved.
+            is_on_host: Whether to load into host memory, for a mesh of one device.
 
         Raises:
             ConfigurationError: There is no run, or `cache` or `data` does not fit the model.
@@ -124,7 +126,7 @@ class Run:
             saved = saved_config(path, initial)
             config = on_data(saved, RunDirectory(path), data, sequence_length, batches)
             run = cls(at_execution(config, path, mesh, cache), path)
-        run._has_own_data = config == saved
+        run._has_own_data, run._is_on_host = config == saved, is_on_host
         return run
 
     def train(self, supervision: Supervision | None = None) -> TrainResult:
@@ -218,6 +220,7 @@ class Run:
         reading: CacheReading = WHOLE_CACHE,
         on_sample: OnSample | None = None,
         programs: MakePrograms | None = None,
+        task: str | None = None,
     ) -> Any:
         """Continue a text, or several together, on one device.
 
@@ -237,6 +240,7 @@ class Run:
             reading: Part of the cache that a generated token attends to.
             on_sample: Called with the sample of a single prompt as its text grows.
             programs: Makes the programs, see `jaxmoe.models.layerwise.offload`.
+            task: Part of data.mix, by name or number, whose adapter is used; its own when None.
 
         Returns:
             A sample, or a list of them for several prompts.
@@ -246,22 +250,19 @@ class Run:
                 no such checkpoint.
         """
         with configuration_errors():
-            sampling = SamplingConfig(
-                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-            )
-            given = GenerationConfig(length=length, sampling=sampling, seed=seed, stop=tuple(stop))
+            law = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            given = GenerationConfig(length=length, sampling=law, seed=seed, stop=tuple(stop))
             loaded = self._load(step, needs_data=False)
             assembly, source = loaded.assembly, loaded.assembly.source
-            is_ids = isinstance(prompt, np.ndarray)
-            texts: Any = [prompt] if isinstance(prompt, str) else prompt
-            prompts = [prompt] if is_ids else encode_prompts(source, texts)
+            texts: Any = [prompt] if isinstance(prompt, str | np.ndarray) else prompt
+            prompts = texts if isinstance(prompt, np.ndarray) else encode_prompts(source, texts)
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
             given = dataclasses.replace(given, eos_ids=ends)
             execution, precision = decoding(assembly, reading, prompts, length)
             alone = {"on_sample": on_sample, "programs": programs}
             alone = alone if len(prompts) == 1 or any(alone.values()) else {}
             samples = (continue_texts if alone else continue_together)(
-                assembly.plan.model,
+                on_task(assembly.plan.model, self.config.data, task),
                 source,
                 jax.device_get(loaded.state.params),
                 jax.device_get(loaded.state.router_state),
@@ -360,14 +361,10 @@ class Run:
             *(self.config, self.directory, step),
             needs_data=needs_data,
             has_own_data=self._has_own_data,
+            devices=jax.local_devices(backend="cpu")[:1] if self._is_on_host else None,
         )
-        return _Loaded(
-            assembly=assembly,
-            state=state,
-            step=found,
-            is_newest=step is None,
-            has_data=needs_data,
-        )
+        known = {"is_newest": step is None, "has_data": needs_data}
+        return _Loaded(assembly=assembly, state=state, step=found, **known)
 
     @contextlib.contextmanager
     def _restored(self, step: int | None) -> Generator[_Loaded, None, None]:

@@ -160,7 +160,7 @@ def prepare(
     config, devices = fitted(config)
     assembly = assemble(config, trains=True, devices=devices)
     check_rollouts(assembly)
-    is_first = jax.process_index() == 0
+    is_first, record = jax.process_index() == 0, None
     if is_first:
         step_plan = assembly.plan.step_plan(assembly.execution)
         if text := memory_warning(step_plan, jax.local_devices()):
@@ -171,7 +171,7 @@ def prepare(
             on_lost=supervision.stop.taken_over,
         )
         resources.callback(directory.release)
-        check_config(directory, config, assembly.plan, extends=extends)
+        record = check_config(directory, config, assembly.plan, extends=extends)
     assembly = assembly.with_files(directory.path)
     if assembly.files is not None:
         resources.callback(assembly.files.close)
@@ -199,7 +199,8 @@ def prepare(
     if assembly.island is not None and begun.step < config.training.steps:
         island = _island(assembly.island, begun)
         resources.callback(island.close)
-    if is_first:
+    if record is not None:
+        record()
         if begun.averaged is not None:
             record_averaged(directory, begun.averaged)
         if begun.source is not None:

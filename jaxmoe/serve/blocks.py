@@ -49,14 +49,45 @@ def num_pages(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+class HostCopies:
+    """Names of the pages of which host memory has a copy, the least recently used first."""
+
+    def __init__(self, size: int):
+        self.size = size
+        """Pages at most; 0 keeps none."""
+        self._names: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+
+    def keep(self, names: Sequence[bytes]) -> int:
+        """Note that a chain is copied; return how many of its first pages were there already.
+
+        Args:
+            names: Names of the full pages of a sequence, the first page first.
+        """
+        kept = next((i for i, name in enumerate(names) if name not in self._names), len(names))
+        for name in reversed(names):
+            self._names[name] = None
+            self._names.move_to_end(name)
+        while len(self._names) > self.size:
+            self._names.popitem(last=False)
+        return kept
+
+
 class BlockPool:
     """Pages 0 to `size - 1`; a sequence's table is a list of them."""
 
-    def __init__(self, size: int, page_size: int):
+    def __init__(self, size: int, page_size: int, group: int = 1):
+        """Make a pool of blank pages.
+
+        Args:
+            size: Pages.
+            page_size: Tokens of a page.
+            group: Pages side by side that are taken for one sequence while there are such.
+        """
         if size < 1 or page_size < 1:
             raise ValueError(f"pages={size} of page_size={page_size} tokens must both be positive")
         self.size = size
         self.page_size = page_size
+        self._group = group
         self._references = [0] * size
         self._names: list[bytes | None] = [None] * size
         self._page_of: dict[bytes, int] = {}
@@ -90,15 +121,19 @@ class BlockPool:
         """
         return tuple(self._found(names))
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
         """Return pages to write to, or None, changing nothing, if fewer are free.
 
         Args:
             count: Pages.
+            after: Last page of the table that they extend.
         """
         if count > self.num_free:
             return None
-        return [self._take() for _ in range(count)]
+        taken: list[int] = []
+        for _ in range(count):
+            taken.append(self._take(taken[-1] if taken else after))
+        return taken
 
     def share(self, pages: Iterable[int]) -> None:
         """Add a reference to each page, so that it is not evicted."""
@@ -145,6 +180,16 @@ class BlockPool:
         self.share(pages[:full])
         return [*pages[:full], *taken], tuple((pages[full], page) for page in taken)
 
+    def demote(self, names: Iterable[bytes]) -> None:
+        """Let the pages of a chain that no sequence holds be taken before other named ones.
+
+        Args:
+            names: Names of the chain, the first page first.
+        """
+        for page in self.find(names):
+            if page in self._cached:
+                self._cached.move_to_end(page, last=False)
+
     def forget(self) -> None:
         """Drop all names, because what the pages hold is not known any more."""
         self._page_of.clear()
@@ -180,10 +225,23 @@ class BlockPool:
                 return
             yield page
 
-    def _take(self) -> int:
-        page, _ = (self._blank or self._cached).popitem(last=False)
+    def _take(self, after: int | None) -> int:
+        page = self._beside(after) if self._group > 1 else None
+        if page is None:
+            page, _ = (self._blank or self._cached).popitem(last=False)
+        else:
+            del self._blank[page]
         if (name := self._names[page]) is not None:
             del self._page_of[name]
             self._names[page] = None
         self._references[page] = 1
         return page
+
+    def _beside(self, after: int | None) -> int | None:
+        """Return the blank page after another one of its group, or the first of a blank group."""
+        group, blank = self._group, self._blank
+        if after is not None and (after + 1) % group and after + 1 in blank:
+            return after + 1
+        starts = (page for page in blank if page % group == 0)
+        whole = (p for p in starts if all(p + i in blank for i in range(group)))
+        return next(whole, None)

@@ -1,14 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Answers requests with one instance of a model: a thread that plans, executes and publishes.
+"""Answers requests with one or several instances of a model.
 
     with Engine(ModelExecutor(model, params, config=...), codec=tokenizer) as engine:
         for event in engine.submit((1, 2, 3), Sampling(max_tokens=8), stop=("\\n",)):
             ...                                       # Generated, ..., Generated, Ended
 
-Any thread may submit and cancel; one thread owns the instance and the devices. Each stream ends
-with exactly one `Ended`, also when a step fails: then all streams end with an error, and the
-engine goes on with empty pages.
+    Engine([first, second], EngineConfig(dispatch=LlumnixConfig()))         # two executors
+
+Any thread may submit and cancel. One thread plans, applies and publishes for all instances, and
+each executor has a thread of its own, which runs its steps and copies in their order. Each stream
+ends with exactly one `Ended`, also when a step fails: then all streams of that instance end with an
+error, and it goes on with empty pages.
 """
 
 from __future__ import annotations
@@ -21,97 +24,64 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxmoe.generation.text import Codec
 from jaxmoe.serve.answers import Answer, TextStream
-from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.fleet.members import EngineConfig as EngineConfig
+from jaxmoe.serve.fleet.members import Executor as Executor
+from jaxmoe.serve.fleet.members import Member, Members
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.metrics import EngineMetrics, Meter
-from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
-from jaxmoe.serve.requests import End, Event, Objective, Request, Result, Sampling, Token
+from jaxmoe.serve.metrics import EngineMetrics, total
+from jaxmoe.serve.requests import End, Event, Objective, Request, Sampling
 from jaxmoe.serve.step import Step
 from jaxmoe.serve.streams import Stream
 
 _THREAD = "jaxmoe-engine"
 
 
-@runtime_checkable
-class Executor(Protocol):
-    """What an engine needs of an executor; `jaxmoe.serve.device.executor.ModelExecutor` is one."""
-
-    def facts(self, *, max_waiting: int) -> Facts:
-        """Return the sizes of the instance."""
-        ...
-
-    def check(self, request: Request) -> None:
-        """Raise ValueError if the executor cannot compute a request."""
-        ...
-
-    def run(self, step: Step) -> dict[int, Result]:
-        """Compute a step and return the drawn tokens by request."""
-        ...
-
-    def reset(self) -> None:
-        """Begin with empty pages, after a step that failed."""
-        ...
-
-    def expert_load(self) -> Any:
-        """Return the tokens that each expert of each MoE layer has got [L E]; None without any."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """How requests are queued and batched."""
-
-    batching: BatchingUnion = SplitFuseConfig()
-    """What a step computes."""
-    max_waiting: int = 256
-    """Requests in the queue at most; further ones are refused."""
-    shares_prefixes: bool = True
-    """Whether requests of one tenant share the pages of equal beginnings."""
-
-    def __post_init__(self):
-        if self.max_waiting < 1:
-            raise ValueError(f"max_waiting={self.max_waiting} must be at least 1")
-
-
 class Engine:
-    """Serves one instance until it is closed."""
+    """Serves one or several instances until it is closed."""
 
     def __init__(
-        self, executor: Executor, config: EngineConfig | None = None, *, codec: Codec | None = None
+        self,
+        executors: Executor | Sequence[Executor],
+        config: EngineConfig | None = None,
+        *,
+        codec: Codec | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """Start the thread.
+        """Start the threads.
 
         Args:
-            executor: Computes the steps.
-            config: Queue and batching; defaults when None.
+            executors: Computes the steps of one instance; or one executor for each instance, with
+                the same model.
+            config: Queue, batching and dispatch; defaults when None.
             codec: Decoder of tokens, for text and stop strings; None serves tokens alone.
+            clock: Seconds for the policies.
 
         Raises:
-            ValueError: The batching policy needs what the executor lacks.
+            ValueError: A policy needs what the executor lacks, or other instances.
         """
         config = config or EngineConfig()
-        self.config, self._executor, self._codec = config, executor, codec
-        self.facts = executor.facts(max_waiting=config.max_waiting)
-        config.batching.check(self.facts)
-        self._policy = config.batching.build(self.facts)
-        self._instance = Instance(
-            self.facts, config.batching.name, has_sharing=config.shares_prefixes
-        )
+        given = executors if isinstance(executors, Sequence) else [executors]
+        self.config, self._codec, self._clock = config, codec, clock
         self._streams: dict[int, Stream] = {}
         self._followers: dict[int, list[Stream]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._exchanges: list[Future[Any]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_draining = False
         self._failure = ""
-        self._meter = Meter()
-        self._metrics = self._meter.metrics(self._instance, time.monotonic())
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix=_THREAD)
-        self._serving = self._threads.submit(self._serve)
+        self._members = Members(
+            given, config, clock=clock, post=self._inbox.put, publish=self._publish
+        )
+        self._fleet = self._members.fleet
+        self.facts = self._fleet.instances[0].facts
+        """Sizes of the first instance."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
+        self._serving = self._thread.submit(self._serve)
         self._serving.add_done_callback(self._end_all)
 
     def __enter__(self) -> Engine:
@@ -122,13 +92,20 @@ class Engine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Numbers after the last step."""
-        return self._metrics
+        """Numbers of all instances after the last step."""
+        return total(self.instance_metrics)
+
+    @property
+    def instance_metrics(self) -> tuple[EngineMetrics, ...]:
+        """Numbers of each instance after the last step."""
+        return tuple(member.metrics for member in self._members.all)
 
     @property
     def expert_load(self) -> Any:
         """Tokens that each expert of each MoE layer has got so far [L E]; None without any."""
-        return self._executor.expert_load()
+        loads = [member.executor.expert_load() for member in self._members.all]
+        known = [load for load in loads if load is not None]
+        return sum(known[1:], known[0]) if known else None
 
     @property
     def is_draining(self) -> bool:
@@ -189,7 +166,7 @@ class Engine:
             category=category,
             priority=priority,
         )
-        self._executor.check(request)
+        self._members.all[0].executor.check(request)
         stream = Stream(request, TextStream(self._codec, stop), on_event, self.cancel)
         with self._lock:
             refusal = self._failure or (self._is_draining and "the engine is draining") or ""
@@ -270,7 +247,27 @@ class Engine:
         self._stop_accepting()
         self.cancel_all()
         wait([self._serving])
-        self._threads.shutdown()
+        self._thread.shutdown()
+        self._members.close()
+
+    def exchange(self, executor: Any, number: int = 0) -> Future[Any]:
+        """Go on with another executor of the model, between two steps; sequences stay.
+
+        Args:
+            executor: Executor with a method `adopt` that takes over the pages of the present one,
+                such as `ModelExecutor.on_mesh` returns it, compiled while this one serves.
+            number: Instance.
+
+        Returns:
+            What `adopt` returns, when the change is done; or its error: then nothing has changed.
+            It is cancelled when the engine ends before.
+        """
+        done: Future[Any] = Future()
+        self._exchanges.append(done)
+        self._inbox.put(lambda: self._members.exchange(number, executor, done))
+        if self._serving.done():
+            done.cancel()
+        return done
 
     def _stop_accepting(self) -> None:
         with self._lock:
@@ -283,21 +280,16 @@ class Engine:
         wake: float | None = 0.0
         while True:
             self._read_inbox(wake)
-            if self._is_draining and not self._streams and self._inbox.empty():
+            self._members.measure()
+            is_done = not self._streams and not self._members.num_flying
+            if self._is_draining and is_done and self._inbox.empty():
                 return
-            now = time.monotonic()
-            plan = self._policy(self._instance.view(now))
-            steps = self._instance.start(plan, now)
-            for step in steps:
-                self._execute(step)
-            self._metrics = self._meter.metrics(self._instance, time.monotonic())
-            if steps or plan.admit or plan.evict or plan.restore:
-                wake = 0.0
-            else:
-                # While there is a rate, the numbers are renewed until it has fallen to 0.
-                rest = [1.0] if self._metrics.tokens_per_second else []
-                rest += [] if plan.wake is None else [max(plan.wake - time.monotonic(), 0.0)]
-                wake = min(rest, default=None)
+            wake = self._members.turn(self._note)
+
+    def _note(self, instance: Instance, step: Step) -> None:
+        """Note what the requests of a step have found in the pool."""
+        for work in step.works:
+            self._streams[work.id].num_cached = instance.queues.sequences[work.id].cached
 
     def _read_inbox(self, timeout: float | None) -> None:
         """Take in what clients have sent; wait for it if there is nothing to compute.
@@ -310,31 +302,16 @@ class Engine:
             while True:
                 self._inbox.get_nowait()()
 
-    def _execute(self, step: Step) -> None:
-        """Compute a step and publish what it has drawn; an error ends all streams."""
-        for work in step.works:
-            self._streams[work.id].num_cached = self._instance.queues.sequences[work.id].cached
-        future = self._threads.submit(self._executor.run, step)
-        error, now = future.exception(), time.monotonic()
-        if error is not None:
-            message = f"a step failed: {type(error).__name__}: {error}"
-            self._executor.reset()
-            self._publish(self._instance.fail(message))
-            return
-        events = self._instance.apply(step, future.result(), now)
-        self._meter.step(sum(isinstance(event, Token) for event in events), now)
-        self._publish(events)
-
-    def _publish(self, events: Iterable[Event]) -> None:
+    def _publish(self, events: Iterable[Event], member: Member | None = None) -> None:
         for event in events:
             stream = self._streams.get(event.id)
             if stream is None:  # ended by its text, with the token before
                 continue
             if isinstance(event, End):
-                self._end(stream, event)
+                self._end(stream, event, member)
                 continue
             if stream.token(event):
-                self._publish(self._instance.stop(event.id))
+                self._publish(self._fleet.stop(event.id), member)
             self._release(event.id)
 
     def _begin(self, stream: Stream, after: Stream | None) -> None:
@@ -343,24 +320,26 @@ class Engine:
         if after is not None and after.id in self._streams and not after.has_begun:
             self._followers.setdefault(after.id, []).append(stream)
             return
-        self._publish(self._instance.submit(stream.request, time.monotonic()))
+        self._publish(self._fleet.submit(stream.request, self._clock()))
 
     def _release(self, id_: int) -> None:
         """Submit the requests that waited for another."""
         for stream in self._followers.pop(id_, ()):
             self._begin(stream, None)
 
-    def _end(self, stream: Stream, end: End) -> None:
+    def _end(self, stream: Stream, end: End, member: Member | None = None) -> None:
         del self._streams[stream.id]
-        self._meter.end(stream.end(end))
+        ended = stream.end(end)
+        if member is not None:
+            member.meter.end(ended)
         self._release(stream.id)
 
     def _cancel(self, id_: int) -> None:
         stream = self._streams.get(id_)
         if stream is None:
             return
-        if id_ in self._instance.queues.sequences:
-            self._publish(self._instance.cancel(id_))
+        if self._fleet.instance_of(id_) is not None or id_ in self._fleet.offered:
+            self._publish(self._fleet.cancel(id_))
         else:  # it waits for another
             self._end(stream, End(id_, "cancelled"))
 
@@ -369,7 +348,9 @@ class Engine:
             self._cancel(id_)
 
     def _end_all(self, serving: Future[None]) -> None:
-        """End the streams that are left when the thread has failed."""
+        """End what is left: exchanges, and streams when the thread has failed."""
+        for one in self._exchanges:
+            one.cancel()
         error = serving.exception()
         if error is None:
             return

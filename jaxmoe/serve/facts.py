@@ -73,6 +73,12 @@ class Facts:
     """Time of a step; None if it is not known."""
     victim: Victim = youngest
     """Which sequence is preempted."""
+    kv_bytes: float = 0.0
+    """Bytes of keys and values of one token; 0 if not known."""
+    group: int = 1
+    """Pages side by side that are taken for one sequence while there are such."""
+    host_pages: int = 0
+    """Pages of which host memory keeps a copy after they have returned; 0 for none."""
 
     def piece(self, wanted: int, counts: Sequence[int]) -> int:
         """Return the tokens that the next piece may have; 0 if no shape takes another.

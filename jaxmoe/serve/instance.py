@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxmoe.serve.blocks import BlockPool, num_pages
+from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import EvictionKind, Lane, Plan
 from jaxmoe.serve.queues import Queues
@@ -40,7 +40,7 @@ class Instance:
         self.facts = facts
         self.policy = policy
         """Name of the policy, for messages."""
-        self.pool = BlockPool(facts.num_pages, facts.page_size)
+        self.pool = BlockPool(facts.num_pages, facts.page_size, facts.group)
         self.queues = Queues()
         self.num_preempted = 0
         self.num_computed = 0
@@ -54,6 +54,9 @@ class Instance:
         """Pages to copy with the next step."""
         self.dropped: list[int] = []
         """Swapped sequences that ended since the last step."""
+        self.host = HostCopies(facts.host_pages)
+        self.incoming: dict[int, list[int]] = {}
+        """Pages that are taken for sequences on their way here, by request."""
 
     @property
     def is_idle(self) -> bool:
@@ -236,7 +239,8 @@ class Instance:
         Raises:
             AssertionError: An invariant does not hold.
         """
-        self.pool.check(one.pages for one in self.queues.sequences.values())
+        held = [one.pages for one in self.queues.sequences.values()]
+        self.pool.check([*held, *self.incoming.values()])
 
     def end(self, one: Sequence, reason: EndReason, message: str = "") -> End:
         """End a sequence that no step computes.
@@ -270,7 +274,11 @@ class Instance:
             one.computed = 0
         one.state = "waiting" if kind == "recompute" else "swapped"
         self.queues.enter(one)
-        return None if kind == "recompute" else Swap(id=id_, pages=pages, num_tokens=one.computed)
+        if kind == "recompute":
+            return None
+        full = one.computed // self.facts.page_size
+        kept = self.host.keep(one.names()[:full]) if self.host.size else 0
+        return Swap(id=id_, pages=pages, num_tokens=one.computed, kept=kept)
 
     def _admit(self, one: Sequence, hits: tuple[int, ...], now: float) -> None:
         self.queues.leave(one)
@@ -294,7 +302,7 @@ class Instance:
     def _grow(self, one: Sequence, num_tokens: int) -> None:
         count = num_pages(num_tokens, self.facts.page_size) - len(one.pages)
         if count > 0:
-            taken = self.pool.take(count)
+            taken = self.pool.take(count, one.pages[-1] if one.pages else None)
             if taken is None:
                 raise AssertionError(f"{count} pages for sequence {one.id} are lacking")
             one.pages += taken

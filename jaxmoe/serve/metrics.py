@@ -7,6 +7,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from jaxmoe.serve.answers import Ended
 from jaxmoe.serve.instance import Instance
@@ -32,6 +34,10 @@ class EngineMetrics:
     """Ended requests by reason."""
     num_preempted: int = 0
     """Times that a request gave its pages back for another."""
+    num_moved: int = 0
+    """Requests that went to another instance."""
+    pages_moved: int = 0
+    """Pages that were copied to another instance."""
     num_steps: int = 0
     """Steps that devices computed."""
     pages_total: int = 0
@@ -65,11 +71,31 @@ class EngineMetrics:
         return self.pages_used / self.pages_total if self.pages_total else 0.0
 
 
+def total(members: Sequence[EngineMetrics]) -> EngineMetrics:
+    """Return the numbers of several instances as those of one.
+
+    Args:
+        members: Numbers of each instance; a request that moved was submitted to several.
+    """
+    if len(members) == 1:
+        return members[0]
+    ended: collections.Counter[EndReason] = collections.Counter()
+    for one in members:
+        ended.update(one.num_ended)
+    sums: dict[str, Any] = {}
+    for field in dataclasses.fields(EngineMetrics):
+        if field.name != "num_ended":
+            zero: Any = field.default
+            sums[field.name] = sum((getattr(one, field.name) for one in members), start=zero)
+    sums["num_submitted"] -= sums["num_moved"]
+    return EngineMetrics(num_ended=dict(ended), **sums)
+
+
 class Meter:
     """Counts what an engine does; used by its thread alone."""
 
     def __init__(self) -> None:
-        self._num_steps = self._num_generated = 0
+        self._num_steps = self._num_generated = self._num_recent = 0
         self._ttft: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
         self._tpot: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
@@ -85,6 +111,7 @@ class Meter:
         self._begun = min(self._begun, now)
         self._num_steps += 1
         self._num_generated += num_generated
+        self._num_recent += num_generated
         self._recent.append((now, num_generated))
 
     def end(self, ended: Ended) -> None:
@@ -96,23 +123,26 @@ class Meter:
         if ended.tpot is not None:
             self._tpot.append(ended.tpot)
 
-    def metrics(self, instance: Instance, now: float) -> EngineMetrics:
+    def metrics(self, instance: Instance, now: float, *, pages_moved: int = 0) -> EngineMetrics:
         """Return the numbers as they are.
 
         Args:
             instance: Instance of the engine.
             now: Seconds.
+            pages_moved: Pages that were copied to another instance.
         """
         while self._recent and self._recent[0][0] < now - _SECONDS:
-            self._recent.popleft()
+            self._num_recent -= self._recent.popleft()[1]
         queues, pool = instance.queues, instance.pool
         seconds = min(max(now - self._begun, 1e-3), _SECONDS)
         return EngineMetrics(
             num_waiting=len(queues.waiting) + len(queues.swapped),
-            num_running=len(queues.running),
+            num_running=len(queues.running) + len(queues.moving),
             num_submitted=queues.submitted,
             num_ended=dict(queues.ended),
             num_preempted=instance.num_preempted,
+            num_moved=queues.moved_away,
+            pages_moved=pages_moved,
             num_steps=self._num_steps,
             pages_total=pool.size,
             pages_used=pool.size - pool.num_free,
@@ -120,7 +150,7 @@ class Meter:
             tokens_computed=instance.num_computed,
             tokens_cached=instance.num_cached,
             tokens_generated=self._num_generated,
-            tokens_per_second=sum(count for _, count in self._recent) / seconds,
+            tokens_per_second=self._num_recent / seconds,
             ttft=tuple(self._ttft),
             tpot=tuple(self._tpot),
         )

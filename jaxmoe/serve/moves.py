@@ -80,20 +80,25 @@ def departed(instance: Instance, id_: int) -> None:
     instance.check()
 
 
-def receive(instance: Instance, one: Sequence) -> Sequence | None:
+def receive(
+    instance: Instance, one: Sequence, pages: list[int] | None = None, named: int = 0
+) -> Sequence | None:
     """Take pages for a sequence of another instance, and let it run.
 
     Args:
         instance: Target.
         one: Sequence as `depart` returned it.
+        pages: Pages of this instance that hold its tokens already; taken here when None.
+        named: Pages among them that were in the pool under a name.
 
     Returns:
         The sequence within this instance, whose `pages` the executor fills from those of `one`;
         None, with nothing changed, if a place or pages are lacking.
     """
     facts = instance.facts
-    pages = None
-    if len(instance.queues.running) < facts.max_running:
+    if len(instance.queues.running) >= facts.max_running:
+        return None
+    if pages is None:
         pages = instance.pool.take(num_pages(one.computed, facts.page_size))
     if pages is None:
         return None
@@ -106,6 +111,7 @@ def receive(instance: Instance, one: Sequence) -> Sequence | None:
         state="running",
         pages=pages,
         computed=one.computed,
+        named=named,
         preempted=one.preempted,
         cached=one.cached,
         admitted=one.admitted,

@@ -16,7 +16,8 @@ from jaxmoe.generation.text import Codec, GenerationConfig, Sample, continue_tex
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.serve.engine import Engine, EngineConfig, Executor
 from jaxmoe.serve.plan import Shapes

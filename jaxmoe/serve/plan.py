@@ -140,6 +140,8 @@ class PolicyTraits:
     """Pieces that stop between layers."""
     needs_fleet: bool = False
     """Several instances."""
+    needs_moves: bool = False
+    """Pages that travel between instances."""
     needs_lengths: bool = False
     """Lengths of answers before they are written."""
     needs_cost: bool = False

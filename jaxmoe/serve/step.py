@@ -28,6 +28,7 @@ class Work:
     """Number of the drawn token within the answer, from 0."""
     sampling: Sampling
     adapter: str = ""
+    """Adapter of the sequence; empty for the model itself."""
     layers: tuple[int, int] | None = None
     """First layer and the one after the last; None for all layers."""
 
@@ -42,6 +43,14 @@ class Swap:
     """Pages of the device."""
     num_tokens: int
     """Computed tokens in them."""
+    kept: int = 0
+    """Pages at the beginning of which host memory has a copy already; they need not travel."""
+
+    @property
+    def num_runs(self) -> int:
+        """Copies that move the other pages: one for each run of pages side by side."""
+        pages = self.pages[self.kept :]
+        return sum(not i or page != pages[i - 1] + 1 for i, page in enumerate(pages))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

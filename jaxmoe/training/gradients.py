@@ -35,6 +35,7 @@ from jaxmoe.training.measures.dispersion import worker_losses
 from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.pipeline import pipeline_gradients
 from jaxmoe.training.pipeline.skipping import SkippingConfig, kept_groups
+from jaxmoe.training.repeated import Rows, compared, num_passes
 from jaxmoe.training.state import TrainState
 
 
@@ -75,12 +76,15 @@ def batch_gradients(
     if skipping is not None:
         skipping.check(model, execution, accumulation, accumulated_balance)
     weight = objective.num_tokens(batch)
-    key = jax.random.fold_in(state.rng, state.step)
-    row_tokens = objective.row_tokens(batch) if workers > 1 else None
-    batch = objective.prepare(model, batch, key, execution.placement)
+    placement = execution.placement
+    row_tokens = num_passes(model) * objective.row_tokens(batch) if workers > 1 else None
+    batch = objective.prepare(model, batch, jax.random.fold_in(state.rng, state.step), placement)
     total_weight = jnp.where(weight > 0.0, weight, 1.0)
     given = {"model": model, "execution": execution, "objective": objective}
     given["whole"] = _gather_whole(model, state.params, execution)
+    rows = Rows(batch, total_weight, accumulation, first_row)
+    rows = compared(rows, partial(_row_losses, state, **given), num_passes(model), placement)
+    batch, total_weight, accumulation, first_row = rows
     has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
     if execution.mesh.stage > 1:
         summed = pipeline_gradients(
@@ -109,13 +113,12 @@ def batch_gradients(
             ),
             batch,
             accumulation,
-            execution.placement,
+            placement,
             first_row=first_row,
             statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
             kept=kept_groups(skipping, accumulation),
         )
-    found = worker_losses(summed.row_nll, row_tokens, workers, execution.placement)
-    return weight, summed, found
+    return weight, summed, worker_losses(summed.row_nll, row_tokens, workers, placement)
 
 
 def compute_gradients(
@@ -232,6 +235,14 @@ def batch_statistics(
     _, _, output = _forward(state.params, state, micro, model, execution, objective, whole)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
+
+
+def _row_losses(state: TrainState, micro: MicroBatch, **given: Any) -> Float[Array, " B"]:
+    """Return the summed cross-entropy of each row as training sees it, without a gradient."""
+    about = (given[name] for name in ("model", "execution", "objective", "whole"))
+    _, rows, _ = _forward(state.params, state, micro, *about, has_rows=True)
+    assert rows is not None  # asked for
+    return rows
 
 
 def _forward(

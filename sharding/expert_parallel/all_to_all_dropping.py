@@ -46,6 +46,7 @@ class AllToAllDroppingConfig(Dispatcher):
     """Rows travel to the device of their expert in bounded buffers; the rest is dropped."""
 
     name: ClassVar[str] = "all_to_all_dropping"
+    has_bound: ClassVar[bool] = True
 
     capacity_factor: float = 2.0
     """Rows that may travel between two devices, in even shares of a device's assignments."""

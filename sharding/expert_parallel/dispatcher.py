@@ -29,6 +29,8 @@ class Dispatcher(abc.ABC):
     """Each device of the expert axes has all tokens already, and needs all sums."""
     lends_experts: ClassVar[bool] = False
     """Devices compute experts of other devices, whose weights are sent as they are stored."""
+    has_bound: ClassVar[bool] = False
+    """Rows beyond a number that follows from those of a dispatch are dropped."""
 
     @property
     def chunks(self) -> int:

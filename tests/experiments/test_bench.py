@@ -187,6 +187,17 @@ def test_finetune_begins_with_the_loss_of_peft(tmp_path, capsys):
 
 
 @pytest.mark.large
+def test_serve_answers_as_transformers_does(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed: extra hf")
+    sizes = ["--model.num_layers", "1", "--model.embed_dim", "256", "--model.moe.expert_dim", "16"]
+    sizes += ["--requests", "3", "--max_sequences", "2", "--prompt_length", "8"]
+    sizes += ["--answer_length", "8", "--rounds", "1", "--warm_up", "0"]
+    summary = _summary(tmp_path, "serve", *sizes)
+    assert summary["equal_answers"] == {"engine": 1.0, "generate": 1.0, "transformers": 1.0}
+    assert "times as fast as transformers" in capsys.readouterr().out
+
+
+@pytest.mark.large
 def test_kernels(tmp_path, capsys, monkeypatch):
     unmeasured = {"product_limits": {"memory": 1e9}, "products": bench_products.unmeasured()}
     monkeypatch.setattr(bench_products, "products", lambda *_: unmeasured)

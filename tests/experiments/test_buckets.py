@@ -57,7 +57,7 @@ LINES = {
     "report": [(BUCKET,), IN_RUN],
     "rl": [("--checkpoint.initial", BUCKET)],
     "routers": [IN_RUN],
-    "serving": [("load", *IN_RUN), ("simulate", *IN_RUN)],
+    "serving": [("advise", *IN_RUN), ("caches", *IN_RUN), ("load", *IN_RUN), ("simulate", *IN_RUN)],
     "serve": [IN_RUN],
     "transfer": [IN_RUN],
 }

@@ -52,7 +52,7 @@ PARTS = {
     **{"data": [["inspect"]], "launch": [[], ["--supervise"]]},
     "doctor": [[], ["--links"]],
     "checkpoint": [[], ["convert"], ["inspect"], ["reshard"], ["verify"]],
-    "serving": [[], ["load"], ["simulate"]],
+    "serving": [[], ["advise"], ["caches"], ["load"], ["simulate"]],
 }
 
 

@@ -79,12 +79,12 @@ def begun(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     config = recipes.markov(steps=100)
     (directory.checkpoints_directory / "50").mkdir(parents=True)
-    check_config(directory, config, make_plan(config), extends=False)
+    check_config(directory, config, make_plan(config), extends=False)()
     return directory, config
 
 
 def _check(directory, config, extends):
-    check_config(directory, config, make_plan(config), extends=extends)
+    check_config(directory, config, make_plan(config), extends=extends)()
 
 
 def _with(config, group, **changes):

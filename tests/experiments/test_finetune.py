@@ -9,13 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, finetune
+from experiments import evaluate, finetune, pretrain
 from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
-from tests.support.runs import logged_losses, saved_leaves
+from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.serve import Sampling
+from tests.support.runs import finished_flags, logged_losses, saved_leaves
 
 TARGETS = ("--adapter.targets.roles", "attention_in")
 ADAPTER = ("adapter:lora", "--adapter.rank", "2", *TARGETS)
@@ -61,6 +63,34 @@ def test_the_base_is_bitwise_that_of_its_run(finished, tuned):
         for key in path:
             held = held[key.key]
         np.testing.assert_array_equal(held, value)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_are_served_together_and_alike_alone(finished, tuned, tmp_path):
+    """The folded run, the base, and the adapter beside them; another base is refused in words."""
+    sizes = EngineSizesConfig(max_sequences=2, pieces=("1x16",), num_logprobs=0)
+    asked = (1, 2, 3), Sampling(max_tokens=6, temperature=0.0)
+
+    def tokens(path, adapter="", **given):
+        with open_served(str(path), sizes, **given).engine as engine:
+            stream = engine.submit(*asked, adapter=adapter)
+            return [event.token for event in stream if hasattr(event, "token")]
+
+    served = open_served(str(finished), sizes, adapters={"one": str(tuned), "two": str(tuned)})
+    assert list(served.models) == [served.name, f"{served.name}:one", f"{served.name}:two"]
+    with served.engine as engine:
+        streams = [engine.submit(*asked, adapter=name) for name in ("", "one", "two")]
+        found = [[e.token for e in stream if hasattr(e, "token")] for stream in streams]
+    assert found[0] == tokens(finished) and found[1] == found[2] == tokens(tuned)
+    other = shutil.copytree(tuned, tmp_path / "other")
+    with pytest.raises(ValueError, match="without an adapter at its newest"):
+        open_served(str(tuned), sizes, adapters={"one": str(other)})
+    with pytest.raises(ValueError, match="a run without an adapter"):
+        open_served(str(finished), sizes, adapters={"one": str(finished)})
+    moved = tmp_path / "moved"
+    assert pretrain.main(["--training.seed", "7", *finished_flags(moved)]) == ExitCode.DONE
+    with pytest.raises(ValueError, match="holds other parameters"):
+        open_served(str(moved), sizes, adapters={"one": str(tuned)})
 
 
 @pytest.mark.slow
@@ -154,7 +184,6 @@ def test_bits_of_layers_are_for_adapters_that_choose_them(tuned, tmp_path, capsy
     [
         ((), "--checkpoint.initial is missing"),
         (("--checkpoint.initial", "nowhere"), "nowhere"),
-        (("--checkpoint.initial", "{tuned}"), "holds an adapter (lora) of"),
         (("--checkpoint.initial", "{finished}", "--adapter.rank", "0"), "adapter.rank=0 must be"),
         (("--checkpoint.initial", "{finished}", "--adapter.rnak", "2"), "adapter.rank?"),
     ],
@@ -167,8 +196,9 @@ def test_commands_that_cannot_run_say_why(words, message, finished, tuned, capsy
     assert message in capsys.readouterr().err
 
 
-def test_another_base_is_refused(finished, tuned, tmp_path, capsys):
+def test_another_base_is_refused_and_leaves_the_run_bitwise(finished, tuned, tmp_path, capsys):
     other, here = tmp_path / "other", finished / "checkpoints"
+    before = {name: (tuned / name).read_bytes() for name in ("config.json", "lineage.json")}
     shutil.copytree(finished, other, ignore=shutil.ignore_patterns("checkpoints"))
     state, manifest = load_checkpoint(here, step=6), read_manifest(here / "6")
     state["params"]["head"]["weight"] = state["params"]["head"]["weight"].at[0, 0].add(1e-3)
@@ -179,6 +209,7 @@ def test_another_base_is_refused(finished, tuned, tmp_path, capsys):
         finetune.main(flags(other, tuned, 4))
     message = capsys.readouterr().err
     assert "holds other parameters: name the model that was adapted" in message
+    assert before == {name: (tuned / name).read_bytes() for name in before}
 
 
 def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):

@@ -22,9 +22,11 @@ SIZES = ("--engine.max_sequences", "2", "--engine.pieces", "1x16", "--engine.num
 
 
 @pytest.mark.slow
-def test_a_run_is_served_until_a_signal_drains_it(finished, tmp_path):
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("fleet", [(), ("--engine.instances", "2", "engine.dispatch:dist_serve")])
+def test_a_run_is_served_until_a_signal_drains_it(fleet, finished, tmp_path):
     """Its data is token ids, written as numbers."""
-    words = ["--run.directory", str(finished), "--port", "0", "--to", str(tmp_path), *SIZES]
+    words = ["--run.directory", str(finished), "--port", "0", "--to", str(tmp_path), *SIZES, *fleet]
     command = [sys.executable, "-m", "experiments.serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -39,6 +41,8 @@ def test_a_run_is_served_until_a_signal_drains_it(finished, tmp_path):
             words = ["--url", address, "--run.directory", str(tmp_path / "load"), "--vocab", "16"]
             words += ["--requests", "20", "--workload.rate", "50", "--workload.prompt_median", "6"]
             assert load.main([*words, "--workload.answer_median", "3"]) == ExitCode.DONE
+            numbers = httpx.get(address.replace("/v1", "/metrics")).text
+            assert ('instance="1"' in numbers) == bool(fleet)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == ExitCode.DONE
         finally:
@@ -47,6 +51,8 @@ def test_a_run_is_served_until_a_signal_drains_it(finished, tmp_path):
     assert texts[0] == texts[1] and len(texts[0].split()) == 4
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["num_ended"] == {"length": 22} and summary["pages_used"] == 0
+    moved = [bool(one["num_moved"]) for one in summary["instances"]]
+    assert moved == ([True, False] if fleet else [False])
     seen = json.loads((tmp_path / "load" / "summary.json").read_text())
     assert (seen["requests"], seen["failed"], seen["measures"]["finished"]) == (20, 0, 20)
     assert seen["cached_tokens"] <= summary["tokens_cached"]
@@ -61,6 +67,7 @@ def test_a_run_is_served_until_a_signal_drains_it(finished, tmp_path):
         (("--port", "{taken}"), "cannot be listened on"),
         (("--host", "0.0.0.0", "--port", "0"), "is open to other hosts: set a key"),
         (("--engine.pieces", "64"), "engine.pieces=64 must be number x tokens"),
+        (("--engine.instances", "1", "engine.dispatch:dist_serve"), "must leave at least one"),
         (("--prot", "1"), "--port"),
     ],
 )

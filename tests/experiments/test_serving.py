@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -38,6 +39,32 @@ def test_a_fleet_is_compared_by_dispatch(tmp_path, capsys):
     assert "split_fuse least_loaded" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_run_is_simulated_with_the_times_of_its_compiled_steps(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    words = ["--engine.max_sequences", "2", "--engine.pieces", "1x8", "1x16", "2x16", "--repeats"]
+    words += ["3", "--batching", "split_fuse", "--rates", "50", *SMALL[:-3]]
+    assert main(["simulate", "--run.directory", str(run), *words]) == 0
+    printed = capsys.readouterr().out
+    assert "4 compiled shapes on cpu; a step takes the time of its shape" in printed
+    assert "median error on a shape left out" in printed
+    summary = json.loads((run / "simulate" / "summary.json").read_text())
+    assert summary["measured"]["cost"] == "table" and summary["rows"][0]["finished"] == 4
+    assert len(summary["measured"]["shapes"]) == 4
+    assert (run / "simulate" / "plots" / "goodput.png").stat().st_size > 1000
+
+
+def test_retention_and_scaling_are_compared(tmp_path, capsys):
+    words = ["--batching", "split_fuse", "--dispatch", "pd_serve", "--instances", "2"]
+    words += ["--retention", "lru", "swap_groups", "--scaling", "fixed", "polca", *SMALL]
+    assert main(["simulate", "--run.directory", str(tmp_path), *words]) == 0
+    out = capsys.readouterr().out
+    assert "split_fuse swap_groups polca" in out and "J/token" in out
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert len(rows) == 8 and all(row["joules_per_token"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -45,6 +72,8 @@ def test_a_fleet_is_compared_by_dispatch(tmp_path, capsys):
         (["simulate", "--chip", "h10"], "chip=h10 is unknown: did you mean 'h100'?"),
         (["simulate", "--instances", "0"], "instances=0"),
         (["simulate", "--rates", "0"], "rate=0.0"),
+        (["simulate", "--cost", "table"], "cost=table is measured with the model of a run"),
+        (["simulate", "--scaling", "slow"], "scaling=slow is unknown: did you mean 'slo'?"),
         (["simulat"], "unknown command 'simulat': did you mean 'simulate'?"),
     ],
 )

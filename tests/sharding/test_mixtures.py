@@ -93,7 +93,9 @@ def value_and_gradient(function, given):
     return jax.value_and_grad(lambda given: jnp.sum(jnp.sin(function(given))))(given)
 
 
-@pytest.mark.parametrize("execution", [PLAIN, SPLIT], ids=["one", "data2_tensor2"])
+@pytest.mark.parametrize(
+    "execution", [PLAIN, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one", "data2_tensor2"]
+)
 @pytest.mark.parametrize("name", MIXES)
 def test_a_mixture_equals_a_merged_matrix_for_each_token(name, execution):
     given = values_of(name)

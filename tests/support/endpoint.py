@@ -43,6 +43,7 @@ class Speller:
 
     def __init__(self, seconds=0.0, answer=None):
         self.seconds, self.answer, self.fails = seconds, answer, False
+        self.adapters = set()
 
     def facts(self, *, max_waiting):
         return Facts(
@@ -62,6 +63,7 @@ class Speller:
         time.sleep(self.seconds)
         if self.fails:
             raise RuntimeError("no device")
+        self.adapters |= {work.adapter for work in step.works}
         return {
             work.id: Result(self._next(work), -0.5, TOP[: work.sampling.num_logprobs])
             for work in (*step.singles, *step.pieces)
@@ -81,12 +83,13 @@ class Speller:
 
 
 @contextlib.contextmanager
-def serving(executor=None, *, max_waiting=8, has_chat=True, port=0, **limits):
+def serving(executor=None, *, max_waiting=8, has_chat=True, port=0, adapters=None, **limits):
     """Yield the address, the endpoint and the executor of a server in a thread."""
     executor = executor or Speller()
     chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
     engine = Engine(executor, EngineConfig(max_waiting=max_waiting), codec=Text())
-    served = Served(name="speller", engine=engine, codec=Text(), chat=chat, max_logprobs=2)
+    given = {"codec": Text(), "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
+    served = Served(name="speller", engine=engine, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))
     listening = socket.create_server(("127.0.0.1", port))
     server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="error", lifespan="off"))

@@ -17,7 +17,8 @@ from jaxmoe.models.sampling import SamplingConfig, choose
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.serve import Facts, Instance, Request, Sampling, Shapes
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.policies.batching import SplitFuseConfig
 
 VOCAB, LONGEST, ROWS = 24, 32, 8

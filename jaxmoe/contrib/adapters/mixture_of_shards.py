@@ -75,6 +75,7 @@ class MixtureOfShardsConfig(FactorsConfig):
                 f"adapter.private={least} must be 0 or more and below adapter.equivalent_rank="
                 f"{rank}, so that shards are left to share; all three ranks may be equal"
             )
+        self.targets.check_in_layers(self.name)
         shards, seed = self.shards, self.seed
         if shards < 1 or seed < 0:
             raise ValueError(f"adapter.{shards=} must be at least 1, adapter.{seed=} 0 or more")
@@ -172,8 +173,7 @@ class MixtureOfShardsConfig(FactorsConfig):
                 matrix=None,
                 init="zeros" if side else "normal",
             )
-            std = 1.0 / math.sqrt(width)
-            hyper = dataclasses.replace(TRAINED, init_std=std, fan_in_power=0.0)
+            hyper = dataclasses.replace(TRAINED, init_std=1.0 / math.sqrt(width), fan_in_power=0.0)
             yield own_row(f"{name}:{end}", declaration, hyper, rules)
 
     def ids(self, path: str, places: int, rank: int, equivalent: int) -> Int[np.ndarray, "m r l"]:

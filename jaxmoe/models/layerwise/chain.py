@@ -63,6 +63,15 @@ class LayerStore(Protocol):
         ...
 
 
+@runtime_checkable
+class ExpertStore(Protocol):
+    """Computes the feed-forward half of MoE layers whose experts are not among the parameters."""
+
+    def feed(self, chain: Chain, call: LayerCall, stream: Stream, about: TokenInputs) -> Stream:
+        """Return the stream after the feed-forward half of a MoE layer; see `Chain.feed`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResidentLayers:
     """Layers that all lie on the device, stacked as in a checkpoint."""
@@ -84,6 +93,8 @@ class Chain:
     """Parameters; those of the layers may be missing if `store` has them."""
     router_state: Any
     store: LayerStore
+    experts: ExpertStore | None = None
+    """Computes the MoE layers; the chain itself when None."""
 
     @classmethod
     def of(
@@ -93,6 +104,7 @@ class Chain:
         params: Any,
         router_state: Any = None,
         store: LayerStore | None = None,
+        experts: ExpertStore | None = None,
     ) -> Chain:
         """Return the model, if its layers can be called one by one.
 
@@ -102,6 +114,7 @@ class Chain:
             params: Parameters.
             router_state: State of the routers, stacked over MoE layers; fresh when None.
             store: Source of the parameters of the layers; `params` when None.
+            experts: Computes the MoE layers, whose experts `params` then lack; the chain when None.
 
         Raises:
             ValueError: The layers are on several stages, positions are cut, weights are quantised,
@@ -139,7 +152,7 @@ class Chain:
             params = model.adapter.used(params)
         execution = dataclasses.replace(any_memory(execution), telemetry="brief")
         store = ResidentLayers(params) if store is None else store
-        given = {"params": params, "router_state": state, "store": store}
+        given = {"params": params, "router_state": state, "store": store, "experts": experts}
         return cls(model=model, execution=execution, **given)
 
     @property
@@ -197,6 +210,9 @@ class Chain:
     def _computed(
         self, half: str | None, call: LayerCall, stream: Stream, about: TokenInputs
     ) -> Stream:
+        if self.experts is not None and call.stack.kind.feed_forward.is_routed and half != "mix":
+            mixed = self.mix(call, stream, about) if half is None else stream
+            return self.experts.feed(self, call, mixed, about)
         params, place = self.store.layer(call)
         numbers = tuple(np.int32(n) for n in (place, call.cache_layer, call.moe_layer))
         program = self.model.context, self.execution, call.stack.kind, half
@@ -245,6 +261,16 @@ def layer_inputs(
     return LayerInputs(router_state=own, key=None, stack_layer=cache_layer, moe_layer=moe_layer)
 
 
+def layer_of(params: Any, place: Array) -> Any:
+    """Return the parameters of one layer of stacked ones.
+
+    Args:
+        params: Parameters with a leading dimension of layers.
+        place: Number of the layer in it.
+    """
+    return jax.tree.map(lambda x: _at(x, place), params)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _begin(
     model: ModelConfig, execution: ExecutionConfig, weight: Array, arrays: dict[str, Any]
@@ -270,7 +296,7 @@ def _call(
 ) -> Stream:
     block = Block(kind.mixer, kind.feed_forward, context, execution, train=False)
     place, *of_layer = numbers
-    own = jax.tree.map(lambda x: _at(x, place), params)
+    own = layer_of(params, place)
     stream = dataclasses.replace(stream, cache=cache)
     given = layer_inputs(kind, router_state, *of_layer)
     return block.apply({"params": own}, stream, given, about, method=half)[0]

@@ -16,6 +16,7 @@ Source: the memory window of TPI-LLM, arXiv 2410.00531, section 3.3.
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import dataclasses
 import functools
@@ -74,10 +75,10 @@ class WindowStore:
         for one in wanted:
             if one not in self._held:
                 self._held[one] = self._thread.submit(jax.device_put, self._host[one])
-                self.moved_bytes += _bytes(self._host[one])
+                self.moved_bytes += tree_bytes(self._host[one])
         present = {*self._held, *([self._last] if self._last else [])}
         self.peak_layers = max(self.peak_layers, len(present))
-        self.peak_bytes = max(self.peak_bytes, sum(_bytes(self._host[one]) for one in present))
+        self.peak_bytes = max(self.peak_bytes, sum(tree_bytes(self._host[one]) for one in present))
         self.asked += 1
         self.waited += not self._held[key].done()
         self._next, self._last = (self._next + 1) % number, key
@@ -89,22 +90,25 @@ class WindowStore:
         self._held.clear()
 
 
-class LayerWindow:
-    """Makes the programs of `jaxmoe.models.decode.stream` for a window of layers."""
+class Offload(abc.ABC):
+    """Makes the programs of `jaxmoe.models.decode.stream` for a chain that `begin` returns."""
 
-    def __init__(self, size: int):
-        """Begin without a model.
+    @abc.abstractmethod
+    def begin(
+        self, model: ModelConfig, execution: ExecutionConfig, params: Any, router_state: Any
+    ) -> Chain:
+        """Return the chain of one generation.
 
         Args:
-            size: Layers on the device.
-
-        Raises:
-            ValueError: The window has no layer.
+            model: Layers.
+            execution: How they are computed.
+            params: Parameters as host arrays.
+            router_state: State of the routers as host arrays; fresh when None.
         """
-        if size < 1:
-            raise ValueError(f"layers=window:{size} must have at least one layer: window:4")
-        self.size = size
-        self.store: WindowStore | None = None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the threads of the last generation, and free what it has on the device."""
 
     def __call__(
         self,
@@ -129,11 +133,7 @@ class LayerWindow:
         ) -> DecodeState:
             nonlocal chain
             self.close()
-            self.store = WindowStore(model, params, self.size)
-            looped = {scan.name for scan in model.scans}
-            others = {name: x for name, x in params.items() if name not in looped}
-            router_state = jax.device_put(router_state)
-            chain = Chain.of(model, execution, jax.device_put(others), router_state, self.store)
+            chain = self.begin(model, execution, params, router_state)
             batch, length = tokens.shape
             places = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
             about = {"positions": places, "token_mask": places < lengths[:, None]}
@@ -167,6 +167,34 @@ class LayerWindow:
             return state, np.stack(jax.device_get(written), axis=1)
 
         return Programs(read, write)
+
+
+class LayerWindow(Offload):
+    """Generates with a window of layers."""
+
+    def __init__(self, size: int):
+        """Begin without a model.
+
+        Args:
+            size: Layers on the device.
+
+        Raises:
+            ValueError: The window has no layer.
+        """
+        if size < 1:
+            raise ValueError(f"layers=window:{size} must have at least one layer: window:4")
+        self.size = size
+        self.store: WindowStore | None = None
+
+    def begin(
+        self, model: ModelConfig, execution: ExecutionConfig, params: Any, router_state: Any
+    ) -> Chain:
+        """Return a chain whose layers are in a new window."""
+        self.store = WindowStore(model, params, self.size)
+        looped = {scan.name for scan in model.scans}
+        others = {name: x for name, x in params.items() if name not in looped}
+        router_state = jax.device_put(router_state)
+        return Chain.of(model, execution, jax.device_put(others), router_state, self.store)
 
     def __str__(self) -> str:
         store = self.store
@@ -222,5 +250,6 @@ def _pick(
     return token, jnp.isin(token, ends)
 
 
-def _bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays of a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records a routing trace of a model on held-out batches, for placement solvers.
+"""Records a routing trace of a model on held-out batches, for placement solvers and item caches.
 
 Runs the forward pass of an evaluation on the current mesh until there are `MOST_TOKENS` tokens. The
 file format is in `jaxmoe/planning/placement/trace.py`.
@@ -20,7 +20,9 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.planning.placement import RoutingTrace
 from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
+from jaxmoe.training.state import TrainState
 
 MOST_TOKENS = 65_536
 
@@ -66,3 +68,20 @@ def record_trace(
             break
     ids = np.concatenate(expert_ids, axis=1)[:, :most_tokens]
     return RoutingTrace(np.concatenate(token_ids)[:most_tokens], ids, moe.num_experts)
+
+
+def record_run(assembly: Assembly, state: TrainState) -> RoutingTrace:
+    """Record the experts of the held-out tokens of a run, on its mesh.
+
+    Args:
+        assembly: Run with its data.
+        state: State of a checkpoint.
+    """
+    with jax.set_mesh(assembly.mesh):
+        return record_trace(
+            assembly.plan.model,
+            assembly.execution,
+            state.params,
+            state.router_state,
+            assembly.held_out(),
+        )

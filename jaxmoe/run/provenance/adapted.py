@@ -22,7 +22,7 @@ from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.fingerprints import fingerprints
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.provenance.huggingface_values import huggingface_values
-from jaxmoe.run.provenance.warm_start import initial_directory, initial_manifest
+from jaxmoe.run.provenance.warm_start import adapted_by, initial_directory, initial_manifest
 
 
 def base_of(assembly: Assembly) -> BaseModel | None:
@@ -50,6 +50,10 @@ def base_of(assembly: Assembly) -> BaseModel | None:
         )
     if plan.model.adapter.moves_base:
         return None
+    if not is_huggingface(config.initial):
+        first = initial_manifest(config)
+        config = config if first.base is None else adapted_by(config, first)
+    assert config.initial is not None  # a manifest names its model
     if is_huggingface(config.initial):
         read = functools.partial(_read_huggingface, assembly, config.initial)
         whole = {row.path: None for row in plan.table if row.path in left_out}

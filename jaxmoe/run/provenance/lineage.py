@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -115,8 +116,10 @@ def add_event(directory: RunDirectory, event: Event) -> None:
 
 def check_config(
     directory: RunDirectory, config: PretrainConfig, plan: Plan, *, extends: bool
-) -> None:
-    """Record the config of a new run; of an old one, refuse changes or record them.
+) -> Callable[[], None]:
+    """Refuse changes of an old run, and write nothing; return the function that records the config.
+
+    It is called once nothing can refuse the start any more: a refused one leaves the run as it is.
 
     Args:
         directory: Run directory, held by this process.
@@ -137,8 +140,8 @@ def check_config(
             f" {directory.path} {_flags(saved, config)}"
         )
     if not (extends and changes):
-        directory.check_config(config, FREE_FIELDS, FIXED_FIELDS, way_out)
-        return
+        directory.check_config(config, FREE_FIELDS, FIXED_FIELDS, way_out, writes=False)
+        return functools.partial(directory.check_config, config, FREE_FIELDS, FIXED_FIELDS, way_out)
     if refused:
         raise ValueError(f"run.directory={directory.path} {_refusal(refused)}{way_out}")
     step = _newest_step(directory)
@@ -148,10 +151,14 @@ def check_config(
             f" branch from an earlier checkpoint with python -m experiments.pretrain branch"
             f" {directory.path} --checkpoint.initial_step STEP --run.name NAME"
         )
-    if step:
-        _show_rates(directory, make_plan(from_json(PretrainConfig, saved)), plan, step)
-    add_event(directory, Event(event="extended", step=step, changes=_changes(saved, config)))
-    directory.check_config(config, (*FREE_FIELDS, *EXTENSION_FIELDS), FIXED_FIELDS)
+
+    def record() -> None:
+        if step:
+            _show_rates(directory, make_plan(from_json(PretrainConfig, saved)), plan, step)
+        add_event(directory, Event(event="extended", step=step, changes=_changes(saved, config)))
+        directory.check_config(config, (*FREE_FIELDS, *EXTENSION_FIELDS), FIXED_FIELDS)
+
+    return record
 
 
 def record_source(directory: RunDirectory, source: Source, config: PretrainConfig) -> None:

@@ -15,6 +15,7 @@ from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
 from jaxmoe.data import DataConfig
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.kept_tokenizer import own_data
@@ -101,6 +102,29 @@ def at_execution(
             execution, mesh=mesh, fold=None, pipeline=InterleavedConfig()
         )
     return dataclasses.replace(config, execution=execution)
+
+
+def on_task(model: ModelConfig, data: DataConfig, task: str | None) -> ModelConfig:
+    """Return a model whose rows have a task, unless a batch names another.
+
+    Args:
+        model: Model with its adapter.
+        data: Data of the training, which names the tasks.
+        task: Name or number of a part of data.mix; the adapter's own when None.
+
+    Raises:
+        ValueError: The adapter has no tasks, or not this one.
+    """
+    if task is None:
+        return model
+    if model.adapter is None:
+        raise ValueError(f"task={task}: the model has no adapter, and so no tasks: leave it out")
+    names = data.task_names
+    if task not in names and not task.lstrip("-").isdecimal():
+        known = f", or by name one of {', '.join(names)}" if names else ""
+        raise ValueError(f"task={task} is unknown: give the number of a task{known}")
+    number = names.index(task) if task in names else int(task)
+    return dataclasses.replace(model, adapter=model.adapter.at_task(number))
 
 
 def on_data(

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmoe.adapters import plain, with_base
+from jaxmoe.adapters import is_factor, plain, with_base
 from jaxmoe.checkpoint import CheckpointError, CheckpointManager
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.checkpoint.manifest import CheckpointManifest, describe
@@ -85,6 +86,8 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
         return _of_huggingface(assembly, state)
     directory, rules = initial_directory(config), _rules(config)
     manifest = initial_manifest(config)
+    if manifest.base is not None:
+        return _of_adapter(assembly, state, manifest)
     names = plan_mapping(rules, manifest.arrays) if rules else manifest.arrays
     target = {"params": plain(state.params)}
     wanted = describe({"router_state": state.router_state}) if state.router_state else {}
@@ -97,6 +100,59 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
     found = restore_part(directory, target, step=manifest.step, mapping=rules, verify=config.verify)
     begun = _begin(assembly, state, found["params"], found.get("router_state"))
     say(_message(directory, manifest, set(target), bool(wanted) or bool(here)))
+    return _source(config, manifest), begun
+
+
+def adapted_by(config: CheckpointConfig, manifest: CheckpointManifest) -> CheckpointConfig:
+    """Return where the model is that the adapter of a checkpoint was trained on.
+
+    Args:
+        config: Place of the checkpoint.
+        manifest: Manifest of the checkpoint, which names the model.
+    """
+    assert manifest.base is not None  # of an adapter
+    path = manifest.base["path"]
+    step = None if is_huggingface(path) else manifest.base["step"]
+    return dataclasses.replace(config, initial=path, initial_step=step)
+
+
+def _of_adapter(
+    assembly: Assembly, state: TrainState, manifest: CheckpointManifest
+) -> tuple[Source, TrainState]:
+    """Return the state of a new run with the adapter of another, and the model that it adapts.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        state: State before the first step.
+        manifest: Manifest of the checkpoint of the other run.
+
+    Raises:
+        ValueError: The adapter has other parameters.
+    """
+    plan = assembly.plan
+    config = plan.config.checkpoint
+    flat: dict[str, Any] = traverse_util.flatten_dict(state.params, sep="/")
+    # Scales are numbers of the config, such as alpha.
+    own = {p: leaf for p, leaf in flat.items() if is_factor(p) and not p.endswith(":scale")}
+    params = (path.partition("params/") for path in manifest.arrays)
+    there = {path for before, found, path in params if found and not before and is_factor(path)}
+    left = {path for path in there - own.keys() if path.endswith((":down", ":downs"))}
+    if differing := sorted((own.keys() - there) | left):
+        raise ValueError(
+            f"checkpoint.initial={config.initial} holds another adapter than model.adapter, which"
+            f" differ in {differing[0]}: repeat its fields, or fold it first, python -m"
+            " experiments.checkpoint convert --fold True"
+        )
+    target = {"params": traverse_util.unflatten_dict(own, sep="/")}
+    found = restore_part(
+        initial_directory(config), target, step=manifest.step, verify=config.verify
+    )
+    own = traverse_util.flatten_dict(found["params"], sep="/")
+    state = dataclasses.replace(state, params=traverse_util.unflatten_dict(flat | own, sep="/"))
+    say(f"initial  adapter from {config.initial} step {manifest.step}")
+    based = dataclasses.replace(plan.config, checkpoint=adapted_by(config, manifest))
+    at_base = dataclasses.replace(assembly, plan=dataclasses.replace(plan, config=based))
+    _, begun = initial_state(at_base, state)
     return _source(config, manifest), begun
 
 

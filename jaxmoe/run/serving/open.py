@@ -7,22 +7,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
+from jaxmoe.adapters import check_together, together
 from jaxmoe.data.chat import TemplateName
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.conversion import Ends, end_ids, length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.chat import chat_format
+from jaxmoe.run.provenance.saved import saved_config
+from jaxmoe.run.serving.instances import device_groups, executors_on
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
+from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
 from sharding.mesh import MeshConfig
 
 _LONGEST = 4096
@@ -53,14 +60,21 @@ class EngineSizesConfig:
     """Most likely tokens whose log-probabilities a request may ask for."""
     batching: BatchingUnion = SplitFuseConfig()
     """What a step computes."""
+    instances: int = 1
+    """Instances of the model, each on devices of its own; all share the devices where there are
+    enough for one only."""
+    dispatch: DispatchUnion = LeastLoadedConfig()
+    """Which instance answers a request, and what moves between them."""
 
     def __post_init__(self):
-        for field in ("max_sequences", "max_length", "pages", "page_size", "max_waiting"):
+        fields = ("max_sequences", "max_length", "pages", "page_size", "max_waiting", "instances")
+        for field in fields:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"engine.{field}={value} must be at least 1")
         if self.num_logprobs < 0:
             raise ValueError(f"engine.num_logprobs={self.num_logprobs} must be 0 or more")
+        self.dispatch.roles(self.instances)
         if not self.pieces:
             raise ValueError("engine.pieces is empty: name a shape for prompts, such as 1x256")
         for piece in self.pieces:
@@ -105,6 +119,67 @@ class EngineSizesConfig:
         )
 
 
+class Opened(NamedTuple):
+    """Executors of a checkpoint."""
+
+    executors: list[ModelExecutor]
+    """One for each instance."""
+    assembly: Assembly
+    """The run, with its tokens."""
+    chats: dict[str, ChatFormat | None]
+    """How each adapter reads conversations."""
+
+
+def open_executors(
+    path: str,
+    sizes: EngineSizesConfig,
+    *,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    initial: str | None = None,
+    template: TemplateName | None = None,
+    adapters: Mapping[str, str] | None = None,
+) -> Opened:
+    """Read a checkpoint and compile the steps of every instance.
+
+    Args:
+        path: Run directory; or directory, or name on the hub, of a Hugging Face model.
+        sizes: Sizes of the engine.
+        step: Step of the checkpoint; the newest when None.
+        mesh: Mesh with the axes tensor and expert; one device when None.
+        initial: Model that the adapter of the run was trained on, where it has moved.
+        template: See `open_served`.
+        adapters: Directories of LoRA runs of this model, by the names of the adapters.
+
+    Raises:
+        ValueError: There is no such run, it cannot be served, or an adapter is of another model.
+    """
+    groups = device_groups(sizes.instances, mesh)
+    # Several instances take their weights from host memory.
+    loaded = MeshConfig(data=-1) if mesh is None or len(groups) > 1 else mesh
+    assembly, state, _ = load_run(path, step, loaded, needs_data=False, initial=initial)
+    model, chats = assembly.plan.model, dict[str, ChatFormat | None]()
+    params, router_state = state.params, state.router_state
+    is_alone = len(groups) == 1 and (mesh is None or assembly.mesh.size == 1)
+    if is_alone:
+        params, router_state = jax.device_get((params, router_state))
+    if adapters and not is_alone:
+        raise ValueError(
+            f"adapters: several of them are served on one device, and engine.instances="
+            f"{sizes.instances}, run.mesh={mesh}: leave both out, or serve one folded run"
+        )
+    if adapters:
+        model, params, chats = _adapted(path, step, model, params, adapters, template)
+    most = sizes.executor(length_of(RunDirectory(path), assembly.plan.config))
+    given: dict[str, Any] = {"config": most, "execution": assembly.execution}
+    if len(groups) > 1:
+        executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
+        return Opened(executors, assembly, chats)
+    params = jax.device_put(params) if is_alone else params
+    given |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
+    return Opened([ModelExecutor(model, params, router_state, **given)], assembly, chats)
+
+
 def open_served(
     path: str,
     sizes: EngineSizesConfig,
@@ -115,8 +190,11 @@ def open_served(
     name: str | None = None,
     template: TemplateName | None = None,
     eos: Ends = "auto",
+    adapters: Mapping[str, str] | None = None,
 ) -> Served:
     """Read a checkpoint, compile the steps and start an engine; the caller closes it.
+
+    Several instances have the same weights, each laid out by the mesh on devices of its own.
 
     Args:
         path: Run directory; or directory, or name on the hub, of a Hugging Face model.
@@ -127,36 +205,70 @@ def open_served(
         name: Name of the model; that of the run when None.
         template: How turns are written; when None that of the training data, or of the tokenizer.
         eos: Whether the end-of-text token ends a text.
+        adapters: Directories of LoRA runs of this model, by the names of the adapters.
 
     Raises:
-        ValueError: There is no such run, or it cannot be served.
+        ValueError: There is no such run, it cannot be served, or an adapter is of another model.
     """
-    assembly, state, _ = load_run(
-        path, step, mesh or MeshConfig(data=-1), needs_data=False, initial=initial
+    executors, assembly, chats = open_executors(
+        path,
+        sizes,
+        step=step,
+        mesh=mesh,
+        initial=initial,
+        template=template,
+        adapters=adapters,
     )
     config, directory = assembly.plan.config, RunDirectory(path)
-    is_alone = mesh is None or assembly.mesh.size == 1
-    params, router_state = state.params, state.router_state
-    if is_alone:
-        params, router_state = jax.device_get((params, router_state))
-        params = jax.device_put(params)
-    executor = ModelExecutor(
-        assembly.plan.model,
-        params,
-        router_state,
-        config=sizes.executor(length_of(directory, config)),
-        execution=assembly.execution,
-        mesh=None if is_alone else assembly.mesh,
+    engine_config = EngineConfig(
+        batching=sizes.batching, dispatch=sizes.dispatch, max_waiting=sizes.max_waiting
     )
-    engine_config = EngineConfig(batching=sizes.batching, max_waiting=sizes.max_waiting)
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),
-        engine=Engine(executor, engine_config, codec=assembly.source),
+        engine=Engine(executors, engine_config, codec=assembly.source),
         codec=assembly.source,
         chat=_chat(assembly, directory, template),
+        adapters=chats,
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
     )
+
+
+def _adapted(
+    path: str,
+    step: int | None,
+    model: ModelConfig,
+    params: Any,
+    adapters: Mapping[str, str],
+    template: TemplateName | None,
+) -> tuple[ModelConfig, Any, dict[str, ChatFormat | None]]:
+    """Return the model and its parameters with all adapters, and how each reads conversations.
+
+    The fingerprint of the model that each adapter was trained on is compared as it is loaded.
+
+    Args:
+        path: Directory of the model.
+        step: Step of its checkpoint.
+        model: Config of the model.
+        params: Its parameters as host arrays.
+        adapters: Directories by name.
+        template: See `open_served`.
+    """
+    if model.adapter is not None or step is not None:
+        raise ValueError(
+            f"adapters: run.directory={path} must be a model without an adapter at its newest"
+            " checkpoint: name the run that the adapters were trained on, and leave run.step out"
+        )
+    given, chats = {}, dict[str, ChatFormat | None]()
+    for name, directory in adapters.items():
+        check_together(name, saved_config(directory).model.adapter)
+        assembly, state, _ = load_run(
+            directory, None, MeshConfig(data=-1), needs_data=False, initial=path
+        )
+        given[name] = assembly.plan.model.adapter, jax.device_get(state.params)
+        chats[name] = _chat(assembly, RunDirectory(directory), template)
+    adapter, params = together(params, given)
+    return dataclasses.replace(model, adapter=adapter), params, chats
 
 
 def _chat(

@@ -85,6 +85,8 @@ class ItemCacheConfig(abc.ABC):
     """A policy of an item cache."""
 
     name: ClassVar[str]
+    is_live: ClassVar[bool] = True
+    """Stores every item that is used, and decides without the trace of the uses to come."""
 
     @abc.abstractmethod
     def build(self, trace: Sequence[Use]) -> ItemCache:

@@ -21,6 +21,7 @@ class BeladyConfig(ItemCacheConfig):
     """Farthest next use; knows the future."""
 
     name: ClassVar[str] = "belady"
+    is_live: ClassVar[bool] = False
 
     def build(self, trace: Sequence[Use]) -> ItemCache:
         """Return the policy for one replay."""

@@ -22,6 +22,7 @@ class CategoryConfig(ItemCacheConfig):
     """Lifetime and quota by category."""
 
     name: ClassVar[str] = "category"
+    is_live: ClassVar[bool] = False
 
     lifetime: float = float("inf")
     """Seconds after which a stored item is not used."""

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import collections
 
+import numpy as np
+
 from jaxmoe.planning.placement import RoutingTrace
-from jaxmoe.serve.caches.base import Use
+from jaxmoe.serve.caches.base import Item, Use
 
 
 def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use]:
@@ -27,16 +29,37 @@ def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use
     before: dict[int, tuple] = {}
     for first in range(0, trace.num_tokens, tokens):
         for layer in range(trace.num_layers):
-            ids = trace.expert_ids[layer, first : first + tokens].ravel().tolist()
-            counts = collections.Counter(e for e in ids if e < trace.num_experts)
-            total = max(sum(counts.values()), 1)
-            scores = {(layer, e): counts[e] / total for e in range(trace.num_experts)}
+            ids = trace.expert_ids[layer, first : first + tokens]
             following = (layer + 1) % trace.num_layers
-            items = [(layer, e) for e, _ in counts.most_common()]
-            for place, item in enumerate(items):
-                known = {"scores": scores, "expected": before.get(following, ())}
-                found.append(
-                    Use(item=item, size=size, category=str(layer), **({} if place else known))
-                )
-            before[layer] = tuple(items)
+            uses = layer_uses(layer, ids, trace.num_experts, size, before.get(following, ()))
+            before[layer] = tuple(use.item for use in uses)
+            found += uses
     return found
+
+
+def layer_uses(
+    layer: int,
+    ids: np.ndarray,
+    num_experts: int,
+    size: float = 1.0,
+    expected: tuple[Item, ...] = (),
+) -> list[Use]:
+    """Return the uses of the experts of one layer in one step, the most frequent first.
+
+    Args:
+        layer: Number among the MoE layers.
+        ids: Experts of the tokens; E and above where there is none.
+        num_experts: E.
+        size: Bytes of an expert.
+        expected: Items that the next layer is expected to use.
+    """
+    counts = collections.Counter(e for e in ids.ravel().tolist() if e < num_experts)
+    total = max(sum(counts.values()), 1)
+    known = {
+        "scores": {(layer, e): counts[e] / total for e in range(num_experts)},
+        "expected": expected,
+    }
+    return [
+        Use(item=(layer, e), size=size, category=str(layer), **({} if place else known))
+        for place, (e, _) in enumerate(counts.most_common())
+    ]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxmoe.serve.caches.base import Item, ItemCache, ItemCacheConfig, Use
 
@@ -47,60 +47,91 @@ def replay(trace: Sequence[Use], config: ItemCacheConfig, capacity: float) -> Re
     """
     if not capacity >= 0:
         raise ValueError(f"capacity={capacity} must be 0 or more bytes")
-    cache = _Cache(config.build(trace), capacity, {use.item: use.size for use in trace})
-    hits, missed = [], 0.0
-    for number, use in enumerate(trace):
-        is_held = use.item in cache.held
-        hits.append(is_held and cache.policy.is_valid(use))
-        if not hits[-1]:
-            missed += use.size
-            if is_held:
-                cache.drop(use.item)
-            cache.loads += 1
-            cache.bytes_loaded += use.size
-            if cache.policy.stores(number, use, cache.held, capacity):
-                cache.store(number, use.item, set())
-        cache.policy.used(number, use, is_hit=hits[-1])
-        ahead = [item for item in cache.policy.prefetch(number, use) if item in cache.sizes]
-        kept = {use.item, *(item for item in ahead if item in cache.held)}
-        for item in ahead:
-            if item not in cache.held:
-                if not cache.store(number, item, kept):
-                    break
-                cache.loads += 1
-                cache.bytes_loaded += cache.sizes[item]
-            kept.add(item)
+    sizes = {item: use.size for use in trace for item in use.scores}
+    sizes |= {use.item: use.size for use in trace}
+    cache = BoundedCache(config.build(trace), capacity, sizes)
     return Replayed(
-        hits=tuple(hits),
+        hits=tuple(cache.use(use) for use in trace),
         loads=cache.loads,
         bytes_loaded=cache.bytes_loaded,
-        bytes_missed=missed,
+        bytes_missed=cache.bytes_missed,
     )
 
 
-class _Cache:
-    """Items within a capacity."""
+class BoundedCache:
+    """Items within a capacity, which a policy chooses; `replay` and caches of real items use it."""
 
-    def __init__(self, policy: ItemCache, capacity: float, sizes: dict[Item, float]):
+    def __init__(
+        self,
+        policy: ItemCache,
+        capacity: float,
+        sizes: Mapping[Item, float],
+        *,
+        on_load: Callable[[Item], None] | None = None,
+        on_drop: Callable[[Item], None] | None = None,
+    ):
+        """Begin with no item.
+
+        Args:
+            policy: Policy of one replay.
+            capacity: Bytes.
+            sizes: Bytes of every item; others are not loaded ahead.
+            on_load: Called with an item that is stored from now on.
+            on_drop: Called with an item that is not stored any more, before another one is.
+        """
         self.policy, self.capacity, self.sizes = policy, capacity, sizes
         self.held: dict[Item, float] = {}
         self.loads = 0
-        self.bytes_loaded = 0.0
-        self._filled = 0.0
+        self.bytes_loaded = self.bytes_missed = 0.0
+        self._filled, self._number = 0.0, 0
+        self._on_load, self._on_drop = on_load, on_drop
 
-    def store(self, number: int, item: Item, kept: set[Item]) -> bool:
+    def use(self, use: Use) -> bool:
+        """Use an item and load it where it is missed, and others ahead; return whether it was held.
+
+        Args:
+            use: Next use.
+        """
+        number, is_held = self._number, use.item in self.held
+        self._number += 1
+        is_hit = is_held and self.policy.is_valid(use)
+        if not is_hit:
+            self.bytes_missed += use.size
+            if is_held:
+                self._drop(use.item)
+            self.loads += 1
+            self.bytes_loaded += use.size
+            if self.policy.stores(number, use, self.held, self.capacity):
+                self._store(number, use.item, set())
+        self.policy.used(number, use, is_hit=is_hit)
+        ahead = [item for item in self.policy.prefetch(number, use) if item in self.sizes]
+        kept = {use.item, *(item for item in ahead if item in self.held)}
+        for item in ahead:
+            if item not in self.held:
+                if not self._store(number, item, kept):
+                    break
+                self.loads += 1
+                self.bytes_loaded += self.sizes[item]
+            kept.add(item)
+        return is_hit
+
+    def _store(self, number: int, item: Item, kept: set[Item]) -> bool:
         """Store an item, evicting others but those to keep; False if there is no room."""
         size = self.sizes[item]
         room = self.capacity - sum(self.held[other] for other in kept if other in self.held)
         if size > room:
             return False
         while self._filled + size > self.capacity:
-            self.drop(self.policy.victim(number, [i for i in self.held if i not in kept]))
+            self._drop(self.policy.victim(number, [i for i in self.held if i not in kept]))
         self.held[item] = size
         self._filled += size
         self.policy.loaded(number, item)
+        if self._on_load is not None:
+            self._on_load(item)
         return True
 
-    def drop(self, item: Item) -> None:
+    def _drop(self, item: Item) -> None:
         """Remove an item."""
         self._filled -= self.held.pop(item)
+        if self._on_drop is not None:
+            self._on_drop(item)

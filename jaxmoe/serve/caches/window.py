@@ -19,6 +19,7 @@ class WindowConfig(ItemCacheConfig):
     """The next items of a cycle."""
 
     name: ClassVar[str] = "window"
+    is_live: ClassVar[bool] = False
 
     ahead: int = 2
     """Items to load ahead."""

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,56 +20,25 @@ import numpy as np
 
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.sampling import Limits
 from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
-from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
-from jaxmoe.serve.device.transfers import Held, make_transfers
+from jaxmoe.serve.device.resharding import (
+    Resharding,
+    received_bytes,
+    replicated_on,
+    weights_on,
+)
+from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
+from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
+from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_calls
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.plan import Shapes
-from jaxmoe.serve.requests import Request, Result, Sampling
-from jaxmoe.serve.step import Step, Work
+from jaxmoe.serve.requests import Request, Result
+from jaxmoe.serve.step import Step
 from sharding.sequence_parallel import PageTables
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorConfig:
-    """Sizes of what is compiled and allocated."""
-
-    num_pages: int = 1024
-    """Pages of the pool."""
-    page_size: int = 16
-    """Tokens of a page (G)."""
-    shapes: Shapes = Shapes(singles=8, pieces=((1, 64),))
-    """Single tokens and pieces of a step."""
-    context_lengths: tuple[int, ...] = (2048,)
-    """Tokens of a sequence that attention reads, ascending; a step takes the smallest that holds
-    its sequences, and the last is the most that a sequence may have."""
-    num_logprobs: int = 0
-    """Most likely tokens whose log-probabilities a request may ask for."""
-    has_experts: bool = False
-    """Whether a request may ask for the chosen experts. They are kept in host memory for every
-    token in a page, a number of 1 or 2 bytes for each MoE layer and slot."""
-
-    def __post_init__(self):
-        lengths = self.context_lengths
-        if not lengths or min(lengths) < 1 or sorted(set(lengths)) != [*lengths]:
-            raise ValueError(
-                f"context_lengths={lengths} must be one or more lengths above 0, ascending"
-            )
-        if self.num_pages < 1 or self.page_size < 1:
-            raise ValueError(
-                f"num_pages={self.num_pages} and page_size={self.page_size} must be above 0"
-            )
-        held = self.num_pages * self.page_size
-        if held < lengths[-1]:
-            raise ValueError(
-                f"num_pages={self.num_pages} x page_size={self.page_size} hold {held} tokens, and"
-                f" context_lengths allows a sequence of {lengths[-1]}: set num_pages to"
-                f" {num_pages(lengths[-1], self.page_size)}, or shorter context_lengths"
-            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,16 +65,19 @@ class ModelExecutor:
         config: ExecutorConfig | None = None,
         execution: ExecutionConfig | None = None,
         mesh: Any = None,
+        adapters: tuple[str, ...] = (),
     ):
         """Allocate the pages and compile all programs.
 
         Args:
             model: Config of the model.
-            params: Its parameters, on one device or laid out on the mesh.
+            params: Its parameters, laid out on the mesh, or on one device, which then computes.
             router_state: State of the routers, stacked over MoE layers; fresh when None.
             config: Sizes; defaults when None.
             execution: How the model is computed.
             mesh: Mesh of `sharding.make_mesh` with tensor and expert axes; None for one device.
+            adapters: Names of the adapters that `jaxmoe.adapters.together` has put into the
+                parameters, in its order; a request names one of them, or none.
 
         Raises:
             ValueError: The model cannot be served, or its experts cannot be recorded as
@@ -117,12 +89,18 @@ class ModelExecutor:
             reason = why_not_recorded(model)
         if reason is not None:
             raise ValueError(reason)
+        self.adapters = adapters
         self.execution = ServedConfig.of(execution or ExecutionConfig())
         self._mesh, self._router_state = mesh, router_state
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
-        self._swapped: dict[int, tuple[Held, np.ndarray]] = {}
+        self._swapped: dict[int, HeldPages] = {}
+        self._weight_bytes = 0
+        self.moved_bytes = 0
+        """Bytes of pages that went to host memory and back, for swaps and moves."""
+        self.num_transfers = 0
+        """Calls that moved them."""
         self._load: np.ndarray | None = None
         self._move = make_transfers(self.execution)
         self.reset()
@@ -143,7 +121,8 @@ class ModelExecutor:
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._swapped.clear()
-        self._experts = _no_experts(self.model, self.config)
+        size = self.config.num_pages, self.config.page_size
+        self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
         with self._in_mesh():
             self._pools = initial_pools(
                 self.model, self.execution, pages=self.config.num_pages, size=self.config.page_size
@@ -176,10 +155,77 @@ class ModelExecutor:
             self._load = found.load + (0 if self._load is None else self._load)
         if found.experts is not None:
             for work, _, at in rows:
-                own = found.experts[:, at : at + len(work.tokens)]
-                where = self._places(work, work.start)
-                self._experts[where] = own.swapaxes(0, 1)
-        return {work.id: self._result(found, work, row) for work, row, _ in rows if work.draws}
+                self._experts.write(work, found.experts[:, at : at + len(work.tokens)])
+        return {
+            work.id: result_of(found, work, row, self._experts.read(work))
+            for work, row, _ in rows
+            if work.draws
+        }
+
+    def read_pages(self, pages: Sequence[int]) -> HeldPages:
+        """Return the content of some pages, in host memory.
+
+        Args:
+            pages: Pages of the pool; at least one.
+        """
+        with self._in_mesh():
+            held = self._move.to_host(self._pools, pages)
+        self._count(held, pages)
+        return HeldPages(held, self._experts.take(pages))
+
+    def write_pages(self, pages: Sequence[int], held: HeldPages) -> None:
+        """Write what an executor of the same model has read.
+
+        Args:
+            pages: Pages of the pool.
+            held: Their content.
+        """
+        with self._in_mesh():
+            self._pools = self._move.from_host(self._pools, pages, held.pools)
+        self._experts.put(pages, held.experts)
+        self._count(held.pools, pages)
+
+    def on_mesh(self, mesh: Any, execution: ExecutionConfig) -> ModelExecutor:
+        """Return an executor with the same weights on another mesh, compiled, with empty pages.
+
+        This one may run steps meanwhile; `adopt` then takes its pages over.
+
+        Args:
+            mesh: Mesh of `sharding.make_mesh` with tensor and expert axes.
+            execution: The same execution with the config of that mesh.
+
+        Raises:
+            ValueError: The weights are quantised, or the mesh has other axes.
+        """
+        params = weights_on(self.model, self._params, ServedConfig.of(execution), mesh)
+        state = self._router_state
+        state = None if state is None else replicated_on(state, mesh)
+        given: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
+        other = ModelExecutor(self.model, params, state, **given)
+        other._weight_bytes = received_bytes(self._params, params)
+        return other
+
+    def adopt(self, other: ModelExecutor) -> Resharding:
+        """Take over the pages of an executor on another mesh, between two of its steps.
+
+        Args:
+            other: Executor of the same model and sizes; it keeps its pages.
+
+        Raises:
+            ValueError: The sizes differ.
+        """
+        if other.config != self.config:
+            raise ValueError(f"the executors differ in their sizes: {other.config}, {self.config}")
+        begun = time.perf_counter()
+        places = jax.tree.map(lambda part: part.sharding, self._pools)
+        self._pools = jax.block_until_ready(jax.device_put(other._pools, places))
+        self._swapped, self._load = dict(other._swapped), other._load
+        self._experts.adopt(other._experts)
+        return Resharding(
+            weight_bytes=self._weight_bytes,
+            page_bytes=received_bytes(other._pools, self._pools),
+            seconds=time.perf_counter() - begun,
+        )
 
     def expert_load(self) -> np.ndarray | None:
         """Return the tokens that each expert of each MoE layer has got [L E]; None before any."""
@@ -230,9 +276,10 @@ class ModelExecutor:
                 "has_experts asks for the chosen experts, which are not compiled: set has_experts"
                 " of the executor to True"
             )
-        if request.adapter:
+        if request.adapter and request.adapter not in self.adapters:
             raise ValueError(
-                f"adapter={request.adapter!r} is not loaded: this executor serves the model itself"
+                f"adapter={request.adapter!r} is not loaded: this executor has"
+                f" {', '.join(self.adapters) or 'none'}"
             )
 
     def temp_bytes(self, program: Program) -> int:
@@ -260,18 +307,18 @@ class ModelExecutor:
     def _transfer(self, step: Step) -> None:
         """Move pages before the work: to host memory, back, and on the device."""
         for one in step.out:
-            held = self._move.to_host(self._pools, one.pages)
-            self._swapped[one.id] = held, self._experts[list(one.pages)]
+            self._swapped[one.id] = self.read_pages(one.pages)
         for one in step.back:
-            held, experts = self._swapped.pop(one.id)
-            self._pools = self._move.from_host(self._pools, one.pages, held)
-            self._experts[list(one.pages)] = experts[: len(one.pages)]
+            self.write_pages(one.pages, self._swapped.pop(one.id))
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
-            for source, target in step.copies:
-                self._experts[target] = self._experts[source]
+            self._experts.copy(step.copies)
         for number in step.dropped:
             self._swapped.pop(number, None)
+
+    def _count(self, held: Held, pages: Sequence[int]) -> None:
+        self.moved_bytes += host_bytes(held)
+        self.num_transfers += num_calls(len(pages))
 
     def _inputs(self, step: Step, program: Program) -> tuple[StepInputs, list[Any]]:
         """Return the arrays of a step, and (work, row of the tables, first token) of each part."""
@@ -283,13 +330,14 @@ class ModelExecutor:
         slots = np.full(len(tokens), config.num_pages * size, np.int32)
         tables = np.zeros((rows, width), np.int32)
         last, seeds, counts = (np.zeros(rows, np.int32) for _ in range(3))
-        limits = _no_limits(rows, self.model.vocab_size)
+        limits = no_limits(rows, self.model.vocab_size)
         placed = [(one, row, row) for row, one in enumerate(step.singles)]
         placed += [
             (one, singles + number, singles + number * length)
             for number, one in enumerate(step.pieces)
         ]
-        wants_top = False
+        wants_top, numbers = False, {name: i for i, name in enumerate(self.adapters)}
+        adapters = np.full(len(tokens), -1, np.int32) if numbers else None
         for work, row, at in placed:
             end, where = at + len(work.tokens), work.start + np.arange(len(work.tokens))
             pages = np.asarray(work.pages, np.int32)
@@ -297,73 +345,32 @@ class ModelExecutor:
             slots[at:end] = pages[where // size] * size + where % size
             tables[row, : min(len(pages), width)] = pages[:width]
             last[row], counts[row], seeds[row] = end - 1, work.index, work.sampling.seed
-            _set_limits(limits, row, work.sampling)
+            set_limits(limits, row, work.sampling)
+            if adapters is not None:
+                adapters[at:end] = numbers.get(work.adapter, -1)
             wants_top |= work.draws and work.sampling.num_logprobs > 0
         split = PageTables(slots, tables[:singles], tables[singles:])
         given = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
-        return StepInputs(*given), placed
-
-    def _places(self, work: Work, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return page and place in it of the tokens of a sequence from a position on."""
-        where = np.arange(first, work.start + len(work.tokens))
-        page, place = np.divmod(where, self.config.page_size)
-        return np.asarray(work.pages)[page], place
-
-    def _result(self, found: StepOutputs, work: Work, row: int) -> Result:
-        """Return what a request has asked for of its row."""
-        number, experts = work.sampling.num_logprobs, None
-        ids, logprobs = found.top_ids[row, :number], found.top_logprobs[row, :number]
-        if work.sampling.has_experts:
-            last = work.start + len(work.tokens) - 1
-            experts = self._experts[self._places(work, last if work.index else 0)]
-        return Result(
-            token=int(found.tokens[row]),
-            logprob=float(found.logprobs[row]),
-            alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
-            experts=experts,
-        )
+        return StepInputs(*given, adapters), placed
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
         if self._mesh is None:
-            return jax.device_put(params)
+            params = jax.device_put(params)
+            self._device = next(iter(jax.tree.leaves(params)[0].devices()))
+            return params
         if self.execution.precision.weights != "floating":
             return params
         with self._in_mesh():
             return lay_out(self.model, params, rules=self.execution.axis_rules)
 
     def _in_mesh(self) -> Any:
-        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+        """Compute on the mesh, or on the device that has the parameters."""
+        if self._mesh is not None:
+            return jax.set_mesh(self._mesh)
+        if self._device == jax.devices()[0]:
+            return contextlib.nullcontext()
+        return jax.default_device(self._device)
 
 
 _EMPTY = Step(singles=(), pieces=())
-
-
-def _no_limits(rows: int, vocab_size: int) -> Limits:
-    """Return greedy sampling without filters for all rows."""
-    return Limits(
-        temperature=np.zeros(rows, np.float32),
-        top_k=np.full(rows, vocab_size, np.int32),
-        top_p=np.ones(rows, np.float32),
-        min_p=np.zeros(rows, np.float32),
-    )
-
-
-def _set_limits(limits: Any, row: int, sampling: Sampling) -> None:
-    limits.temperature[row] = sampling.temperature
-    if sampling.top_k:
-        limits.top_k[row] = min(sampling.top_k, limits.top_k[row])
-    limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
-
-
-def _no_experts(model: ModelConfig, config: ExecutorConfig) -> np.ndarray:
-    """Return the array for the experts of the tokens in all pages [P G L K].
-
-    Its pages are those of the pools: what a page holds was computed with them, whichever request
-    has computed it. Without `has_experts` it is empty.
-    """
-    layers = model.num_moe_layers if config.has_experts else 0
-    routed, top_k = (1, 0) if model.moe is None else (model.moe.num_routed, model.moe.top_k)
-    # E itself marks an empty slot.
-    shape = (config.num_pages, config.page_size, layers, top_k)
-    return np.zeros(shape, np.min_scalar_type(routed))

@@ -55,6 +55,8 @@ class StepInputs(NamedTuple):
     """Temperatures and filters [N]."""
     wants_top: Any
     """Whether a request wants the most likely tokens; they are 0 otherwise."""
+    adapters: Int[Any, " T"] | None = None
+    """Number of the adapter of each token, -1 for none; None where there are no adapters."""
 
 
 class StepOutputs(NamedTuple):
@@ -114,6 +116,7 @@ def make_step(
             positions=inputs.positions[None],
             token_mask=inputs.positions[None] >= 0,
             router_state=router_state,
+            context={} if inputs.adapters is None else {"task": inputs.adapters[None]},
             cache={path: mixers[path].paged(pool, inputs.tables) for path, pool in pools.items()},
             has_logits=False,
         )

@@ -26,6 +26,15 @@ Held = dict[str, Any]
 """Pages in host memory [L pages G ...], by path of the stack."""
 
 
+class HeldPages(NamedTuple):
+    """Pages with what the executor keeps beside them."""
+
+    pools: Held
+    """Keys and values."""
+    experts: np.ndarray
+    """Experts of their tokens [pages G L K]."""
+
+
 class Transfers(NamedTuple):
     """Functions of pools and lists of pages; the pools are donated where they are changed."""
 
@@ -87,6 +96,16 @@ def make_transfers(execution: ServedConfig) -> Transfers:
         return pools
 
     return Transfers(copy, to_host, from_host)
+
+
+def num_calls(num_pages: int) -> int:
+    """Return the calls that move a number of pages."""
+    return -(-num_pages // _AT_ONCE)
+
+
+def host_bytes(held: Held) -> int:
+    """Return the bytes of pages in host memory."""
+    return sum(part.nbytes for part in jax.tree.leaves(held))
 
 
 def _in_parts(pages: Sequence[Any]) -> list[Sequence[Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmoe.serve.answers import Ended, Generated
+from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.served import Served
 
 
@@ -53,18 +54,18 @@ class Form(abc.ABC):
     chunk_kind: str
     prefix: str
 
-    def __init__(self, served: Served, num_logprobs: int | None):
+    def __init__(self, served: Served, asked: Asked):
         """Begin the answer to one request.
 
         Args:
             served: The model.
-            num_logprobs: Alternatives of each token; None writes no log-probabilities.
+            asked: The request.
         """
-        self._served, self._num_logprobs = served, num_logprobs
+        self._served, self._num_logprobs = served, asked.num_logprobs
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": served.name,
+            "model": asked.model,
         }
 
     def whole(self, choices: Sequence[Choice], counts: dict[str, Any]) -> dict[str, Any]:

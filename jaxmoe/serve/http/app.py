@@ -116,11 +116,11 @@ class Endpoint:
 
     async def _completions(self, request: Any) -> Any:
         asked = read_completion(await self._body(request), self._served)
-        return await self._answer(request, asked, CompletionForm(self._served, asked.num_logprobs))
+        return await self._answer(request, asked, CompletionForm(self._served, asked))
 
     async def _chat(self, request: Any) -> Any:
         asked = read_chat(await self._body(request), self._served)
-        return await self._answer(request, asked, ChatForm(self._served, asked.num_logprobs))
+        return await self._answer(request, asked, ChatForm(self._served, asked))
 
     async def _body(self, request: Any) -> Any:
         """Return the JSON value of a body.
@@ -167,10 +167,10 @@ class Endpoint:
     async def _models(self, request: Any) -> Any:
         del request
         served = self._served
-        model = {"id": served.name, "object": "model", "created": served.created}
-        length = served.engine.facts.max_length
-        listed = model | {"owned_by": "jaxmoe", "max_model_len": length}
-        return self._json({"object": "list", "data": [listed]})
+        shared = {"object": "model", "created": served.created, "owned_by": "jaxmoe"}
+        shared["max_model_len"] = served.engine.facts.max_length
+        listed = [{"id": name} | shared for name in served.models]
+        return self._json({"object": "list", "data": listed})
 
     async def _health(self, request: Any) -> Any:
         del request

@@ -32,6 +32,8 @@ _MOST_STOPS, _MOST_ANSWERS, _MOST_PROMPTS = 16, 128, 128
 class Asked:
     """One request of a client."""
 
+    model: str
+    """Name of the model, as the client gave it."""
     prompts: tuple[tuple[int, ...], ...]
     """Token ids; each gets `number` answers."""
     number: int
@@ -75,21 +77,22 @@ def read_chat(body: Any, served: Served) -> Asked:
         HTTPError: A field is wrong or not computed, or the model has no chat template.
     """
     fields = Fields(body, CHAT)
-    if served.chat is None:
+    chat = served.chat_of(served.adapter_of(fields.text("model", served.name)))
+    if chat is None:
         raise HTTPError(
             400,
             f"{served.name} was not trained on conversations, and its tokenizer has no"
             " chat_template: use /v1/completions, or start the server with --template chatml",
             code="no_chat_template",
         )
-    prompt = served.chat.prompt(fields.any("messages"))
+    prompt = chat.prompt(fields.any("messages"))
     most = fields.integer("top_logprobs", 0, 0)
     if most and not fields.flag("logprobs"):
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
     given = most if fields.flag("logprobs") else None
     limit = fields.integer("max_completion_tokens", None, 1)
     asked = _asked(fields, served, (prompt,), given, default=limit)
-    ids, texts = served.chat.ends
+    ids, texts = chat.ends
     sampling = dataclasses.replace(asked.sampling, stop_ids=(*asked.sampling.stop_ids, *ids))
     return dataclasses.replace(asked, sampling=sampling, stop=(*asked.stop, *texts))
 
@@ -121,13 +124,7 @@ def _asked(
 ) -> Asked:
     """Return the request; the default number of tokens is what the longest prompt leaves."""
     model = fields.text("model", served.name)
-    if model != served.name:
-        raise HTTPError(
-            404,
-            f"the model {model!r} does not exist: this server has {served.name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    adapter = served.adapter_of(model)
     if num_logprobs is not None and num_logprobs > served.max_logprobs:
         raise wrong(
             "logprobs",
@@ -157,6 +154,7 @@ def _asked(
         num_logprobs=num_logprobs or 0,
     )
     return Asked(
+        model=model,
         prompts=prompts,
         number=fields.integer("n", 1, 1, _MOST_ANSWERS),
         sampling=sampling,
@@ -165,6 +163,7 @@ def _asked(
         has_usage=options.flag("include_usage"),
         num_logprobs=num_logprobs,
         given={
+            "adapter": adapter,
             "session": fields.text("user"),
             "salt": fields.text("cache_salt"),
             "priority": fields.integer("priority", 0, -1000, 1000),

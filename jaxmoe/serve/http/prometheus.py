@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the numbers of an engine in the text format of Prometheus.
 
-Names begin with `jaxmoe_`. Times are quantiles of the last thousand answers, in seconds.
+Names begin with `jaxmoe_`. Times are quantiles of the last thousand answers, in seconds. With
+several instances the numbers of each have a label `instance`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _GAUGES = {
 _COUNTERS = {
     "requests": ("num_submitted", "Requests so far."),
     "preemptions": ("num_preempted", "Times that a request gave its pages back for another."),
+    "requests_moved": ("num_moved", "Requests that went to another instance."),
+    "pages_moved": ("pages_moved", "Pages that were copied to another instance."),
     "steps": ("num_steps", "Steps that devices computed."),
     "tokens_computed": ("tokens_computed", "Tokens that devices computed."),
     "tokens_cached": ("tokens_cached", "Tokens of prompts that were found in the pool."),
@@ -55,22 +58,30 @@ class _Collector:
     """Numbers of one time."""
 
     def __init__(self, served: Served, core: Any):
-        self._metrics, self._load = served.engine.metrics, served.engine.expert_load
-        self._model, self._core = served.name, core
+        engine, name = served.engine, served.name
+        self._load, self._model, self._core = engine.expert_load, name, core
+        self._labels, self._instances = ["model"], [([name], engine.metrics)]
+        if len(engine.instance_metrics) > 1:
+            self._labels = ["model", "instance"]
+            self._instances = [
+                ([name, str(number)], one) for number, one in enumerate(engine.instance_metrics)
+            ]
 
     def collect(self) -> Iterator[Any]:
         """Yield the families."""
         gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
         for family, names in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for name, (field, words) in names.items():
-                found = family(f"jaxmoe_{name}", words, labels=["model"])
-                found.add_metric([self._model], getattr(self._metrics, field))
+                found = family(f"jaxmoe_{name}", words, labels=self._labels)
+                for labels, metrics in self._instances:
+                    found.add_metric(labels, getattr(metrics, field))
                 yield found
         ended = self._core.CounterMetricFamily(
-            "jaxmoe_requests_ended", "Ended requests by reason.", labels=["model", "reason"]
+            "jaxmoe_requests_ended", "Ended requests by reason.", labels=[*self._labels, "reason"]
         )
-        for reason, number in self._metrics.num_ended.items():
-            ended.add_metric([self._model, reason], number)
+        for labels, metrics in self._instances:
+            for reason, number in metrics.num_ended.items():
+                ended.add_metric([*labels, reason], number)
         yield ended
         ratio = self._core.GaugeMetricFamily(
             "jaxmoe_expert_load_ratio",
@@ -82,11 +93,12 @@ class _Collector:
                 ratio.add_metric([str(layer), self._model], float(load.max() / load.mean()))
         yield ratio
         for name, words in _TIMES.items():
-            times = getattr(self._metrics, name)
             found = self._core.GaugeMetricFamily(
-                f"jaxmoe_{name}_seconds", words, labels=["model", "quantile"]
+                f"jaxmoe_{name}_seconds", words, labels=[*self._labels, "quantile"]
             )
-            for quantile in _QUANTILES if times else ():
-                value = float(np.quantile(times, quantile))
-                found.add_metric([self._model, str(quantile)], value)
+            for labels, metrics in self._instances:
+                times = getattr(metrics, name)
+                for quantile in _QUANTILES if times else ():
+                    value = float(np.quantile(times, quantile))
+                    found.add_metric([*labels, str(quantile)], value)
             yield found

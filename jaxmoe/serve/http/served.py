@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -64,10 +64,40 @@ class Served:
     """How it reads conversations; None refuses them."""
     eos_ids: tuple[int, ...] = ()
     """Ids that end every text."""
+    adapters: Mapping[str, ChatFormat | None] = dataclasses.field(default_factory=dict)
+    """How each adapter reads conversations, by its name; its model is called `<name>:<adapter>`."""
     max_logprobs: int = 0
     """Most likely tokens whose log-probabilities may be asked for."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Time of the start, in seconds since 1970."""
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Adapter of each model that a request may name; empty for the model itself."""
+        return {self.name: ""} | {f"{self.name}:{adapter}": adapter for adapter in self.adapters}
+
+    def adapter_of(self, model: str) -> str:
+        """Return the adapter of a model that a request names.
+
+        Args:
+            model: Name of the model.
+
+        Raises:
+            HTTPError: There is no such model.
+        """
+        if model in self.models:
+            return self.models[model]
+        raise HTTPError(
+            404,
+            f"the model {model!r} does not exist: this server has"
+            f" {', '.join(map(repr, self.models))}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def chat_of(self, adapter: str) -> ChatFormat | None:
+        """Return how an adapter reads conversations, or the model itself."""
+        return self.adapters[adapter] or self.chat if adapter else self.chat
 
     def encode(self, text: str, param: str) -> tuple[int, ...]:
         """Return the token ids of a prompt.

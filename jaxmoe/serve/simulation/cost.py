@@ -15,7 +15,10 @@ of FLOPs, bytes and network by their rates, a step the sum of them and a constan
 (NanoFlow, arXiv:2408.12757) compute, memory and network overlap over the whole step, and weights
 are read once per nano-batch. A lane with share s of the device has s of its FLOP/s and, since a
 part of the cores saturates the memory, s / 0.4 of its bandwidth at most all of it (0.4 is an
-assumption). Weights that do not fit into the device are read from host memory, beside the rest.
+assumption). A chip takes idle + (peak - idle) u f^3 watts at a clock of f times the full one, which
+scales its FLOP/s and not its bandwidth; u is the share of the FLOP/s or, if more, half the share of
+the bandwidth that a step reaches (an assumption). Weights that do not fit into the device are read
+from host memory, beside the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from jaxmoe.serve.simulation.sizes import ModelSizes
 
 SATURATION = 0.4
 """Share of the cores that saturates the memory."""
+
+MEMORY_POWER = 0.5
+"""Share of the power above idle that the memory takes at its full bandwidth."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class StepCost:
     seconds: float
     expert_bytes: float
     flops: float
+    watts: float = 0.0
+    """Power above idle of all devices of the instance."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,12 +74,16 @@ class Roofline:
     """Seconds of every step for launching it."""
     memory_efficiency: float = 0.8
     """Share of the memory bandwidth that is reached."""
+    clock: float = 1.0
+    """Clock as a share of the full one."""
     loads: tuple[float, ...] = ()
     """Share of the assignments of each expert; equal when empty."""
 
     def __post_init__(self) -> None:
         if self.num_chips < 1:
             raise ValueError(f"num_chips={self.num_chips} must be at least 1")
+        if not 0 < self.clock <= 1:
+            raise ValueError(f"clock={self.clock} must lie in (0, 1]")
 
     @functools.cached_property
     def weight_bytes(self) -> float:
@@ -110,7 +122,8 @@ class Roofline:
         for operation, is_expert in self._operations(parts):
             operations.append(operation)
             experts += operation.weights * is_expert
-        flops = self.chip.flops * self.chip.efficiency * self.num_chips * min(1.0, share)
+        full = self.chip.flops * self.chip.efficiency * self.num_chips
+        flops = full * self.clock * min(1.0, share)
         bandwidth = self.chip.memory_bandwidth * self.memory_efficiency * self.num_chips
         bandwidth *= min(1.0, share / SATURATION)
         host, link = self.chip.host_bandwidth * self.num_chips, self.chip.link_bandwidth
@@ -129,11 +142,75 @@ class Roofline:
             total = seconds(operations, nano_batches)
         else:
             total = sum(seconds([one], 1) for one in operations)
+        total += self.constant
         return StepCost(
-            self.constant + total,
+            total,
             experts * (1 if nano_batches == 1 else nano_batches),
             sum(one.flops for one in operations),
+            self._watts(operations, total, nano_batches),
         )
+
+    def demands(self, parts: Sequence[Part]) -> tuple[float, float, float]:
+        """Return the numbers that the rates are multiplied with: 1, FLOPs, bytes of memory.
+
+        An operation counts in one of the two, by what takes longer on one device.
+
+        Args:
+            parts: Work of each sequence.
+        """
+        flops, moved = 0.0, 0.0
+        for operation, _ in self._operations(parts):
+            read = operation.weights + operation.other
+            arithmetic = operation.flops / (self.chip.flops * self.chip.efficiency)
+            if arithmetic > read / (self.chip.memory_bandwidth * self.memory_efficiency):
+                flops += operation.flops
+            else:
+                moved += read
+        return 1.0, flops, moved
+
+    @property
+    def idle_watts(self) -> float:
+        """Power of the instance when it waits."""
+        return self.num_chips * self.chip.idle_watts
+
+    def at_clock(self, clock: float) -> Roofline:
+        """Return the costs at a share of the full clock."""
+        return dataclasses.replace(self, clock=clock)
+
+    def on_chips(self, num_chips: int) -> Roofline:
+        """Return the costs of the instance on another number of devices."""
+        return dataclasses.replace(self, num_chips=num_chips)
+
+    def loading_seconds(self) -> float:
+        """Return the seconds until the weights of an instance are read from host memory."""
+        return self.weight_bytes / self.num_chips / self.chip.host_bandwidth
+
+    def resharding_bytes(self, num_chips: int) -> float:
+        """Return the bytes that the busiest device sends or receives for another number of devices.
+
+        Each device holds an equal share of the weights, and keeps what it will hold again. New
+        devices receive their share; what leaving ones held is sent to those that stay.
+
+        Args:
+            num_chips: Devices afterwards.
+        """
+        few, many = sorted((self.num_chips, num_chips))
+        moved = self.weight_bytes * (many - few) / many
+        return moved / min(few, many - few) if moved else 0.0
+
+    def resharding_seconds(self, num_chips: int) -> float:
+        """Return the seconds of a change to another number of devices: bytes / bandwidth."""
+        return self.resharding_bytes(num_chips) / self.chip.link_bandwidth
+
+    def _watts(self, operations: Sequence[Operation], seconds: float, nano_batches: int) -> float:
+        """Return the power above idle during a step."""
+        chip = self.chip
+        flops = chip.flops * chip.efficiency * self.num_chips * self.clock
+        compute = sum(one.flops for one in operations) / (flops * seconds)
+        read = sum(nano_batches * one.weights + one.other for one in operations)
+        memory = read / (chip.memory_bandwidth * self.memory_efficiency * self.num_chips * seconds)
+        busy = min(max(compute, MEMORY_POWER * memory), 1.0)
+        return self.num_chips * (chip.peak_watts - chip.idle_watts) * busy * self.clock**3
 
     def distinct_experts(self, num_tokens: int) -> float:
         """Return the expected number of experts of a layer that some tokens choose.

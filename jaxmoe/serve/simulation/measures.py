@@ -47,6 +47,12 @@ class Measures:
     moves: int = 0
     """Sequences that went to another instance."""
     refused: int = 0
+    copies: int = 0
+    """Copies between device and host memory."""
+    joules_per_token: float = 0.0
+    """Energy of all instances per written token."""
+    instances: int = 0
+    """Instances that took requests at the end."""
 
 
 def latency(one: Sequence) -> tuple[float, float, float]:
@@ -83,6 +89,9 @@ def measure(simulation: Simulation) -> Measures:
         cached=simulation.num_cached,
         moves=simulation.num_moves,
         refused=simulation.refused,
+        copies=simulation.num_copies,
+        joules_per_token=simulation.meter.joules / sum(one.num_written for one in sequences),
+        instances=simulation.fleet.num_open,
     )
 
 

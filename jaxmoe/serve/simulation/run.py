@@ -8,21 +8,26 @@ from a cost model, and the tokens from the workload.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.fleet.fleet import Fleet
+from jaxmoe.serve.fleet.migration import Copy
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.moves import depart, departed, receive, transfer_waiting
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
-from jaxmoe.serve.policies.dispatch import DispatchConfig, FleetView, LeastLoadedConfig
+from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig, Role
+from jaxmoe.serve.policies.retention import RetentionConfig
+from jaxmoe.serve.policies.scaling import FixedConfig, ScalingConfig
 from jaxmoe.serve.requests import End, Event, Result
 from jaxmoe.serve.sequence import Sequence as ServedSequence
 from jaxmoe.serve.simulation.cost import Roofline
+from jaxmoe.serve.simulation.power import PowerMeter
+from jaxmoe.serve.simulation.scaled import FleetScaling
 from jaxmoe.serve.simulation.workload import Arrival
 from jaxmoe.serve.step import Step
 
@@ -43,8 +48,13 @@ class Simulation:
         *,
         num_instances: int = 1,
         dispatch: DispatchConfig | None = None,
+        retention: RetentionConfig | None = None,
+        scaling: ScalingConfig | None = None,
     ):
         batching.check(facts)
+        facts = dataclasses.replace(facts, kv_bytes=float(cost.sizes.kv_bytes))
+        if retention is not None:
+            facts = retention.facts(facts)
         if not batching.traits.needs_partition:
             facts = dataclasses.replace(facts, has_partitions=False)
         dispatch = dispatch or LeastLoadedConfig()
@@ -55,17 +65,20 @@ class Simulation:
         """Sequences that have a whole answer, by request."""
         self.refused = 0
         self.expert_bytes = 0.0
-        self.num_moves = 0
+        self.num_copies = 0
+        """Copies between device and host memory."""
+        self.bytes_swapped = 0.0
         self.busy_seconds = [0.0] * num_instances
-        self._cost = cost
-        self._instances = [Instance(facts, batching.name) for _ in range(num_instances)]
-        self._policies = [batching.build(facts) for _ in range(num_instances)]
-        self._dispatcher, self._roles = dispatch.build(), dispatch.roles(num_instances)
+        self._cost, self.meter = cost, PowerMeter()
+        self.fleet = Fleet(
+            [Instance(facts, batching.name) for _ in range(num_instances)],
+            [batching.build(facts) for _ in range(num_instances)],
+            dispatch,
+        )
+        self.fleet.bandwidth = cost.chip.far_bandwidth
+        self.scaling = FleetScaling(self.fleet, cost, scaling or FixedConfig(), self.meter)
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
         self._followers: dict[int, list[Arrival]] = {}
-        self._targets: dict[int, int] = {}
-        self._moving: collections.Counter[int] = collections.Counter()
-        self._arrived: dict[int, list[tuple[int, ServedSequence]]] = {}
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         for arrival in arrivals:
@@ -73,6 +86,7 @@ class Simulation:
                 self._at(arrival.time, lambda a=arrival: self._arrive(a))
             else:
                 self._followers.setdefault(arrival.after, []).append(arrival)
+        self._decide_later(0.0)
 
     def run(self) -> Simulation:
         """Serve all requests.
@@ -84,81 +98,93 @@ class Simulation:
             self.now = self._events[0][0]
             while self._events and self._events[0][0] == self.now:
                 heapq.heappop(self._events)[2]()
-            for move in self._dispatcher.rebalance(self._fleet()):
-                self._move(move.id, move.source, move.target)
-            for number in range(len(self._instances)):
-                self._receive(number)
+            for copy in self.fleet.balance(self.now):
+                self._at(self.now + self._travel(copy), lambda c=copy: self.fleet.copied(c))
+            for number in range(len(self.fleet.instances)):
                 self._kick(number)
-        left = [i.queues.sequences for i in self._instances if not i.is_idle]
-        if left or any(self._arrived.values()):
-            name = self._instances[0].policy
-            raise RuntimeError(f"policy {name!r} left {sum(map(len, left))} requests unserved")
+            self.scaling.switch_off(self.now)
+        left = sum(len(i.queues.sequences) for i in self.fleet.instances) + len(self.fleet.offered)
+        if left:
+            name = self.fleet.instances[0].policy
+            raise RuntimeError(f"policy {name!r} left {left} requests unserved")
         return self
+
+    @property
+    def seconds_of_roles(self) -> dict[Role, float]:
+        """Seconds of work of the instances of each role."""
+        found: dict[Role, float] = {}
+        for role, seconds in zip(self.fleet.roles, self.busy_seconds, strict=True):
+            found[role] = found.get(role, 0.0) + seconds
+        return found
+
+    @property
+    def num_moves(self) -> int:
+        """Moves between instances that have begun."""
+        return self.fleet.num_moves
 
     @property
     def num_preempted(self) -> int:
         """Preemptions of all instances."""
-        return sum(instance.num_preempted for instance in self._instances)
+        return sum(instance.num_preempted for instance in self.fleet.instances)
 
     @property
     def num_cached(self) -> int:
         """Prompt tokens that were taken from the pool."""
-        return sum(instance.num_cached for instance in self._instances)
+        return sum(instance.num_cached for instance in self.fleet.instances)
 
     @property
     def num_computed(self) -> int:
         """Tokens that were computed."""
-        return sum(instance.num_computed for instance in self._instances)
+        return sum(instance.num_computed for instance in self.fleet.instances)
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), action))
 
-    def _fleet(self) -> FleetView:
-        members = tuple(instance.view(self.now) for instance in self._instances)
-        bound = collections.Counter(self._targets.values()) + self._moving
-        expected = tuple(bound[number] for number in range(len(members)))
-        return FleetView(now=self.now, members=members, roles=self._roles, expected=expected)
-
     def _arrive(self, arrival: Arrival) -> None:
-        request = arrival.request
-        route = self._dispatcher.place(request, self._fleet())
-        if route.decode is not None and route.decode != route.prefill:
-            self._targets[request.id] = route.decode
-        self._note(self._instances[route.prefill].submit(request, self.now))
+        self.scaling.arrived.append(arrival.request)
+        self._note(self.fleet.submit(arrival.request, self.now))
+
+    def _decide(self) -> None:
+        """Let the scaling policy decide, while there is something to serve."""
+        if not self._events:
+            return
+        delay, change = self.scaling.decide(self.now)
+        self._at(self.now + delay, lambda: change(self.now))
+        self._decide_later(self.now)
+
+    def _decide_later(self, now: float) -> None:
+        if math.isfinite(self.scaling.interval):
+            self._at(now + self.scaling.interval, self._decide)
 
     def _kick(self, number: int) -> None:
         """Start what the policy wants of an instance, if a lane is free."""
-        instance = self._instances[number]
-        view = instance.view(self.now)
-        if instance.is_idle or not view.free_lanes:
-            return
-        plan = self._policies[number](view)
+        plan, steps = self.fleet.start(number, self.now)
         if plan.lanes:
             self.plans.append((number, plan))
-        for step in instance.start(plan, self.now):
+        for step in steps:
             parts = [Part(len(w.tokens), w.start, w.layers) for w in step.works]
-            cost = self._cost.cost(parts, share=step.share, nano_batches=step.nano_batches)
-            swapped = sum(swap.num_tokens for swap in (*step.out, *step.back))
-            transfer = swapped * self._cost.sizes.kv_bytes / self._cost.chip.host_bandwidth
+            model = self.scaling.costs[number]
+            cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)
+            transfer = self._swap(step)
+            self.meter.change(self.now, cost.watts)
             self.expert_bytes += cost.expert_bytes
             self.busy_seconds[number] += cost.seconds
-            end = self.now + cost.seconds + transfer
+            off = self.now + cost.seconds
+            self._at(off, lambda watts=cost.watts: self.meter.change(self.now, -watts))
+            end = off + transfer
             self._at(end, lambda n=number, s=step: self._end(n, s))
         if plan.wake is not None and plan.wake > self.now:
             self._at(plan.wake, lambda: None)
 
     def _end(self, number: int, step: Step) -> None:
-        instance = self._instances[number]
+        instance = self.fleet.instances[number]
         live = {work.id: instance.queues.sequences[work.id] for work in step.works}
         results = {
             work.id: Result(self._arrivals[work.id].answer[work.index])
             for work in step.works
             if work.draws
         }
-        self._note(instance.apply(step, results, self.now), live)
-        for id_ in results:
-            if id_ in self._targets and id_ in instance.queues.running:
-                self._move(id_, number, self._targets.pop(id_))
+        self._note(self.fleet.apply(number, step, results, self.now), live)
 
     def _note(self, events: Sequence[Event], live: dict[int, ServedSequence] | None = None) -> None:
         for event in events:
@@ -167,29 +193,27 @@ class Simulation:
                     self.refused += 1
                 else:
                     self.sequences[event.id] = live[event.id]
-                    self._targets.pop(event.id, None)
                 for later in self._followers.pop(event.id, ()):
                     self._at(self.now + later.time, lambda a=later: self._arrive(a))
 
-    def _move(self, id_: int, source: int, target: int) -> None:
-        """Move a sequence; the pages of a running one travel over the slow link."""
-        self.num_moves += 1
-        there = self._instances[source]
-        one = there.queues.sequences[id_]
-        if one.state == "waiting":
-            transfer_waiting(there, self._instances[target], id_)
-            return
-        depart(there, id_)
-        size = one.computed * self._cost.sizes.kv_bytes
-        seconds = self._cost.chip.link_latency + size / self._cost.chip.far_bandwidth
-        pending = self._arrived.setdefault(target, [])
-        self._moving[target] += 1
-        self._at(self.now + seconds, lambda: pending.append((source, one)))
+    def _swap(self, step: Step) -> float:
+        """Return the seconds of the copies between device and host memory."""
+        chip, size = self._cost.chip, self._cost.sizes.kv_bytes
+        swaps = (*step.out, *step.back)
+        page = self.fleet.instances[0].facts.page_size
+        moved = sum(swap.num_tokens - swap.kept * page for swap in swaps) * size
+        copies = sum(swap.num_runs for swap in swaps)
+        self.num_copies += copies
+        self.bytes_swapped += moved
+        return copies * chip.link_latency + moved / chip.host_bandwidth
 
-    def _receive(self, number: int) -> None:
-        """Take in sequences whose pages have arrived, while there is room."""
-        pending = self._arrived.get(number, [])
-        while pending and receive(self._instances[number], pending[0][1]) is not None:
-            source, one = pending.pop(0)
-            self._moving[number] -= 1
-            departed(self._instances[source], one.id)
+    def _travel(self, copy: Copy) -> float:
+        """Return the seconds of a copy over the slow link, which sends one after the other."""
+        instance, chip = self.fleet.instances[copy.move.source], self._cost.chip
+        one = instance.queues.sequences[copy.move.id]
+        first = one.pages.index(copy.pages[0]) * one.page_size
+        tokens = min(len(copy.pages) * one.page_size, one.computed - first)
+        seconds = tokens * self._cost.sizes.kv_bytes / chip.far_bandwidth
+        free, source = self.fleet.links_free, copy.move.source
+        free[source] = max(free[source], self.now) + seconds
+        return free[source] - self.now + chip.link_latency

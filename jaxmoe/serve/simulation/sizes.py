@@ -57,10 +57,7 @@ class ModelSizes:
         num_experts = model.moe.num_experts if model.moe is not None and routed else 0
         moe_layers = sum(kind.feed_forward == model.moe for kind in model.kinds)
         moe_layers = moe_layers if num_experts else 0
-        cached = 0
-        for mixer, layers in collections.Counter(kind.mixer for kind in model.kinds).items():
-            policy = PrecisionPolicy(compute="bfloat16")
-            cached += mixer.cache_bytes_per_token(policy, layers=layers)
+        mixers = collections.Counter(kind.mixer for kind in model.kinds)
         return cls(
             num_layers=model.num_layers,
             embed_dim=model.embed_dim,
@@ -70,9 +67,28 @@ class ModelSizes:
             num_experts=num_experts,
             top_k=model.moe.top_k if model.moe is not None and num_experts else 0,
             moe_layers=moe_layers,
-            kv_bytes=cached,
+            kv_bytes=sum(_kv_bytes(mixer, layers) for mixer, layers in mixers.items()),
             pair_flops=sum(_pair_flops(kind.mixer) for kind in model.kinds),
         )
+
+    def attending(self, mixer: Mixers) -> ModelSizes:
+        """Return the numbers with another kind of attention in all layers.
+
+        Its projections are counted as those of the model.
+
+        Args:
+            mixer: Config of the attention.
+        """
+        return dataclasses.replace(
+            self,
+            kv_bytes=_kv_bytes(mixer, self.num_layers),
+            pair_flops=self.num_layers * _pair_flops(mixer),
+        )
+
+
+def _kv_bytes(mixer: Mixers, layers: int) -> int:
+    """Return the bytes of keys and values of one token in some layers, in bfloat16."""
+    return mixer.cache_bytes_per_token(PrecisionPolicy(compute="bfloat16"), layers=layers)
 
 
 def _pair_flops(mixer: Mixers) -> float:

@@ -11,6 +11,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.layers.view import check_view
 from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
 from jaxmoe.training.gradients import batch_gradients
+from jaxmoe.training.repeated import check_repeated, num_passes
 from jaxmoe.training.state import TrainState
 
 
@@ -23,7 +24,14 @@ class BackpropConfig(Estimator):
     is_backward: ClassVar[bool] = True
 
     def check(self, problem: Problem) -> None:
-        """Refuse probes where a layout or a format has no place for them; see `check_probes`."""
+        """Refuse probes where a layout or a format has no place for them; see `check_probes`.
+        Refuse what an adapter with several passes cannot do; see `check_repeated`."""
+        check_repeated(
+            problem.model,
+            has_skipping=problem.skipping is not None,
+            name=self.name,
+            is_backward=True,
+        )
         if problem.has_probes:
             check_probes(problem)
 
@@ -46,6 +54,12 @@ class BackpropConfig(Estimator):
             first_row=first_row,
         )
         return Estimate(weight, summed, worker_loss)
+
+    def describe(self, problem: Problem) -> str | None:
+        """Return the passes of a step, if the adapter compares several."""
+        if (passes := num_passes(problem.model)) == 1:
+            return None
+        return f"{passes} passes over each row, after as many without a gradient"
 
 
 def check_probes(problem: Problem) -> None:

@@ -26,6 +26,7 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.accumulation import Gradients, MicroBatch, split_rows
 from jaxmoe.training.estimators.base import Problem
 from jaxmoe.training.loss import forward_and_row_nll
+from jaxmoe.training.repeated import check_repeated
 from jaxmoe.training.state import TrainState
 
 
@@ -78,6 +79,7 @@ def check_forward(problem: Problem, name: str) -> None:
             parameters in host memory, layers that are left out, or detailed telemetry.
     """
     execution, start = problem.execution, f"training.gradients:{name} has no backward pass"
+    check_repeated(problem.model, has_skipping=False, name=name, is_backward=False)
     if execution.mesh.stage > 1:
         raise ValueError(
             f"{start} and no pipeline: execution.mesh.stage={execution.mesh.stage} must be 1"

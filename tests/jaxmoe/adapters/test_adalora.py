@@ -95,6 +95,7 @@ class Parameters:
         return self.of.items()
 
 
+@pytest.mark.slow
 def test_scores_and_masks_equal_those_of_peft():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     state, theirs = first_state(drawn(0)), Parameters(torch, drawn(0))

@@ -21,6 +21,7 @@ from jaxmoe.adapters import (
     MixtureOfShardsConfig,
     MultiHeadRoutingConfig,
     QuantisedChoicesConfig,
+    RemixConfig,
     SelectConfig,
     SharedStoreConfig,
     SwitchLoraConfig,
@@ -81,6 +82,7 @@ ADAPTERS = {
     "task_lora": TaskLoraConfig(rank=2, targets=DENSE),
     "lora_mixer": LoraMixerConfig(rank=2, targets=DENSE),
     "multi_head_routing": MultiHeadRoutingConfig(rank=2, splits=2, targets=DENSE),
+    "remix": RemixConfig(rank=2, targets=DENSE),
     "shared_store": SharedStoreConfig(),
 }
 ROUNDED_OR_NEW = ("quantised_choices", "shared_store")

@@ -129,6 +129,7 @@ def trained(config, steps=3, bad=()):
     return states
 
 
+@pytest.mark.slow
 def test_the_average_takes_the_place_of_the_parameters_at_the_end():
     plain, states = trained(None), trained(BalancedAverageConfig(), bad=(2,))
     for number in (0, 1):

@@ -16,11 +16,13 @@ from jaxmoe.adapters import (
     LoraConfig,
     LoraMixerConfig,
     MultiHeadRoutingConfig,
+    RemixConfig,
     TargetsConfig,
     TaskLoraConfig,
     folded,
 )
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.mixing import ADVANTAGE
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import init_params, parameter_table
@@ -45,6 +47,7 @@ MIXED = {
     "multi_head_routing": MultiHeadRoutingConfig(
         members=3, rank=2, tasks=3, splits=2, targets=DENSE
     ),
+    "remix": RemixConfig(members=4, rank=2, targets=DENSE),
 }
 EXECUTIONS = {
     "data2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, tensor=2)),
@@ -74,7 +77,9 @@ def drawn(model):
 def task_batch():
     rows = batch()
     tasks = np.broadcast_to(np.arange(len(rows.tokens))[:, None] % 3, rows.tokens.shape)
-    return dataclasses.replace(rows, extra={"task": np.array(tasks, np.int32)})
+    advantage = np.random.default_rng(3).standard_normal(tasks.shape).astype(np.float32)
+    extra = {"task": np.array(tasks, np.int32), ADVANTAGE: advantage}
+    return dataclasses.replace(rows, extra=extra)
 
 
 def loss_and_gradients(model, execution, params, rows):
@@ -107,6 +112,7 @@ def test_loss_and_gradients_of_mixtures_equal_one_device(name, execution):
         assert float(jnp.abs(gradients[row.path]).max()) > 0, row.path
 
 
+@pytest.mark.slow
 def test_one_member_is_lora():
     """With one addition, of whatever mixture, a model is one with LoRA of the same factors."""
     targets = TargetsConfig(roles=("attention_in", "attention_out"))
@@ -117,7 +123,8 @@ def test_one_member_is_lora():
     ids = jax.random.randint(jax.random.key(2), (2, 6), 0, FULL.vocab_size)
     wanted = forward(lora, ExecutionConfig(), params, ids).logits
     members = (TaskLoraConfig(members=1, **given), MultiHeadRoutingConfig(members=1, **given))
-    for adapter in (*members, LoraMixerConfig(members=1, top_k=1, **given)):
+    routed = (LoraMixerConfig, RemixConfig)
+    for adapter in (*members, *(one(members=1, top_k=1, **given) for one in routed)):
         model, own = adapted(FULL, adapter), {}
         for row in parameter_table(model):
             own[row.path] = jnp.zeros(row.shape)
@@ -127,6 +134,8 @@ def test_one_member_is_lora():
         assert_close(found.logits, wanted, "end_to_end")
 
 
+@pytest.mark.slow
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", MIXED)
 def test_decoding_with_a_mixture_equals_one_pass(name):
     model = adapted(dataclasses.replace(WIDE, num_layers=1), MIXED[name])
@@ -153,6 +162,7 @@ def test_decoding_with_a_mixture_equals_one_pass(name):
         (lambda: LoraMixerConfig(members=2), "top_k=3 must be from 1 to adapter.members=2"),
         (lambda: TaskLoraConfig(task=4), "task=4 must be from 0 to 3"),
         (lambda: MultiHeadRoutingConfig(splits=0), "splits=0 must be at least 1"),
+        (lambda: RemixConfig(draws=1), "draws=1 must be at least 2: the router is trained by"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(make, message):

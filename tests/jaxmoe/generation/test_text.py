@@ -32,6 +32,7 @@ class Numbers:
         return " ".join(map(str, np.asarray(tokens).tolist()))
 
 
+@pytest.mark.slow
 def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     params, seen = init_params(MODEL, jax.random.key(0)), []
     prompts = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]

@@ -95,7 +95,7 @@ MESHES = {
     ),
     "seq4": ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=CONTIGUOUS),
 }
-SHORT = ("seq4",)
+SHORT = ("seq2",)
 ROWS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in MESHES]
 
 

@@ -38,7 +38,9 @@ def loss_and_gradients(execution, params):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), "offload"])
+@pytest.mark.slow
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("remat", ["full", "offload"])
 def test_streamed_layers_have_the_loss_and_gradients_of_others(remat):
     """With a dense layer, routed layers and a residual of three arrays."""
     params = init_params(MODEL, jax.random.key(0))

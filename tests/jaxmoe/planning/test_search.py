@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -67,12 +68,15 @@ def _all_of(plan, mesh):
     return found
 
 
-@pytest.fixture(scope="module")
-def priced():
+FEW = (MeshConfig(stage=2, data=4),)
+
+
+@functools.cache
+def priced(meshes):
     """Arrangement: (seconds, bytes) of each of its plans."""
     plan = plan_of(MODEL, batch_size=32, length=256)
     everything = {}
-    for mesh in MESHES:
+    for mesh in meshes:
         everything |= _all_of(plan, mesh)
     return {
         key: [
@@ -83,31 +87,38 @@ def priced():
     }
 
 
-@pytest.mark.parametrize("share", [0.0, 0.15, 0.4, 1.0])
-def test_search_over_arrangements_equals_brute_force(priced, share):
-    plan = plan_of(MODEL, batch_size=32, length=256)
-    sizes = sorted(need for plans in priced.values() for _, need in plans)
+SHARES = [
+    pytest.param(FEW, 0.15),
+    *(pytest.param(MESHES, share, marks=pytest.mark.slow) for share in (0.0, 0.15, 0.4, 1.0)),
+]
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize(("meshes", "share"), SHARES)
+def test_search_over_arrangements_equals_brute_force(meshes, share):
+    plan, plans_of = plan_of(MODEL, batch_size=32, length=256), priced(meshes)
+    sizes = sorted(need for plans in plans_of.values() for _, need in plans)
     memory = int(sizes[0] + share * (sizes[-1] - sizes[0])) + 1
     chip = dataclasses.replace(CHIPS["cpu"], memory=memory)
     best = [
         min((time for time, need in plans if need <= memory), default=math.inf)
-        for plans in priced.values()
+        for plans in plans_of.values()
     ]
     wanted = sorted(time for time in best if math.isfinite(time))
-    found = search(plan, MESHES, chip, keep=len(priced), space=SPACE)
-    assert found.num_arrangements == len(priced)
+    found = search(plan, meshes, chip, keep=len(plans_of), space=SPACE)
+    assert found.num_arrangements == len(plans_of)
     assert [one.time.step for one in found.fitting] == pytest.approx(wanted)
-    first = search(plan, MESHES, chip, keep=2, space=SPACE)
+    first = search(plan, meshes, chip, keep=2, space=SPACE)
     assert [one.time.step for one in first.fitting] == pytest.approx(wanted[:2])
     assert all(one.time.step <= wanted[0] and one.need > memory for one in first.faster)
 
 
-def test_closest_needs_the_least_of_all(priced):
+def test_closest_needs_the_least_of_all():
     plan = plan_of(MODEL, batch_size=32, length=256)
     chip = dataclasses.replace(CHIPS["cpu"], memory=1)
-    found = search(plan, MESHES, chip, space=SPACE)
+    found = search(plan, FEW, chip, space=SPACE)
     assert not found.fitting and found.closest is not None
-    assert found.closest.need == min(need for plans in priced.values() for _, need in plans)
+    assert found.closest.need == min(need for plans in priced(FEW).values() for _, need in plans)
 
 
 def test_factors_move_the_plan_to_one_that_fits():

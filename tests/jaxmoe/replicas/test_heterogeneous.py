@@ -24,7 +24,9 @@ CONFIG = HeterogeneousConfig(every=3, kept=1024, slow=(0, 2), slow_kept=256)
 ENCODED = ("a", "experts")
 
 
-@pytest.mark.parametrize(("slow", "kept"), [((), 1024), ((0, 1, 2, 3), 256)])
+@pytest.mark.parametrize(
+    ("slow", "kept"), [((), 1024), pytest.param((0, 1, 2, 3), 256, marks=pytest.mark.slow)]
+)
 def test_alike_workers_are_those_of_sparse(slow, kept):
     configs = dataclasses.replace(CONFIG, slow=slow), SparseConfig(every=3, kept=kept)
     states = [wr.train(config, inner=optax.adam(0.03), steps=6) for config in configs]
@@ -63,7 +65,9 @@ def noises():
     }
 
 
-@pytest.mark.parametrize("fields", [{"reduce": "senders"}, {"weights": "tokens"}])
+@pytest.mark.parametrize(
+    "fields", [{"reduce": "senders"}, pytest.param({"weights": "tokens"}, marks=pytest.mark.slow)]
+)
 def test_each_worker_sends_and_remembers_what_its_own_codec_gives(fields):
     config = dataclasses.replace(CONFIG, **fields)
     training = wr.training_of(config)
@@ -90,6 +94,7 @@ def test_each_worker_sends_and_remembers_what_its_own_codec_gives(fields):
         np.testing.assert_allclose(mixed[leaf.path], wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bytes_of_slow_and_fast_workers_are_those_of_the_program():
     training, mesh = wr.training_of(CONFIG), make_mesh(MeshConfig(replica=4), jax.devices()[:4])
     wanted = jax.jit(functools.partial(exchange, training, training.workers))(wr.parameters())

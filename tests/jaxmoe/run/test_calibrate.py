@@ -57,6 +57,7 @@ def measured(fresh):
     return measure_activations(*fresh, 2)
 
 
+@pytest.mark.slow
 def test_planted_outlier_channels_come_first(fresh, measured):
     table = {row.path: channels_shape(row) for row in fresh[0].plan.table}
     wanted = {path: shape for path, shape in table.items() if shape is not None}
@@ -68,6 +69,7 @@ def test_planted_outlier_channels_come_first(fresh, measured):
         assert not (np.sort(order[0][..., :4]) == OUTLIERS).all(), path
 
 
+@pytest.mark.slow
 def test_measurement_is_the_largest_activation(fresh, measured):
     """The first layer's queries read the normed embedding: their largest values are known."""
     assembly, state = fresh
@@ -82,6 +84,7 @@ def test_measurement_is_the_largest_activation(fresh, measured):
     )
 
 
+@pytest.mark.slow
 def test_measurement_is_deterministic(fresh, measured):
     again = measure_activations(*fresh, 2)
     assert all((again[path] == largest).all() for path, largest in measured.items())
@@ -124,6 +127,7 @@ def test_groups_measure_their_own_rows():
     assert_close(out, np.concatenate(products), kind="matmul")
 
 
+@pytest.mark.slow
 def test_expert_without_tokens_takes_over_the_others(fresh, measured):
     """Top-1 of four experts, one of them never chosen: its order is not that of zeros."""
     assembly, state = fresh
@@ -146,6 +150,7 @@ def test_too_few_held_out_batches_are_refused(fresh, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_activations_that_are_not_finite_are_refused(fresh):
     assembly, state = fresh
     params = jax.tree.map(np.array, state.params)

@@ -141,7 +141,7 @@ def test_the_denoiser_is_bayes_by_enumeration():
         np.testing.assert_allclose(np.exp(logits[row, :, :3]), wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("law", ["drawn", "counted"])
+@pytest.mark.parametrize("law", [pytest.param("drawn", marks=pytest.mark.slow), "counted"])
 def test_the_bound_of_a_perfect_denoiser_is_the_entropy(law):
     """Within four standard errors of the mean over rows; and never below what it estimates."""
     rows, denoise = 512, perfect_denoiser(LANGUAGE)
@@ -360,6 +360,7 @@ def test_samples_of_a_perfect_denoiser_have_the_law_of_the_language():
     assert distance < 2 * error
 
 
+@pytest.mark.slow
 def test_documents_and_padding_are_not_seen_without_causality():
     """Two documents packed in a row are what they are alone, in value and gradient."""
     model = dataclasses.replace(MODEL, moe=TINY.moe)

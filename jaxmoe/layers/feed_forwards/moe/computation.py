@@ -31,7 +31,7 @@ from jaxmoe.routing import Extent, Router
 from jaxmoe.routing.balancers import WeightsBalancer, of_weights
 from jaxmoe.routing.telemetry.summary import LOCAL_ASSIGNMENTS
 from pallas_kernels.jax_versions import agreed
-from sharding.assignments import Assignments, own_assignments, own_positions
+from sharding.assignments import Assignments, combine, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
 from sharding.expert_parallel.token_shuffle import TokenOrder, count_local, homes
 
@@ -69,6 +69,8 @@ class LocalInputs:
     """Router logits of the MoE layer before [B S E]; may be absent."""
     expert_device: Any
     """Device with most of the token's experts in the MoE layer before [B S]; may be absent."""
+    outputs: Any
+    """Outputs of the experts by assignment [A D], computed elsewhere; may be absent."""
 
 
 @typing.no_type_check
@@ -137,7 +139,12 @@ class Computation:
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
         order = self._token_order(given) if layout.moves_tokens else None
         dispatch = partial(self._dispatcher(), order=order)
-        y, dropped = dispatch(rows, computed, self._experts(), given.weights)
+        outputs = _given(given.outputs)
+        if outputs is None:
+            y, dropped = dispatch(rows, computed, self._experts(), given.weights)
+        else:
+            y = combine(outputs, computed, tokens.shape[0])
+            dropped = jnp.zeros((moe.num_experts,), jnp.float32)
         if not layout.is_spread:  # equal along axes of one device, which the type must say
             rest = (axis for axis in layout.experts.all if axis not in batch_axes)
             single = tuple(axis for axis in rest if jax.lax.axis_size(axis) == 1)

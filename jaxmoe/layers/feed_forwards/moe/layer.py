@@ -77,7 +77,9 @@ class MoE(nn.Module):
         moe, placement, width = self.moe, self.execution.placement, self.context.embed_dim
         router = moe.build_router(width)
         params = RouterParameters(router, name="router")()
-        weights = Experts(width, moe.num_experts, moe.expert_dim, name="experts")()
+        weights: dict[str, Any] = {}
+        if routing.expert_outputs is None:
+            weights = Experts(width, moe.num_experts, moe.expert_dim, name="experts")()
         free = ZeroComputationExperts(width, moe.zero_computation, name="zero_computation")()
         x = x.astype(self.execution.precision.compute_dtype)
         layout = moe_layout(moe, self.execution)
@@ -161,6 +163,7 @@ class MoE(nn.Module):
             layer=_or_absent(routing.layer),
             previous_logits=_or_absent(routing.previous_logits),
             expert_device=_or_absent(routing.expert_device),
+            outputs=_or_absent(routing.expert_outputs),
         )
         axes = LocalInputs(
             router=_whole(params),
@@ -175,6 +178,7 @@ class MoE(nn.Module):
             layer={} if routing.layer is None else (),
             previous_logits={} if routing.previous_logits is None else (*rows, None),
             expert_device={} if routing.expert_device is None else rows,
+            outputs={} if routing.expert_outputs is None else (None, None),
         )
         return given, axes
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from jaxmoe.serve.facts import Part
 from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.sequence import Sequence
@@ -41,18 +44,27 @@ class FleetView:
 
     now: float
     members: tuple[InstanceView, ...]
+    """Instances that take requests; those that drain are not among them."""
     roles: tuple[Role, ...]
     """What each instance does."""
     expected: tuple[int, ...]
     """Sequences that are placed at each instance and still on their way."""
+    moves: tuple[Move, ...] = ()
+    """Running sequences on their way; until they land the source may go on with them."""
+    backlog: tuple[float, ...] = ()
+    """Seconds until the link of each member has sent what is queued; zeros if not known."""
+    bandwidth: float = math.inf
+    """Bytes per second of a link; infinite if not known."""
 
 
 class Dispatcher(abc.ABC):
     """Places requests; subclasses keep what they need to remember."""
 
     @abc.abstractmethod
-    def place(self, request: Request, fleet: FleetView) -> Route:
-        """Return where a new request is served.
+    def place(self, request: Request, fleet: FleetView) -> Route | None:
+        """Return where a new request is served; None to be asked again when something has ended.
+
+        Later requests wait behind one that has no place.
 
         Args:
             request: Request.
@@ -68,6 +80,16 @@ class Dispatcher(abc.ABC):
         del fleet
         return ()
 
+    def keeps(self, one: Sequence, view: InstanceView) -> bool:
+        """Return whether the pages of a sequence that has ended stay as long as others do.
+
+        Args:
+            one: Sequence with a whole answer.
+            view: Instance that has served it.
+        """
+        del one, view
+        return True
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchConfig(abc.ABC):
@@ -75,10 +97,27 @@ class DispatchConfig(abc.ABC):
 
     name: ClassVar[str]
     traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True)
+    is_measured: ClassVar[bool] = False
+    """Whether `measured` makes use of a run of the same workload."""
 
     @abc.abstractmethod
     def build(self) -> Dispatcher:
         """Return the policy for one fleet."""
+
+    def check(self, *, has_moves: bool) -> None:
+        """Raise if the executors of a fleet lack what the policy needs.
+
+        Args:
+            has_moves: Whether pages can travel between them.
+
+        Raises:
+            ValueError: Names the policy and what is missing.
+        """
+        if self.traits.needs_moves and not has_moves:
+            raise ValueError(
+                f"dispatch={self.name!r} needs pages that travel between instances, which this"
+                " executor does not have: choose another dispatch policy, such as 'least_loaded'"
+            )
 
     def roles(self, num_instances: int) -> tuple[Role, ...]:
         """Return what each instance does; everything by default.
@@ -87,6 +126,15 @@ class DispatchConfig(abc.ABC):
             num_instances: Instances of the fleet.
         """
         return ("both",) * num_instances
+
+    def measured(self, seconds: Mapping[Role, float]) -> DispatchConfig:
+        """Return the policy for a workload of which a run was measured; the same by default.
+
+        Args:
+            seconds: Seconds of work of the instances of each role.
+        """
+        del seconds
+        return self
 
 
 def load(view: InstanceView) -> int:
@@ -104,3 +152,31 @@ def cached_tokens(view: InstanceView, request: Request) -> int:
     size, prompt = view.facts.page_size, request.prompt
     one = Sequence(request=request, order=0, arrived=0.0, page_size=size, tokens=list(prompt))
     return len(view.hits(one)) * size
+
+
+def wait(view: InstanceView, more: int = 0, context: int = 0) -> float:
+    """Return the predicted seconds until an instance has computed its prompts and some tokens.
+
+    Args:
+        view: Instance; without a model of the time of a step a token counts as a second.
+        more: Tokens to compute beyond its own.
+        context: Tokens before them that it has in its pool.
+    """
+    live = (*view.running, *view.busy, *view.waiting)
+    parts = [Part(one.left, one.computed) for one in live]
+    parts += [Part(more, context)] if more else []
+    if view.facts.cost is None:
+        return float(sum(part.count for part in parts))
+    return view.facts.cost.seconds(parts) if parts else 0.0
+
+
+def is_at_rest(view: InstanceView) -> bool:
+    """Return whether an instance has nothing to compute."""
+    return not (view.running or view.busy or view.waiting or view.swapped)
+
+
+def freest(fleet: FleetView, role: Role) -> int:
+    """Return the instance of a role with the fewest sequences, those on their way included."""
+    numbers = [number for number, found in enumerate(fleet.roles) if found == role]
+    running = [view.num_running for view in fleet.members]
+    return min(numbers, key=lambda i: (running[i] + fleet.expected[i], i))

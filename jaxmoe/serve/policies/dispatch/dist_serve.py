@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.policies.dispatch.base import (
     DispatchConfig,
     Dispatcher,
     FleetView,
     Role,
     Route,
+    freest,
     load,
 )
 from jaxmoe.serve.requests import Request
@@ -27,6 +29,7 @@ class DistServeConfig(DispatchConfig):
     """Instances for prompts, and others for answers."""
 
     name: ClassVar[str] = "dist_serve"
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True, needs_moves=True)
 
     prefill: int = 0
     """Instances for prompts; half of them when 0."""
@@ -50,9 +53,7 @@ class _DistServe(Dispatcher):
     def place(self, request: Request, fleet: FleetView) -> Route:
         del request
         prefill = [i for i, role in enumerate(fleet.roles) if role == "prefill"]
-        decode = [i for i, role in enumerate(fleet.roles) if role == "decode"]
-        running = [view.num_running for view in fleet.members]
         return Route(
             min(prefill, key=lambda i: (load(fleet.members[i]), i)),
-            min(decode, key=lambda i: (running[i] + fleet.expected[i], i)),
+            freest(fleet, "decode"),
         )

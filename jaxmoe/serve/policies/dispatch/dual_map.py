@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 from typing import ClassVar
 
-from jaxmoe.serve.facts import Part
 from jaxmoe.serve.policies.dispatch.base import (
     DispatchConfig,
     Dispatcher,
@@ -22,9 +21,9 @@ from jaxmoe.serve.policies.dispatch.base import (
     Move,
     Route,
     cached_tokens,
+    wait,
 )
 from jaxmoe.serve.requests import Request
-from jaxmoe.serve.view import InstanceView
 
 POINTS = 32
 """Places of each instance on the ring."""
@@ -55,9 +54,9 @@ class _DualMap(Dispatcher):
             i: cached_tokens(fleet.members[i], request)
             for i in self.candidates(request, len(fleet.members))
         }
-        first, second = sorted(hits, key=lambda i: (-hits[i], _wait(fleet.members[i], 0), i))
+        first, second = sorted(hits, key=lambda i: (-hits[i], wait(fleet.members[i]), i))
         limit = request.objective.ttft if request.objective else float("inf")
-        waits = {i: _wait(fleet.members[i], len(request.prompt) - hits[i]) for i in hits}
+        waits = {i: wait(fleet.members[i], len(request.prompt) - hits[i]) for i in hits}
         return Route(second if waits[first] > limit and waits[second] < waits[first] else first)
 
     def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
@@ -66,12 +65,11 @@ class _DualMap(Dispatcher):
                 objective = one.request.objective
                 if objective is None or one.num_written or len(fleet.members) < 2:
                     continue
-                (other,) = set(self.candidates(one.request, len(fleet.members))) - {number} or {
-                    number
-                }
+                pair = self.candidates(one.request, len(fleet.members))
+                other = pair[1] if pair[0] == number else pair[0]
                 waited = fleet.now - one.arrived
-                here = waited + _wait(view, 0)
-                there = waited + _wait(fleet.members[other], one.left)
+                here = waited + wait(view)
+                there = waited + wait(fleet.members[other], one.left)
                 if here > objective.ttft and there < min(here, objective.ttft):
                     return (Move(one.id, number, other),)
         return ()
@@ -100,13 +98,3 @@ class _DualMap(Dispatcher):
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-def _wait(view: InstanceView, more: int) -> float:
-    """Return the predicted seconds until an instance has computed its prompts and some tokens."""
-    live = (*view.running, *view.busy, *view.waiting)
-    parts = [Part(one.left, one.computed) for one in live]
-    parts += [Part(more)] if more else []
-    if view.facts.cost is None:
-        return float(sum(part.count for part in parts))
-    return view.facts.cost.seconds(parts) if parts else 0.0

@@ -13,6 +13,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.serve.blocks import num_pages
+from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.policies.dispatch.base import DispatchConfig, Dispatcher, FleetView, Move, Route
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.view import InstanceView
@@ -23,6 +24,7 @@ class LlumnixConfig(DispatchConfig):
     """Freest instance; running requests move there."""
 
     name: ClassVar[str] = "llumnix"
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True, needs_moves=True)
 
     threshold: float = 3.0
     """Freeness below which an instance gives sequences away."""
@@ -49,6 +51,8 @@ class _Llumnix(Dispatcher):
         low, high = freeness(here), freeness(there)
         if low >= self._threshold or source == target:
             return ()
+        if any({move.source, move.target} & {source, target} for move in fleet.moves):
+            return ()  # the free pages change when it lands
         if there.num_running >= there.facts.max_running or there.waiting:
             return ()
         movable = [one for one in here.running if one.left == 1 and one.num_written]

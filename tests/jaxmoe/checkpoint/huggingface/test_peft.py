@@ -15,6 +15,7 @@ from jaxmoe.checkpoint import from_huggingface, to_huggingface
 from jaxmoe.checkpoint.huggingface.peft import write_peft
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.routing import SoftmaxGateConfig, SoftmaxTopKConfig
 from jaxmoe.scaling.initialize import parameter_table
 
 ATTENTION, EXPERTS = ("attention_in", "attention_out"), ("expert_in", "expert_out")
@@ -56,6 +57,19 @@ CASES = {
         ),
     ),
 }
+
+
+_PLAIN = model_of(qk_norm="none")
+assert _PLAIN.moe is not None
+_ROUTER = SoftmaxTopKConfig(softmax="after")
+CASES["Mixtral"] = (
+    dataclasses.replace(
+        _PLAIN, moe=dataclasses.replace(_PLAIN.moe, router=_ROUTER, gate=SoftmaxGateConfig())
+    ),
+    LoraConfig(
+        rank=4, expert_rank=2, targets=TargetsConfig(roles=(*ATTENTION, *EXPERTS, "router"))
+    ),
+)
 
 
 def adapted(model: ModelConfig, adapter: LoraConfig):

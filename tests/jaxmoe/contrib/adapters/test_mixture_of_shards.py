@@ -120,6 +120,7 @@ def test_a_fold_computes_what_the_pools_do():
         ({"private": 2}, "private=2 must be 0 or more and below adapter.equivalent_rank=2"),
         ({"shards": 0}, "shards=0 must be at least 1"),
         ({"shards": 3}, "shards=3 must divide the inputs of"),
+        ({"targets": TargetsConfig(roles=("head",))}, "head lie outside of them: leave them out"),
         (
             {"targets": TargetsConfig(layers=(1,))},
             r"layers=\(1,\) has some of the layers of .*, which share shards",

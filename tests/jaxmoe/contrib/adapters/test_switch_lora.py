@@ -89,6 +89,7 @@ def test_vectors_and_candidates_change_places():
         np.testing.assert_array_equal(*(np.sort(x, axis=0) for x in both))
 
 
+@pytest.mark.slow
 def test_counterparts_lose_their_moments_and_wait_five_steps():
     state = begun(CONFIG)
     after = followed(CONFIG, state)
@@ -109,6 +110,7 @@ def test_counterparts_lose_their_moments_and_wait_five_steps():
     jax.tree.map(np.testing.assert_array_equal, after.params, moved)
 
 
+@pytest.mark.slow
 def test_swaps_come_at_the_rate_that_falls():
     config = dataclasses.replace(CONFIG, rate=0.5, steps=100)
     state = begun(config)

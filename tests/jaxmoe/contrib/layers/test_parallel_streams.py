@@ -71,6 +71,7 @@ def test_one_stream_without_learned_keys_is_the_base_bit_for_bit():
     np.testing.assert_array_equal(found, logits_of(base)(params_of(base), tokens_of()))
 
 
+@pytest.mark.slow
 def test_equal_learned_keys_give_equal_streams():
     """Then the merge changes nothing: all weights sum to 1."""
     params = jax.tree.map(lambda leaf: leaf, params_of())
@@ -136,6 +137,7 @@ def test_weights_are_at_least_the_smoothing_and_sum_to_one():
     assert weights.min() < 0.3 / 3 + 1e-3 and weights.max() > 0.7, "logits are large"
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step_equals_the_whole():
     execution, tokens = ExecutionConfig(), tokens_of()
 

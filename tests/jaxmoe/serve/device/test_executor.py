@@ -12,7 +12,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixers import MambaConfig, SharedKeysConfig
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.routing import CapacityConfig, UniformRandomConfig
-from jaxmoe.serve.device.executor import ExecutorConfig, ModelExecutor
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import page_bytes, why_not_served
 from jaxmoe.serve.device.transfers import make_transfers
 from sharding import MeshConfig, make_mesh

@@ -41,6 +41,23 @@ def test_completions_of_openai(client):
     assert ids.choices[0].text == "cd" and ids.usage.prompt_tokens == 2
 
 
+def test_an_adapter_is_a_model_of_its_own():
+    with serving(adapters={"sql": None}) as (found, _, executor):
+        listed = httpx.get(f"{found}/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["speller", "speller:sql"]
+        asked = {"model": "speller:sql", "prompt": "a", "max_tokens": 1, "seed": 0}
+        answer = httpx.post(f"{found}/v1/completions", json=asked).json()
+        assert answer["model"] == "speller:sql" and answer["choices"][0]["text"] == "b"
+        assert executor.adapters == {"sql"}
+        talk = {"model": "speller:sql", "max_tokens": 1} | {
+            "messages": [{"role": "user", "content": "a"}]
+        }
+        assert httpx.post(f"{found}/v1/chat/completions", json=talk).status_code == 200
+        assert executor.adapters == {"sql"}
+        other = httpx.post(f"{found}/v1/completions", json=asked | {"model": "speller:law"})
+        assert other.status_code == 404 and "'speller:law' does not exist" in other.text
+
+
 def test_log_probabilities(client):
     found = client.completions.create(model="speller", prompt="a", max_tokens=3, seed=0, logprobs=2)
     logprobs = found.choices[0].logprobs
@@ -148,6 +165,20 @@ def test_a_key_is_asked_for():
         assert httpx.get(f"{address}/health").json() == {"status": "ok"}
         assert httpx.get(f"{address}/?key=secret").status_code == 200
         assert httpx.get(f"{address}/stats").status_code == 401
+
+
+def test_metrics_of_each_instance():
+    with serving([Speller(), Speller()]) as (address, _, _):
+        for _ in range(2):
+            asked = {"prompt": "a", "max_tokens": 2}
+            assert httpx.post(f"{address}/v1/completions", json=asked).status_code == 200
+        text = httpx.get(f"{address}/metrics").text
+        stats = httpx.get(f"{address}/stats").json()
+    for number in ("0", "1"):
+        assert f'jaxmoe_pages{{instance="{number}",model="speller"}} 64.0' in text
+        assert f'jaxmoe_requests_moved_total{{instance="{number}",model="speller"}} 0.0' in text
+    assert stats["pages_total"] == 128 and stats["num_submitted"] == 2
+    assert stats["expert_load"] == [[2.0, 6.0], [4.0, 4.0]]
 
 
 def test_a_model_without_template_refuses_chats():

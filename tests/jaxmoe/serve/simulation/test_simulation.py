@@ -12,9 +12,18 @@ from jaxmoe.models.presets import PRESETS
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Instance, Objective, Plan, Request, Sampling
 from jaxmoe.serve.facts import Part
-from jaxmoe.serve.simulation import Arrival, ModelSizes, Roofline, Simulation, measure
+from jaxmoe.serve.simulation import Arrival, ModelSizes, Simulation, measure
 from tests.support.page_executor import answer, serve
-from tests.support.simulated import COST, FACTS, OBJECTIVE, ONE_LANE, SIZES, arrivals, simulated
+from tests.support.simulated import (
+    COST,
+    FACTS,
+    OBJECTIVE,
+    ONE_LANE,
+    SIZES,
+    Ticks,
+    arrivals,
+    simulated,
+)
 
 
 def test_the_sizes_of_a_published_model():
@@ -107,7 +116,7 @@ def test_everything_is_served_and_the_pages_are_free_again(policy):
     given = arrivals(rate=400.0, prefixes=2, prefix_tokens=40)
     simulation = simulated(policy, given, facts={"num_pages": 60, "max_length": 960})
     assert set(simulation.sequences) == set(range(12))
-    for instance in simulation._instances:
+    for instance in simulation.fleet.instances:
         instance.check_pages()
         assert instance.pool.num_free == 60
     for arrival in given:
@@ -123,15 +132,6 @@ def test_later_turns_find_the_earlier_ones_in_the_pool():
             before = next(a for a in given if a.request.id == arrival.after)
             said = len(before.request.prompt) + len(before.answer) - 1
             assert simulation.sequences[arrival.request.id].cached == said // 16 * 16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ticks(Roofline):
-    """Every step takes one second."""
-
-    def cost(self, parts, *, share=1.0, nano_batches=1):
-        found = Roofline.cost(self, parts, share=share, nano_batches=nano_batches)
-        return dataclasses.replace(found, seconds=1.0)
 
 
 @pytest.mark.parametrize("policy", ONE_LANE)
@@ -170,6 +170,6 @@ def test_the_plans_are_those_of_an_executor_on_pages(policy):
 
 def test_a_policy_that_never_plans_is_named():
     simulation = Simulation(arrivals(requests=2), FACTS, BATCHING["split_fuse"](), COST)
-    simulation._policies = [lambda view: Plan()]
+    simulation.fleet._policies = [lambda view: Plan()]
     with pytest.raises(RuntimeError, match="policy 'split_fuse' left 2 requests unserved"):
         simulation.run()

@@ -100,6 +100,7 @@ def test_noise_differs_by_path_layer_and_key():
     assert _largest(one, other) > 1.0
 
 
+@pytest.mark.slow
 def test_step_of_the_model_equals_dense_perturbation():
     """Passes through the view against parameters that are perturbed as a whole."""
     config, problem = SPSAConfig(directions=2), problem_of(TINY)

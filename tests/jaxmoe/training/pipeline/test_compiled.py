@@ -97,6 +97,7 @@ def test_one_activation_is_permuted_for_each_kind_of_work_in_a_tick():
     assert _permuted(InterleavedConfig(), 8) == _expected(InterleavedConfig(), 8)
 
 
+@pytest.mark.slow
 def test_no_collective_has_the_size_of_logits():
     """Those of a chunk exist at one time; gradients of parameters are larger."""
     found = collectives(_compiled(InterleavedConfig(), 8).as_text())
@@ -104,6 +105,7 @@ def test_no_collective_has_the_size_of_logits():
     assert LOGITS not in sizes and max(sizes) < CHUNKS * LOGITS
 
 
+@pytest.mark.slow
 def test_gradients_of_head_and_embedding_are_reduced_once_for_a_micro_batch():
     """A branch counts in each turn of its loop: once in each tick, for any chunks of the loss."""
     found = collectives(_compiled(InterleavedConfig(), 8).as_text())
@@ -172,12 +174,13 @@ def _executed(pipeline, stages, parts):
     return [one for one in found if not one.sizes & vocabulary], head
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("pipeline", "stages", "parts"),
     [
         (InterleavedConfig(), 4, 8),
-        (InterleavedConfig(chunks=2), 2, 4),
-        (GPipeConfig(), 4, 6),
+        pytest.param(InterleavedConfig(chunks=2), 2, 4, marks=pytest.mark.slow),
+        pytest.param(GPipeConfig(), 4, 6, marks=pytest.mark.slow),
         pytest.param(InterleavedConfig(weight_gradients="deferred"), 4, 8, marks=pytest.mark.slow),
     ],
     ids=["1f1b", "two chunks", "gpipe", "deferred"],
@@ -201,6 +204,7 @@ def test_executed_products_are_those_of_the_schedule(pipeline, stages, parts):
     assert (plan_slots(schedule).leaves[0] >= 0).sum() == parts, "executions of that branch"
 
 
+@pytest.mark.slow
 def test_products_without_stages_are_those_of_one_backward_pass():
     """So that a stage executes 1 + bubble times its part of them and of one more forward pass."""
     layers, head = _executed(InterleavedConfig(), 1, 8)

@@ -70,12 +70,11 @@ def _method(name):
     return dataclasses.replace(FOUR, moe=dataclasses.replace(FOUR.moe, **METHODS[name].parts()))
 
 
-FAST = {
+FAST = {"interleaved": Row(mesh=MeshConfig(stage=2, data=2))}
+SLOW = {
     "interleaved, dense first": Row(
         model=DENSE_FIRST, mesh=MeshConfig(stage=2, data=2, tensor=2), form="two_pass"
     ),
-}
-SLOW = {
     "two chunks": Row(
         parts=2,
         mesh=MeshConfig(stage=2, data=2, expert=2),
@@ -238,6 +237,8 @@ def test_a_forward_pass_of_all_layers_is_refused_on_stages():
         Transformer(FOUR, execution).apply({"params": one_step.params_of(FOUR)}, tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("capacity", "parts"), [(None, 4), (CapacityConfig(factor=1.0), 1)], ids=["parts", "whole"]
 )

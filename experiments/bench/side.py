@@ -1,0 +1,113 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the sides of a comparison, each in a process of its own, so that thread pools stay apart.
+
+A side reads one JSON line with what it is given, prints one with its facts, and answers each
+further line with one JSON line: the seconds of a step, its result, and the peak of the process's
+resident memory, bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from experiments.cli.process import keep_freed_memory
+
+
+class Side(Protocol):
+    """One library in a comparison."""
+
+    facts: dict[str, Any]
+    """What is known before the first step."""
+
+    def step(self, number: int) -> tuple[float, Any]:
+        """Return the seconds of one step, and its result.
+
+        Args:
+            number: Number of the step, from 0.
+        """
+        ...
+
+
+class SideProcess:
+    """A side that runs in a process.
+
+    Args:
+        module: Module that calls `answer_requests`.
+        given: What the side is given.
+        python: Interpreter; this one when None.
+        needs: What to do where the side does not start, for the message.
+
+    Raises:
+        ValueError: It does not start.
+    """
+
+    def __init__(self, module: str, given: dict[str, Any], *, python: str | None, needs: str):
+        self._module, self._needs = module, needs
+        self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
+        self._process = subprocess.Popen(
+            [python or sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+        )
+        self.facts: dict[str, Any] = self._ask(json.dumps(given))
+        self.results: list[Any] = []
+        self.peak_bytes = 0
+
+    def step(self) -> float:
+        """Return the seconds of one step; its result is added to `results`."""
+        seconds, result, self.peak_bytes = self._ask("step")
+        self.results.append(result)
+        return seconds
+
+    def close(self) -> None:
+        """Stop the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._complaints.close()
+
+    def _ask(self, line: str) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as the empty answer tells
+            stdin.write(line + "\n")
+            stdin.flush()
+        answer = stdout.readline()
+        if not answer:
+            self._process.wait()
+            self._complaints.seek(0)
+            last = self._complaints.read().strip().splitlines()[-1:]
+            self.close()
+            raise ValueError(
+                f"{self._module} did not run: {' '.join(last) or 'it ended'}. {self._needs}"
+            )
+        return json.loads(answer)
+
+
+def peak_bytes() -> int:
+    """Return the peak of the resident memory of this process."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def answer_requests(side_class: Callable[[dict[str, Any]], Side]) -> None:
+    """Answer requests until the input ends.
+
+    Args:
+        side_class: Class of the side, called with what the first line holds.
+    """
+    keep_freed_memory()
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not an answer
+    side = side_class(json.loads(sys.stdin.readline()))
+    print(json.dumps({**side.facts, "loaded_bytes": peak_bytes()}), file=answers, flush=True)
+    for number, _ in enumerate(sys.stdin):
+        print(json.dumps([*side.step(number), peak_bytes()]), file=answers, flush=True)

@@ -1,0 +1,117 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Puts several LoRA adapters of one model side by side, one of them for each token.
+
+The factors of n adapters become those of `TaskLoraConfig`: smaller ranks are padded with zeros, a
+matrix that an adapter leaves alone has zeros, and the scale of each adapter is multiplied into its
+B. A token of task -1 has the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import traverse_util
+
+from jaxmoe.adapters.base import Adapter, TargetsConfig
+from jaxmoe.adapters.fold import is_factor
+from jaxmoe.adapters.mixed import MIXED_ROLES
+from jaxmoe.adapters.task_lora import TaskLoraConfig
+from jaxmoe.declarations import FACTORS
+
+
+def check_together(name: str, adapter: Adapter | None) -> None:
+    """Refuse an adapter that cannot stand beside others.
+
+    Args:
+        name: Name of the adapter.
+        adapter: Config of the adapter; None where a model has none.
+
+    Raises:
+        ValueError: It is no LoRA, or adapts matrices of experts or of the whole model.
+    """
+    way = "serve this run alone, or fold it (experiments.checkpoint convert --fold True)"
+    if adapter is None:
+        raise ValueError(f"adapters: {name} names a run without an adapter: name one of finetune")
+    if not adapter.has_factors or adapter.has_after_step or adapter.moves_base:
+        raise ValueError(
+            f"adapters: {name} has adapter:{adapter.name}, and several adapters are served together"
+            f" if all are adapter:lora: {way}"
+        )
+    targets: Any = adapter
+    if other := [role for role in targets.targets.roles if role not in MIXED_ROLES]:
+        raise ValueError(
+            f"adapters: {name} adapts {' and '.join(other)}, and what differs from token to token"
+            f" can be added to {', '.join(MIXED_ROLES)}: {way}"
+        )
+
+
+def together(params: Any, given: Mapping[str, tuple[Adapter, Any]]) -> tuple[TaskLoraConfig, Any]:
+    """Return the adapter of all, and the parameters of the model with it.
+
+    Args:
+        params: Parameters of the model, nested dicts.
+        given: Config and parameters of each adapter by name, those of `params` or without them;
+            task i is the i-th.
+
+    Raises:
+        ValueError: See `check_together`.
+    """
+    for name, (adapter, _) in given.items():
+        check_together(name, adapter)
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+    owns: list[dict[str, Any]] = [
+        {path: np.asarray(value) for path, value in _flat(own).items() if is_factor(path)}
+        for _, own in given.values()
+    ]
+    paths = sorted({p.removesuffix(":down") for own in owns for p in own if p.endswith(":down")})
+    rank = max(own[path].shape[-1] for own in owns for path in own if path.endswith(":down"))
+    for path in paths:
+        flat |= _stacked(path, flat[path].ndim, owns, rank)
+    configs: list[Any] = [adapter for adapter, _ in given.values()]
+    roles = tuple(dict.fromkeys(role for one in configs for role in one.targets.roles))
+    config = TaskLoraConfig(
+        members=len(given), rank=rank, task=-1, targets=TargetsConfig(roles=roles)
+    )
+    return config, traverse_util.unflatten_dict(flat, sep="/")
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return traverse_util.flatten_dict(tree, sep="/")
+
+
+def _stacked(path: str, ndim: int, owns: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Return the factors of all adapters for one matrix.
+
+    Args:
+        path: Matrix.
+        ndim: Its number of dimensions, those of layers included.
+        owns: Factors of each adapter.
+        rank: Inner width of the result.
+    """
+    names = [f"{path}:{factor}" for factor in FACTORS]
+    some = next(tuple(own[name] for name in names) for own in owns if names[0] in own)
+    batch = some[0].ndim + some[1].ndim - 2 - ndim
+    downs, ups = [], []
+    for own in owns:
+        down, up, scale = (own.get(name) for name in names)
+        if down is None or up is None or scale is None:
+            down, up, scale = (np.zeros_like(one) for one in some)
+        up = up * scale.reshape(scale.shape + (1,) * (up.ndim - scale.ndim))
+        downs.append(_padded(down, down.ndim - 1, rank))
+        ups.append(_padded(up, batch, rank))
+    return {
+        f"{path}:downs": np.stack(downs, axis=-2),
+        f"{path}:ups": np.stack(ups, axis=batch),
+        f"{path}:scale": np.ones_like(some[2]),
+    }
+
+
+def _padded(factor: np.ndarray, axis: int, rank: int) -> np.ndarray:
+    """Return a factor with zeros up to the inner width."""
+    if factor.shape[axis] == rank:
+        return factor
+    shape = (*factor.shape[:axis], rank - factor.shape[axis], *factor.shape[axis + 1 :])
+    return np.concatenate([factor, np.zeros(shape, factor.dtype)], axis)

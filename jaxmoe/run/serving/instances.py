@@ -1,0 +1,92 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lays the instances of a served model out on groups of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxmoe.execution import ExecutionConfig, ServedConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.executor import ModelExecutor
+from jaxmoe.serve.device.resharding import replicated_on, weights_on
+from sharding.mesh import MeshConfig, make_mesh
+
+Devices = Sequence[Any]
+"""Devices of one instance."""
+
+
+def device_groups(number: int, mesh: MeshConfig | None, devices: Devices = ()) -> list[Devices]:
+    """Return the devices of each instance: others for each, or the same where they are too few.
+
+    Args:
+        number: Instances.
+        mesh: Mesh of each; one device when None.
+        devices: Devices to divide; those of this process when empty.
+
+    Raises:
+        ValueError: There are enough for several instances and not for all, or a size is open.
+    """
+    given = list(devices) or jax.devices()
+    if number == 1:
+        return [given]
+    sizes = () if mesh is None else mesh.sizes
+    if -1 in sizes:
+        raise ValueError(
+            f"engine.instances={number} need the sizes of run.mesh, of which one is -1: give the"
+            " number of devices of one instance"
+        )
+    size = math.prod(sizes)
+    if len(given) < 2 * size:
+        return [given[:size]] * number
+    if len(given) < number * size:
+        raise ValueError(
+            f"engine.instances={number} x {size} devices (run.mesh) need {number * size} devices,"
+            f" there are {len(given)}: set engine.instances to at most {len(given) // size}"
+        )
+    return [given[size * one : size * (one + 1)] for one in range(number)]
+
+
+def executors_on(
+    groups: Sequence[Devices],
+    model: ModelConfig,
+    params: Any,
+    router_state: Any,
+    *,
+    config: ExecutorConfig,
+    execution: ExecutionConfig,
+    mesh: MeshConfig | None,
+) -> list[ModelExecutor]:
+    """Return an executor of the same weights on each group of devices.
+
+    Args:
+        groups: Devices of each instance.
+        model: Model of the weights.
+        params: Weights, on any devices.
+        router_state: State of the routers.
+        config: Sizes of each executor.
+        execution: How the model is computed.
+        mesh: Mesh of each instance; one device when None.
+
+    Raises:
+        ValueError: Quantised weights are to be laid out on meshes.
+    """
+    params, routers = jax.device_get((params, router_state))
+    if mesh is None or math.prod(mesh.sizes) == 1:
+        held = {device: jax.device_put(params, device) for device in {one[0] for one in groups}}
+        given: dict[str, Any] = {"config": config, "execution": execution}
+        return [ModelExecutor(model, held[one[0]], routers, **given) for one in groups]
+    execution = dataclasses.replace(execution, mesh=mesh)
+    found = []
+    for devices in groups:
+        own = make_mesh(mesh, devices)
+        given = {"config": config, "execution": execution, "mesh": own}
+        laid_out = weights_on(model, params, ServedConfig.of(execution), own)
+        found.append(ModelExecutor(model, laid_out, replicated_on(routers, own), **given))
+    return found

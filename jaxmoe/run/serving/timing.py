@@ -1,0 +1,106 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the compiled steps of a run's model here, as a cost model of the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+from typing import Any, Literal
+
+import jax
+
+from jaxmoe.planning.attached import attached_chip
+from jaxmoe.run.serving.open import EngineSizesConfig, open_executors
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.simulation import ModelSizes, Roofline
+from jaxmoe.serve.simulation.measured import Fit, TableCost, Timing, fit_rates, measure_steps
+
+_MOST_WAITING = 2**20
+
+CostSource = Literal["auto", "roofline", "table", "fit"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """Cost model and sizes of an instance that serves a run here."""
+
+    name: str
+    """Name of the run and kind of device."""
+    cost: Roofline
+    facts: Facts
+    about: str
+    """Lines on what was measured, and which times are used."""
+    summary: dict[str, Any]
+    """The same for `summary.json`."""
+
+
+def measure_run(
+    path: str, sizes: EngineSizesConfig, repeats: int, source: CostSource = "auto"
+) -> MeasuredRun:
+    """Compile the steps of a run's model and time them.
+
+    Args:
+        path: Run directory.
+        sizes: Sizes of the engine.
+        repeats: Steps of each shape that are timed.
+        source: Which times the cost model takes; "auto" is the table on a CPU, else the fit.
+
+    Raises:
+        ValueError: The run cannot be served, or too few shapes are compiled for a fit.
+    """
+    opened = open_executors(path, dataclasses.replace(sizes, instances=1))
+    executor, assembly = opened.executors[0], opened.assembly
+    timings = measure_steps(executor, executor.config, repeats)
+    platform = jax.default_backend()
+    if source == "auto":
+        source = "table" if platform == "cpu" else "fit"
+    # Nominal rates are replaced by the fitted ones, where there are any.
+    chip = attached_chip(jax.local_devices()[0])
+    nominal = Roofline(sizes=ModelSizes.of(assembly.plan.model), chip=chip)
+    is_needed = source == "fit"
+    has_fit = is_needed or (len(timings) >= 4 and importlib.util.find_spec("scipy") is not None)
+    fit = fit_rates(timings, nominal) if has_fit else None
+    cost = fit.cost if fit is not None and source != "roofline" else nominal
+    if source == "table":
+        cost = TableCost.of(executor.config.shapes, timings, cost)
+    facts = dataclasses.replace(executor.facts(max_waiting=_MOST_WAITING), cost=cost)
+    return MeasuredRun(
+        name=f"{pathlib.Path(path).resolve().name} on {platform}",
+        cost=cost,
+        facts=facts,
+        about=_describe(timings, fit, source, platform),
+        summary={
+            "cost": source,
+            "platform": platform,
+            "shapes": [dataclasses.asdict(one) for one in timings],
+            "fit": fit and _rates(fit),
+        },
+    )
+
+
+def _rates(fit: Fit) -> dict[str, float]:
+    chip = fit.cost.chip
+    found = {"flops": chip.flops, "memory_bandwidth": chip.memory_bandwidth}
+    return found | {"constant": fit.cost.constant, "error": fit.error}
+
+
+def _describe(timings: list[Timing], fit: Fit | None, source: str, platform: str) -> str:
+    """Return a line for each shape, one on the fit, and one on the times that are used."""
+    lines = []
+    for one in timings:
+        number, length = one.pieces
+        pieces = f" + {number}x{length}" if number else ""
+        shape = f"{one.singles}x1{pieces}, context {one.context_length}"
+        lines.append(f"  {shape}: {1e3 * one.seconds:.2f} ms")
+    if fit is not None:
+        rates = _rates(fit)
+        lines.append(
+            f"  fitted: {rates['flops']:.3g} FLOP/s, {rates['memory_bandwidth']:.3g} bytes/s,"
+            f" {1e3 * rates['constant']:.3g} ms a step; median error on a shape left out"
+            f" {fit.error:.1%}"
+        )
+    names = {"table": "of its shape", "fit": "by the fitted rates", "roofline": "by nominal rates"}
+    head = f"{len(timings)} compiled shapes on {platform}; a step takes the time {names[source]}:"
+    return "\n".join([head, *lines])

@@ -1,0 +1,90 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lays weights and pages out on another mesh, and counts the bytes that travel for it.
+
+Source: ElasticMoE (arXiv:2510.02613): an instance grows and shrinks while it serves; a device keeps
+what it has of its new part and receives the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.execution import ServedConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.scaling.initialize import parameter_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Resharding:
+    """What a change of the mesh has cost."""
+
+    weight_bytes: int
+    """Bytes of weights that devices received, before the pause."""
+    page_bytes: int
+    """Bytes of pages that devices received, between two steps."""
+    seconds: float
+    """Time between the two steps."""
+
+
+def weights_on(model: ModelConfig, params: Any, execution: ServedConfig, mesh: Any) -> Any:
+    """Return the parameters laid out on a mesh, wherever they are.
+
+    Args:
+        model: Model of the parameters.
+        params: Nested dict of floating-point arrays.
+        execution: Rules of the mesh.
+        mesh: Mesh to lay them out on.
+
+    Raises:
+        ValueError: They are quantised.
+    """
+    if (weights := execution.precision.weights) != "floating":
+        raise ValueError(
+            f"execution.precision.weights={weights!r} stay on the mesh on which they were"
+            " quantised: serve floating-point weights, or one instance on one mesh"
+        )
+    table = parameter_table(model, rules=execution.axis_rules)
+    return jax.device_put(params, table.tree(lambda row: NamedSharding(mesh, row.spec)))
+
+
+def replicated_on(tree: Any, mesh: Any) -> Any:
+    """Return a tree of small arrays, whole on every device of a mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def received_bytes(before: Any, after: Any) -> int:
+    """Return the bytes that devices have of the second tree and had not of the first.
+
+    Args:
+        before: Tree of arrays.
+        after: The same arrays, laid out differently.
+    """
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return sum(_received(old, new) for old, new in pairs)
+
+
+def _received(old: Any, new: Any) -> int:
+    shape = new.shape
+    held = old.sharding.devices_indices_map(shape)
+    total = 0
+    for device, wanted in new.sharding.devices_indices_map(shape).items():
+        total += _size(wanted, shape)
+        if device in held:
+            total -= _size(map(_overlap, wanted, held[device], shape), shape)
+    return total * new.dtype.itemsize
+
+
+def _overlap(one: slice, other: slice, size: int) -> slice:
+    (first, end, _), (start, stop, _) = one.indices(size), other.indices(size)
+    first, end = max(first, start), min(end, stop)
+    return slice(first, max(first, end))
+
+
+def _size(index: Any, shape: tuple[int, ...]) -> int:
+    return math.prod(len(range(*one.indices(n))) for one, n in zip(index, shape, strict=True))

@@ -1,0 +1,51 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a step: how each request is sampled, and what it gets of the outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.models.sampling import Limits
+from jaxmoe.serve.device.step import StepOutputs
+from jaxmoe.serve.requests import Result, Sampling
+from jaxmoe.serve.step import Work
+
+
+def no_limits(rows: int, vocab_size: int) -> Limits:
+    """Return greedy sampling without filters for all rows."""
+    return Limits(
+        temperature=np.zeros(rows, np.float32),
+        top_k=np.full(rows, vocab_size, np.int32),
+        top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
+    )
+
+
+def set_limits(limits: Any, row: int, sampling: Sampling) -> None:
+    """Write how a request is sampled into its row, in place."""
+    limits.temperature[row] = sampling.temperature
+    if sampling.top_k:
+        limits.top_k[row] = min(sampling.top_k, limits.top_k[row])
+    limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
+
+
+def result_of(found: StepOutputs, work: Work, row: int, experts: np.ndarray | None) -> Result:
+    """Return what a request has asked for of its row.
+
+    Args:
+        found: Outputs of the step.
+        work: Part of the request.
+        row: Its row.
+        experts: Experts to return [tokens L K]; None without any.
+    """
+    number = work.sampling.num_logprobs
+    ids, logprobs = found.top_ids[row, :number], found.top_logprobs[row, :number]
+    return Result(
+        token=int(found.tokens[row]),
+        logprob=float(found.logprobs[row]),
+        alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
+        experts=experts,
+    )

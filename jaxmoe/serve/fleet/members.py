@@ -1,0 +1,263 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Executes steps and copies of a fleet: a thread for each executor, which keeps their order.
+
+Results come back through `post`, which runs a function in the thread that owns the fleet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
+
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.fleet.fleet import Fleet
+from jaxmoe.serve.fleet.migration import Copy
+from jaxmoe.serve.instance import Instance
+from jaxmoe.serve.metrics import EngineMetrics, Meter
+from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
+from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
+from jaxmoe.serve.requests import Event, Request, Result, Token
+from jaxmoe.serve.step import Step
+
+_THREAD = "jaxmoe-engine-executor"
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """What an engine needs of an executor; `jaxmoe.serve.device.executor.ModelExecutor` is one."""
+
+    def facts(self, *, max_waiting: int) -> Facts:
+        """Return the sizes of the instance."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the executor cannot compute a request."""
+        ...
+
+    def run(self, step: Step) -> dict[int, Result]:
+        """Compute a step and return the drawn tokens by request."""
+        ...
+
+    def reset(self) -> None:
+        """Begin with empty pages, after a step that failed."""
+        ...
+
+    def expert_load(self) -> Any:
+        """Return the tokens that each expert of each MoE layer has got [L E]; None without any."""
+        ...
+
+
+@runtime_checkable
+class PageMover(Protocol):
+    """What a dispatch policy that moves sequences needs of the executors beside."""
+
+    def read_pages(self, pages: Sequence[int]) -> Any:
+        """Return the content of some pages, in host memory."""
+        ...
+
+    def write_pages(self, pages: Sequence[int], held: Any) -> None:
+        """Write what `read_pages` of another executor has returned."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How requests are queued and batched."""
+
+    batching: BatchingUnion = SplitFuseConfig()
+    """What a step computes."""
+    dispatch: DispatchUnion = LeastLoadedConfig()
+    """Which instance serves a request, where there are several."""
+    max_waiting: int = 256
+    """Requests in the queue of an instance at most; further ones are refused."""
+    shares_prefixes: bool = True
+    """Whether requests of one tenant share the pages of equal beginnings."""
+
+    def __post_init__(self):
+        if self.max_waiting < 1:
+            raise ValueError(f"max_waiting={self.max_waiting} must be at least 1")
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class Member:
+    """One instance with what executes and counts its steps."""
+
+    number: int
+    """Place in the fleet."""
+    instance: Instance
+    executor: Any
+    thread: ThreadPoolExecutor
+    """The one thread that calls the executor, in the order of the calls."""
+    meter: Meter = dataclasses.field(default_factory=Meter)
+    metrics: EngineMetrics = EngineMetrics()
+    """Numbers after the last step."""
+
+    @classmethod
+    def of(cls, number: int, executor: Executor, config: EngineConfig) -> Member:
+        """Return an instance of an executor, without requests.
+
+        Args:
+            number: Place in the fleet.
+            executor: Computes its steps.
+            config: Queue and batching.
+        """
+        facts = executor.facts(max_waiting=config.max_waiting)
+        config.batching.check(facts)
+        config.dispatch.check(has_moves=isinstance(executor, PageMover))
+        return cls(
+            number=number,
+            instance=Instance(facts, config.batching.name, has_sharing=config.shares_prefixes),
+            executor=executor,
+            thread=ThreadPoolExecutor(1, thread_name_prefix=_THREAD),
+        )
+
+
+Publish = Callable[[Iterable[Event], Member], None]
+"""Takes the events of an instance."""
+
+
+class Members:
+    """A fleet with its executors; all methods belong to one thread."""
+
+    def __init__(
+        self,
+        executors: Sequence[Executor],
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], None],
+        publish: Publish,
+    ):
+        """Make the instances, and a thread for each executor.
+
+        Args:
+            executors: Executor of each instance, all with the same model.
+            config: Queue, batching and dispatch.
+            clock: Seconds for the policies.
+            post: Runs a function later in the thread that owns the fleet.
+            publish: Takes new tokens and ended streams.
+
+        Raises:
+            ValueError: A policy needs what an executor lacks, or other instances.
+        """
+        self.all = [Member.of(number, one, config) for number, one in enumerate(executors)]
+        instances = [member.instance for member in self.all]
+        policies = [config.batching.build(instance.facts) for instance in instances]
+        self.fleet = Fleet(instances, policies, config.dispatch)
+        self.num_flying = 0
+        """Calls of executors that have not ended."""
+        self._clock, self._post, self._publish = clock, post, publish
+        self.measure()
+
+    def turn(self, note: Callable[[Instance, Step], None]) -> float | None:
+        """Let moves go on and start what the policies want.
+
+        Args:
+            note: Called with each step that starts.
+
+        Returns:
+            Seconds until the next turn if nothing happens before; None waits for ever.
+        """
+        for copy in self.fleet.balance(self._clock()):
+            self._copy(copy)
+        wakes = [self._start(member, note) for member in self.all]
+        return min((wake for wake in wakes if wake is not None), default=None)
+
+    def measure(self, *members: Member) -> None:
+        """Renew the numbers of some instances, or of all."""
+        for member in members or self.all:
+            number = self.fleet.pages_copied[member.number]
+            now = time.monotonic()
+            member.metrics = member.meter.metrics(member.instance, now, pages_moved=number)
+
+    def exchange(self, number: int, executor: Any, done: Future[Any]) -> None:
+        """Let another executor take over the pages of an instance, after the step that runs.
+
+        Args:
+            number: Instance.
+            executor: Executor with a method `adopt`.
+            done: Gets what that method returns, or raises.
+        """
+        if not done.set_running_or_notify_cancel():
+            return
+        member = self.all[number]
+        adopting = member.thread.submit(executor.adopt, member.executor)
+        if (error := adopting.exception()) is not None:
+            done.set_exception(error)
+            return
+        member.executor = executor
+        done.set_result(adopting.result())
+
+    def close(self) -> None:
+        """End the threads."""
+        for member in self.all:
+            member.thread.shutdown()
+
+    def _start(self, member: Member, note: Callable[[Instance, Step], None]) -> float | None:
+        plan, steps = self.fleet.start(member.number, self._clock())
+        for step in steps:
+            note(member.instance, step)
+            self._call(member, member.executor.run, step, then=self._finished(member, step))
+        if steps:
+            self.measure(member)
+        elif plan.admit or plan.evict or plan.restore:
+            return 0.0
+        # While there is a rate, the numbers are renewed until it has fallen to 0.
+        rest = [1.0] if member.metrics.tokens_per_second else []
+        rest += [] if plan.wake is None else [max(plan.wake - self._clock(), 0.0)]
+        return min(rest, default=None)
+
+    def _call(self, member: Member, function: Any, *given: Any, then: Any) -> None:
+        """Call a function of an executor in its thread, and then `then` with its future in ours."""
+
+        def end(done: Future[Any]) -> None:
+            self.num_flying -= 1
+            then(done)
+
+        self.num_flying += 1
+        future = member.thread.submit(function, *given)
+        future.add_done_callback(lambda done: self._post(lambda: end(done)))
+
+    def _finished(self, member: Member, step: Step) -> Callable[[Future[Any]], None]:
+        """Return what takes over a step; an error ends all streams of its instance."""
+
+        def finish(done: Future[Any]) -> None:
+            if member.instance.flying.get(step.number) is not step:
+                return  # another lane has failed
+            if (error := done.exception()) is not None:
+                self._fail(member, f"a step failed: {type(error).__name__}: {error}")
+                return
+            events = self.fleet.apply(member.number, step, done.result(), self._clock())
+            number = sum(isinstance(event, Token) for event in events)
+            member.meter.step(number, time.monotonic())
+            self._publish(events, member)
+
+        return finish
+
+    def _fail(self, member: Member, message: str) -> None:
+        """End all streams of an instance, which goes on with empty pages."""
+        member.thread.submit(member.executor.reset).result()
+        self._publish(self.fleet.fail(member.number, message), member)
+
+    def _copy(self, copy: Copy) -> None:
+        """Read pages of the source and write them to the target, unless the move has ended."""
+        source, target = self.all[copy.move.source], self.all[copy.move.target]
+
+        def write(done: Future[Any]) -> None:
+            if done.exception() is not None:
+                self.fleet.abort(copy.move.id)
+            elif self.fleet.is_current(copy):
+                held = done.result()
+                self._call(target, target.executor.write_pages, copy.to, held, then=finish)
+
+        def finish(done: Future[Any]) -> None:
+            if (error := done.exception()) is not None:
+                self._fail(target, f"a move failed: {type(error).__name__}: {error}")
+                return
+            self.fleet.copied(copy)
+
+        self._call(source, source.executor.read_pages, copy.pages, then=write)

@@ -1,0 +1,125 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the calls of a workflow at one instance; an idle instance steals whole workflows.
+
+Source: SAGA (arXiv:2605.00528), our reading. The calls of a workflow (a session)
+share a growing beginning, so that a later one goes where the earlier ones are cached. An instance
+at rest takes a workflow of which all calls wait elsewhere, if it computes them from nothing before
+the other one is through; later calls follow it. While a tool runs no call is there: the pages of a
+workflow stay in their order of use iff
+
+    P(another call comes) x seconds to compute them again > rent x pages x mean pause
+
+and are the first to be taken for others else. P and pause are counted as calls come and end. The
+rent of a page is a field. `caches/` has Belady's bound for the same uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.serve.facts import Part
+from jaxmoe.serve.plan import PolicyTraits
+from jaxmoe.serve.policies.dispatch.base import (
+    DispatchConfig,
+    Dispatcher,
+    FleetView,
+    Move,
+    Route,
+    is_at_rest,
+    load,
+    wait,
+)
+from jaxmoe.serve.requests import Request
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.view import InstanceView
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SagaConfig(DispatchConfig):
+    """One instance for all calls of a workflow."""
+
+    name: ClassVar[str] = "saga"
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True)
+
+    rent: float = 1e-6
+    """Seconds of computing that a page is worth to others for each second of a pause."""
+
+    def __post_init__(self) -> None:
+        if not self.rent >= 0:
+            raise ValueError(f"dispatch.rent={self.rent} must be 0 (keep all pages) or more")
+
+    def build(self) -> Dispatcher:
+        """Return the policy for one fleet."""
+        return Saga(self.rent)
+
+
+class Saga(Dispatcher):
+    """Homes of workflows, and how often and how soon they return."""
+
+    def __init__(self, rent: float):
+        self._rent = rent
+        self._homes: dict[str, int] = {}
+        self._paused: dict[str, float] = {}
+        self._ended = self._returned = 0
+        self._pauses = 0.0
+
+    def place(self, request: Request, fleet: FleetView) -> Route:
+        """Return the home of the workflow; the least loaded instance for a new one."""
+        if request.session in self._paused:
+            self._returned += 1
+            self._pauses += fleet.now - self._paused.pop(request.session)
+        numbers = range(len(fleet.members))
+        home = self._homes.get(request.session)
+        if home is None or home >= len(fleet.members):
+            home = min(numbers, key=lambda i: (load(fleet.members[i]), i))  # also after a drain
+            if request.session:
+                self._homes[request.session] = home
+        return Route(home)
+
+    def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
+        """Let an instance at rest steal the workflow that waits longest at the busiest one."""
+        thief = next((i for i, view in enumerate(fleet.members) if is_at_rest(view)), None)
+        busiest = max(range(len(fleet.members)), key=lambda i: (load(fleet.members[i]), -i))
+        view = fleet.members[busiest]
+        held = {workflow(one) for one in (*view.running, *view.busy, *view.swapped)}
+        free = [one for one in view.waiting if workflow(one) not in held]
+        if thief is None or not free or not held:
+            return ()
+        stolen = [one for one in free if workflow(one) == workflow(free[0])]
+        if wait(fleet.members[thief], sum(one.left for one in stolen)) >= wait(view):
+            return ()
+        if free[0].request.session:
+            self._homes[free[0].request.session] = thief
+        return tuple(Move(one.id, busiest, thief) for one in stolen)
+
+    def keeps(self, one: Sequence, view: InstanceView) -> bool:
+        """Return whether the pages of a call that has ended are worth their rent."""
+        if not one.request.session:
+            return True
+        self._ended += 1
+        self._paused[one.request.session] = view.now
+        probability = (self._returned + 1) / (self._ended + 1)
+        pause = self._pauses / max(self._returned, 1)
+        return self.is_worth(view, len(one.tokens), probability, pause)
+
+    def is_worth(self, view: InstanceView, tokens: int, probability: float, pause: float) -> bool:
+        """Return whether computing some tokens again is expected to cost more than their pages.
+
+        Args:
+            view: Instance; without a model of the time of a step every page is worth its rent.
+            tokens: Tokens in the pages.
+            probability: Probability that they are used again.
+            pause: Expected seconds until then.
+        """
+        if view.facts.cost is None:
+            return True
+        again = view.facts.cost.seconds([Part(tokens)])
+        pages = tokens // view.facts.page_size
+        return probability * again > self._rent * pages * pause
+
+
+def workflow(one: Sequence) -> str | int:
+    """Return the session of a call, or its number if it has none."""
+    return one.request.session or one.id

@@ -1,0 +1,100 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Moves between real executors, and changes of the mesh between two steps, change no token."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.serve import Sampling
+from jaxmoe.serve.device.executor import ModelExecutor
+from jaxmoe.serve.device.pages import page_bytes
+from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.policies.batching import SplitFuseConfig
+from jaxmoe.serve.policies.dispatch import DistServeConfig
+from sharding import MeshConfig, make_mesh
+from tests.support.serving import MODEL, SIZES, check_answers, executor, params
+
+GIVEN = {
+    id_: (
+        tuple(range(1 + id_, 4 + 2 * id_)),
+        Sampling(max_tokens=20, temperature=0.0 if id_ % 2 else 1.0, seed=id_),
+    )
+    for id_ in range(5)
+}
+
+
+def read(stream):
+    *tokens, ended = stream
+    assert ended.reason == "length", ended
+    return [one.token for one in tokens]
+
+
+def test_handed_over_answers_are_those_of_one_instance_and_bytes_those_of_the_pages():
+    first, second = executor(), ModelExecutor(MODEL, params(), config=SIZES)
+    first.reset()
+    before = first.moved_bytes, first.num_transfers
+    given = {id_: (prompt, GIVEN[id_][1]) for id_, (prompt, _) in GIVEN.items()}
+    with Engine(
+        [first, second],
+        EngineConfig(batching=SplitFuseConfig(budget=8), dispatch=DistServeConfig()),
+    ) as engine:
+        streams = {id_: engine.submit(*one) for id_, one in given.items()}
+        found = {id_: read(stream) for id_, stream in streams.items()}
+        assert engine.drain(timeout=60)
+        metrics = engine.metrics
+    check_answers(given, found)
+    pages = sum(-(-len(prompt) // SIZES.page_size) for prompt, _ in given.values())
+    shared = pages - metrics.pages_moved  # in the target's pool from an earlier request
+    assert 0 <= shared < pages
+    size = page_bytes(MODEL, first.execution, SIZES.page_size)
+    assert first.moved_bytes - before[0] == metrics.pages_moved * size
+    assert first.num_transfers - before[1] == second.num_transfers == len(given)
+    assert second.moved_bytes == metrics.pages_moved * size
+
+
+def on(size):
+    config = MeshConfig(expert=size)
+    return make_mesh(config, jax.devices()[:size]), ExecutionConfig(mesh=config)
+
+
+def leaf_bytes(tree, path):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return sum(leaf.nbytes for name, leaf in leaves if path in jax.tree_util.keystr(name))
+
+
+@pytest.mark.slow
+def test_resharding_under_load_changes_no_token_and_loses_none():
+    """Experts over 2 devices, 4, and 2 again, while requests are answered."""
+    mesh, execution = on(2)
+    served = ModelExecutor(MODEL, params(), config=SIZES, execution=execution, mesh=mesh)
+    experts, whole = leaf_bytes(params(), "experts"), leaf_bytes(params(), "")
+    changes = []
+    with Engine(served, EngineConfig(batching=SplitFuseConfig(budget=8))) as engine:
+        streams = {id_: engine.submit(*one) for id_, one in GIVEN.items()}
+        for size in (4, 2):
+            next(iter(streams[len(changes)]))  # answers have begun, and go on
+            served = served.on_mesh(*on(size))
+            further = {10 * size + id_: engine.submit(*one) for id_, one in GIVEN.items()}
+            streams |= further
+            changes.append(engine.exchange(served).result(timeout=120))
+        found = {}
+        for id_, stream in streams.items():
+            found[id_] = [one.token for one in [*stream][:-1]]
+        assert engine.drain(timeout=60)
+        metrics = engine.metrics
+        engine._fleet.check_pages()
+    given = {id_: GIVEN[id_ % 10 % 5] for id_ in found}
+    found = {id_: found[id_] for id_ in found}
+    assert metrics.num_ended == {"length": len(GIVEN) * 3}
+    # The first token of two streams was taken above.
+    whole_answers = {id_: tokens for id_, tokens in found.items() if len(tokens) == 20}
+    assert len(whole_answers) == len(found) - 2
+    check_answers(given, whole_answers)
+    grown, shrunk = changes
+    # Two devices receive all dense weights and a quarter of the experts; another, one more quarter.
+    assert grown.weight_bytes == 2 * (whole - experts) + 3 * experts // 4
+    assert grown.page_bytes == 2 * served.pool_bytes and shrunk.page_bytes == 0
+    assert shrunk.weight_bytes == 2 * experts // 4 + experts // 4

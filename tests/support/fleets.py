@@ -1,0 +1,156 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a fleet on pages in plain Python, by a logical clock: every step and copy takes one tick."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from jaxmoe.serve import BATCHING, Facts, Instance, Request, Result, Step
+from jaxmoe.serve.fleet.fleet import Fleet
+from jaxmoe.serve.fleet.migration import Copy
+from jaxmoe.serve.policies.dispatch import DispatchConfig, Dispatcher, FleetView, Move
+from jaxmoe.serve.policies.dispatch.base import Route
+from tests.support.page_executor import PageExecutor, Streams
+
+
+class PageWorker:
+    """The executor on pages, as an engine takes it."""
+
+    def __init__(self, facts: Facts):
+        self.pages, self.num_read = PageExecutor(facts), 0
+
+    def facts(self, *, max_waiting: int) -> Facts:
+        """Return the sizes of the instance."""
+        return dataclasses.replace(self.pages.facts, max_waiting=max_waiting)
+
+    def check(self, request: Request) -> None:
+        """Take every request."""
+
+    def run(self, step: Step) -> dict[int, Result]:
+        """Compute a step."""
+        return self.pages.run(step)
+
+    def reset(self) -> None:
+        """Begin with empty pages."""
+        self.pages.memory.clear()
+        self.pages.host.clear()
+
+    def expert_load(self) -> Any:
+        """Return None: there are no experts."""
+        return
+
+    def read_pages(self, pages: Sequence[int]) -> Any:
+        """Return what some pages hold."""
+        self.num_read += len(pages)
+        size = self.pages.facts.page_size
+        memory = self.pages.memory
+        return [[memory.get((page, slot), -1) for slot in range(size)] for page in pages]
+
+    def write_pages(self, pages: Sequence[int], held: Any) -> None:
+        """Write what another one has read."""
+        for page, tokens in zip(pages, held, strict=True):
+            for slot, token in enumerate(tokens):
+                self.pages.memory[page, slot] = token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptedConfig(DispatchConfig):
+    """Everything to the first instance, and given moves at given times."""
+
+    name: ClassVar[str] = "scripted"
+
+    moves: dict[float, Move] = dataclasses.field(default_factory=dict)
+    decode: int | None = None
+
+    def build(self) -> Dispatcher:
+        """Return the policy."""
+        return _Scripted(self)
+
+
+class _Scripted(Dispatcher):
+    def __init__(self, given: ScriptedConfig):
+        self._given = given
+
+    def place(self, request: Request, fleet: FleetView) -> Route:
+        return Route(0, self._given.decode)
+
+    def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
+        move = self._given.moves.get(fleet.now)
+        return () if move is None else (move,)
+
+
+Hook = Callable[["Rig"], None]
+
+
+def _nothing(rig: Rig) -> None:
+    del rig
+
+
+class Rig:
+    """A fleet with its executors; `tick` is one turn of all instances."""
+
+    def __init__(self, facts: Facts, dispatch: DispatchConfig, number: int = 2, policy: Any = None):
+        policy = policy or BATCHING["split_fuse"]()
+        instances = [Instance(facts) for _ in range(number)]
+        self.fleet = Fleet(instances, [policy.build(facts) for _ in instances], dispatch)
+        self.workers = [PageWorker(facts) for _ in instances]
+        self.streams, self.now = Streams(), 0.0
+        self.plans: list[tuple[int, Any]] = []
+        self.copies: list[tuple[Copy, Any]] = []
+        self.flying: list[tuple[int, Step, dict[int, Result]]] = []
+
+    def submit(self, request: Request) -> None:
+        self.streams.add(self.fleet.submit(request, self.now))
+
+    def tick(self, between: Hook = _nothing, before: Hook = _nothing) -> None:
+        """End what the tick before has started, and start the next steps and copies.
+
+        `before` is called while steps and copies are under way, `between` when they have ended.
+        """
+        before(self)
+        for copy, held in self.copies:
+            if self.fleet.is_current(copy):
+                self.workers[copy.move.target].write_pages(copy.to, held)
+            self.fleet.copied(copy)
+        flying, self.flying = self.flying, []
+        for number, step, results in flying:
+            self.streams.add(self.fleet.apply(number, step, results, self.now))
+        between(self)
+        self.copies = [
+            (copy, self.workers[copy.move.source].read_pages(copy.pages))
+            for copy in self.fleet.balance(self.now)
+        ]
+        for number, worker in enumerate(self.workers):
+            plan, steps = self.fleet.start(number, self.now)
+            if plan.lanes:
+                self.plans.append((number, plan))
+            self.flying += [(number, step, worker.run(step)) for step in steps]
+        self.fleet.check_pages()
+        self.now += 1.0
+
+    def serve(
+        self,
+        requests: Sequence[tuple[float, Request]],
+        between: Hook = _nothing,
+        before: Hook = _nothing,
+    ) -> Rig:
+        """Serve requests that arrive at given ticks, until none is left and all pages are free."""
+        left = sorted(requests, key=lambda pair: pair[0])
+        while left or self.flying or self.copies or self.is_busy:
+            while left and left[0][0] <= self.now:
+                self.submit(left.pop(0)[1])
+            self.tick(between, before)
+            assert self.now < 2000, "requests wait for ever"
+        for instance in self.fleet.instances:
+            assert instance.pool.num_free == instance.facts.num_pages and not instance.incoming
+        submitted = sum(i.queues.submitted - i.queues.moved_away for i in self.fleet.instances)
+        assert submitted == len(requests) == len(self.streams.ends)
+        return self
+
+    @property
+    def is_busy(self) -> bool:
+        is_left = bool(self.fleet._moves) or bool(self.fleet.offered)
+        return is_left or any(not one.is_idle for one in self.fleet.instances)
