@@ -84,9 +84,11 @@ class Rollouts:
     def close(self) -> None:
         """End the engine and the threads."""
         self._store.close()
-        if self._engine is not None:
+        if self._engine is not None:  # ends the answers that the thread waits for
             self._engine.close()
         self._thread.shutdown(cancel_futures=True)
+        if self._engine is not None:  # the thread may just have made it
+            self._engine.close()
         self._scorers.shutdown(cancel_futures=True)
 
     def advance(self, version: int) -> None:
