@@ -216,7 +216,7 @@ class RolloutStep:
             ratio = np.exp(current - engine)
             is_clipped = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
             measures[CLIPPED] = float(is_clipped[is_read].mean())
-            measures[DIVERGENCE] = float(k3(engine, current)[is_read].mean())
+            measures[DIVERGENCE] = float(k3(current, engine)[is_read].mean())
             if config.truncation is not None:
                 extra[SAMPLER_WEIGHTS] = np.minimum(ratio, np.float32(config.truncation))
         if self._reference is not None:
