@@ -61,6 +61,10 @@ class RolloutsConfig:
                 raise ValueError(f"rl.{field}={value} must be at least {least}")
         if self.staleness < 0:
             raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")
+        if not all(self.stop):
+            raise ValueError(
+                "rl.stop holds an empty text, which every answer contains: leave it out"
+            )
         self.reward.check()
         if self.sync != "copy" and not self.staleness:
             raise ValueError(

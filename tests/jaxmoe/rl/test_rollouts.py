@@ -81,6 +81,8 @@ def test_settings_of_rollouts_are_checked():
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=rf"rl\.{field}={value}"):
             RolloutsConfig(**{field: value})
+    with pytest.raises(ValueError, match=r"rl\.stop holds an empty text"):
+        RolloutsConfig(stop=("\n", ""))
     with pytest.raises(ValueError, match=r"rl\.truncation=2.0 compares trainer and engine"):
         RolloutsConfig(truncation=2.0, old="engine")
 
