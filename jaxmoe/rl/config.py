@@ -26,7 +26,8 @@ class RolloutsConfig:
     max_tokens: int = 16
     """Tokens of an answer at most; the prompt has the rest of training.sequence_length."""
     temperature: float = 1.0
-    """Divides the logits when an answer is drawn."""
+    """Divides the logits when an answer is drawn. Training and all log-probabilities are at 1: with
+    another value answers come from another distribution, which nothing corrects."""
     stop: tuple[str, ...] = ("\n",)
     """Texts that end an answer; the end-of-text token of the data does as well."""
     old: OldName = "trainer"
