@@ -133,7 +133,7 @@ class RolloutStep:
         learner: What is trained.
         rollouts: Engine and task.
         queue: Steps whose answers are drawn ahead.
-        reference: Parameters that `beta` holds the model to; None without beta.
+        reference: Parameters and router state that `beta` holds the model to; None without beta.
         report: Called with the number of the step, from 1, and its measures.
     """
 
@@ -144,7 +144,7 @@ class RolloutStep:
         rollouts: Rollouts,
         *,
         queue: AnswerQueue,
-        reference: Any,
+        reference: tuple[Any, Any] | None,
         report: Callable[[int, Mapping[str, float]], None],
     ):
         self._step, self._learner, self._rollouts = step, learner, rollouts
@@ -202,9 +202,9 @@ class RolloutStep:
         is_read, engine = np.asarray(batch.loss_weights) > 0, np.asarray(batch.extra[OLD])
         extra, measures, current = dict(batch.extra), dict[str, float](), engine
 
-        def log_probs(params: Any) -> np.ndarray:
+        def log_probs(params: Any, router_state: Any) -> np.ndarray:
             found = self._log_probs(
-                params, global_batch(batch, self._learner.mesh), router_state=state.router_state
+                params, global_batch(batch, self._learner.mesh), router_state=router_state
             )
             return np.where(is_read, jax.device_get(found), np.float32(0))
 
@@ -212,7 +212,7 @@ class RolloutStep:
             is_token = np.asarray(batch.segment_ids) != 0
             measures[REPLAYED] = float((np.asarray(extra[EXPERTS]) >= 0)[is_token].mean())
         if config.old == "trainer":
-            extra[OLD] = current = log_probs(state.params)
+            extra[OLD] = current = log_probs(state.params, state.router_state)
             ratio = np.exp(current - engine)
             is_clipped = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
             measures[CLIPPED] = float(is_clipped[is_read].mean())
@@ -220,7 +220,7 @@ class RolloutStep:
             if config.truncation is not None:
                 extra[SAMPLER_WEIGHTS] = np.minimum(ratio, np.float32(config.truncation))
         if self._reference is not None:
-            extra[REFERENCE] = reference = log_probs(self._reference)
+            extra[REFERENCE] = reference = log_probs(*self._reference)
             measures[DIVERGENCE] = float(k3(reference, current)[is_read].mean())
         return dataclasses.replace(batch, extra=extra), measures
 

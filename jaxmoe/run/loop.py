@@ -22,7 +22,7 @@ from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.hooks import make_hooks
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.results import TrainedStep
-from jaxmoe.run.serving.rollouts import open_rollouts, reference_params
+from jaxmoe.run.serving.rollouts import open_rollouts, reference_model
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import LoopResult, Stop, run_loop
 from jaxmoe.training.state import TrainState
@@ -86,7 +86,7 @@ def run_steps(
                     every=config.checkpoint.every,
                     last_step=config.training.steps,
                 ),
-                reference=reference_params(assembly),
+                reference=reference_model(assembly),
                 report=watches.reporter.watched,
             )
         watches.reporter.start()

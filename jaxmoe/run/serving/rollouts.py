@@ -66,8 +66,8 @@ def open_rollouts(assembly: Assembly) -> Rollouts:
     )
 
 
-def reference_params(assembly: Assembly) -> Any:
-    """Return the parameters that the run began with; None where its objective reads none.
+def reference_model(assembly: Assembly) -> tuple[Any, Any] | None:
+    """Return parameters and router state of the start; None where the objective reads none.
 
     Args:
         assembly: Plan, devices and data of a run with `rl`.
@@ -79,4 +79,4 @@ def reference_params(assembly: Assembly) -> Any:
     state = assembly.new_state()
     if config.checkpoint.initial is not None:
         _, state = initial_state(assembly, state)
-    return state.params
+    return state.params, state.router_state
