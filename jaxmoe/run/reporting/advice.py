@@ -32,11 +32,15 @@ def divergence_advice(
         others.append(f"--schedule.warmup_steps {warmup}")
     if training.clip is None or training.clip > 0.5:
         others.append("--training.clip 0.5")
-    tried = f"or give {' or '.join(others)}; " if others else ""
+    further = [f"or give {' or '.join(others)}"] if others else []
+    if config.rl is None:  # batches of answers are not kept
+        further.append(
+            f"the refused batches: python -m experiments.replay --run.directory {directory.path}"
+            f" --step {first}"
+        )
+    more = "\n" + "; ".join(further) if further else ""
     return (
         f"diverged: steps {first} to {last} were refused"
         f" (training.max_skipped={training.max_skipped} in a row); lower the learning rate"
-        f" ({rate:g}): {resume} --optimizer.learning_rate {rate / 3:.2g} goes on {start}\n"
-        f"{tried}the refused batches: python -m experiments.replay --run.directory {directory.path}"
-        f" --step {first}"
+        f" ({rate:g}): {resume} --optimizer.learning_rate {rate / 3:.2g} goes on {start}{more}"
     )
