@@ -26,20 +26,23 @@ def read_prompts(path: str) -> list[str]:
     return [line for _, line in _lines(path, "prompts")]
 
 
-def read_records(path: str, field: str, others: Sequence[str] = ()) -> list[dict[str, str]]:
+def read_records(
+    path: str, field: str, others: Sequence[str] = (), *, optional: Sequence[str] = ()
+) -> list[dict[str, str]]:
     """Return the texts of a file of JSON lines.
 
     Args:
         path: File with an object in each line.
         field: Name of the path in messages.
         others: Fields that a line has beside "prompt".
+        optional: Fields that are texts where a line has them.
 
     Returns:
         Prompt, not empty, and other fields of each line; fields that are not asked for are texts
         or left out.
 
     Raises:
-        ValueError: It cannot be read, has no line, or a line lacks a field.
+        ValueError: It cannot be read, has no line, or a line lacks a field or has no text in it.
     """
     found = []
     for number, line in _lines(path, field):
@@ -48,9 +51,9 @@ def read_records(path: str, field: str, others: Sequence[str] = ()) -> list[dict
         except ValueError as error:
             raise ValueError(f"{field}={path} line {number} is not JSON: {error}") from error
         record = value if isinstance(value, dict) else {}
-        for name in ("prompt", *others):
+        for name in ("prompt", *others, *(name for name in optional if name in record)):
             text = record.get(name)
-            if not isinstance(text, str) or not (text or name in others):
+            if not isinstance(text, str) or (name == "prompt" and not text):
                 raise ValueError(
                     f"{field}={path} line {number} must be an object with a text in the field"
                     f" '{name}', found {line[:40]!r}"

@@ -33,10 +33,12 @@ def read_questions(path: str, *, needs_answer: bool) -> list[Question]:
         needs_answer: Whether each line must have an answer.
 
     Raises:
-        ValueError: The file cannot be read, is empty, or a line has no prompt or answer.
+        ValueError: The file cannot be read, is empty, or a line has no prompt or answer, or
+            one that is not a text.
     """
     check_path(path)
-    records = read_records(path, _FIELD, ("answer",) if needs_answer else ())
+    others = ("answer",) if needs_answer else ()
+    records = read_records(path, _FIELD, others, optional=("answer",))
     return [Question(record["prompt"], record.get("answer", "")) for record in records]
 
 
