@@ -11,7 +11,8 @@ Each step draws groups of answers from the model as it is, scores them, and trai
 `--checkpoint.initial` gives model, tokenizer, held-out data and precision; flags change them.
 `reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
 `--training.objective.`; all parameters are trained without an adapter. The run is like one of
-`pretrain`: the same command resumes bitwise, and evaluate, generate, serve and report open it.
+`pretrain`: the same command resumes, bitwise (with `--rl.staleness` from a step that is a multiple
+of `--checkpoint.every`), and evaluate, generate, serve and report open it.
 
 A line shows the means over the answers of a step: reward, share solved, divergence from the initial
 model (with beta) or from the program that drew them, share of clipped tokens, length, and the
@@ -69,8 +70,12 @@ def rl_config(initial: str | None, rl: RolloutsConfig) -> PretrainConfig:
         ValueError: There is no such model, or it is adapted itself.
     """
     config = finetune_config(initial)
+    # Groups of equal rewards have gradients near 0, beside which the others would be refused.
     training = dataclasses.replace(
-        config.training, batch_size=rl.num_answers, objective=PolicyGradientConfig()
+        config.training,
+        batch_size=rl.num_answers,
+        objective=PolicyGradientConfig(),
+        max_norm_ratio=None,
     )
     return dataclasses.replace(
         config,

@@ -25,9 +25,6 @@ class RolloutsConfig:
     """Prompts of a step."""
     max_tokens: int = 16
     """Tokens of an answer at most; the prompt has the rest of training.sequence_length."""
-    temperature: float = 1.0
-    """Divides the logits when an answer is drawn. Training and all log-probabilities are at 1: with
-    another value answers come from another distribution, which nothing corrects."""
     stop: tuple[str, ...] = ("\n",)
     """Texts that end an answer; the end-of-text token of the data does as well."""
     old: OldName = "trainer"
@@ -72,9 +69,11 @@ class RolloutsConfig:
                 f"rl.sync={self.sync} updates parameters that the engine keeps, and with"
                 " rl.staleness=0 it answers by those in training: set rl.staleness to 1 or more"
             )
-        if self.temperature <= 0.0:
+        if self.staleness and self.old == "trainer" and self.truncation is None:
             raise ValueError(
-                f"rl.temperature={self.temperature} must be above 0: the answers of a group differ"
+                f"rl.staleness={self.staleness} draws answers by earlier parameters, and with"
+                " rl.old=trainer they would be trained as if those in training had drawn them: set"
+                " rl.old to engine, or rl.truncation, such as 2"
             )
         if self.truncation is not None and self.old != "trainer":
             raise ValueError(

@@ -166,7 +166,6 @@ class Rollouts:
             for place, prompt in enumerate(prompts):
                 sampling = Sampling(
                     max_tokens=config.max_tokens,
-                    temperature=config.temperature,
                     seed=_seed(self._seed, step, place, config.group),
                     stop_ids=self._ends,
                     has_experts=config.replay,

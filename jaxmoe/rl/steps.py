@@ -13,13 +13,14 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.errors import EndRunError, JaxmoeError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import Sample, batch_of
@@ -125,6 +126,12 @@ class Learner:
         )
 
 
+class NoAnswersError(EndRunError):
+    """An answer could not be drawn or scored; the state is that before the step, and is saved."""
+
+    status: ClassVar[str] = "interrupted"
+
+
 class RolloutStep:
     """A training step with its rollouts.
 
@@ -167,7 +174,10 @@ class RolloutStep:
         del batch
         number, begun = int(state.step), time.perf_counter()
         sent = self._draw(state, self._queue.due(number))
-        samples, stale = self._rollouts.take()
+        try:
+            samples, stale = self._rollouts.take()
+        except (JaxmoeError, ValueError) as error:
+            raise NoAnswersError(str(error)) from error
         drawn, counts = time.perf_counter(), self._rollouts.counts()
         rows, measures = self._prepared(state, self._learner.batch(samples))
         state, metrics = self._step(state, global_batch(rows, self._learner.mesh))

@@ -78,7 +78,10 @@ def test_resumed_in_the_middle_it_ends_bitwise_alike(begun, trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [("--rl.staleness", "1", "--rl.sync", "exact"), ("--rl.replay", "True", "--rl.page_size", "2")],
+    [
+        ("--rl.staleness", "1", "--rl.sync", "exact", "--rl.old", "engine"),
+        ("--rl.replay", "True", "--rl.page_size", "2"),
+    ],
     ids=["ahead", "replay"],
 )
 def test_answers_drawn_ahead_and_replayed_experts_resume_bitwise(more, begun, tmp_path):
@@ -118,6 +121,7 @@ def test_answers_drawn_ahead_and_sent_updates_are_bitwise_those_of_copies(begun,
     runs = {sync: tmp_path / sync for sync in ("copy", "exact")}
     for sync, directory in runs.items():
         ahead = ("--checkpoint.every", "3", "--rl.staleness", "1", "--rl.scorers", "2")
+        ahead += ("--rl.old", "engine")
         assert rl.main(flags(begun, directory, 3, *ahead, "--rl.sync", sync)) == ExitCode.DONE
     series = read_metrics(runs["exact"] / "metrics.jsonl")
     assert series["rl/stale"][1].tolist() == [0, 1, 1]

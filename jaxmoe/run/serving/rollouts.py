@@ -35,6 +35,12 @@ def check_rollouts(assembly: Assembly) -> None:
     if assembly.learner.config.replay:
         if (reason := why_not_replayed(assembly.plan.model)) is not None:
             raise ValueError(f"rl.replay=True: {reason}; or set it to False")
+    adapter = assembly.plan.model.adapter
+    if adapter is not None and adapter.passes > 1:
+        raise ValueError(
+            f"model.adapter:{adapter.name} draws its additions anew in each training pass, and rl"
+            " compares a pass with the answers of the engine: choose another adapter"
+        )
     if execution.mesh.seq > 1:
         raise ValueError(
             f"execution.mesh.seq={execution.mesh.seq} cuts sequences, whose tokens rl compares with"

@@ -77,12 +77,14 @@ def test_a_row_that_is_too_short_is_refused():
 
 
 def test_settings_of_rollouts_are_checked():
-    wrong: Any = {"group": 1, "prompts": 0, "temperature": 0.0, "page_size": 0}
+    wrong: Any = {"group": 1, "prompts": 0, "page_size": 0}
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=rf"rl\.{field}={value}"):
             RolloutsConfig(**{field: value})
     with pytest.raises(ValueError, match=r"rl\.stop holds an empty text"):
         RolloutsConfig(stop=("\n", ""))
+    with pytest.raises(ValueError, match=r"rl\.staleness=1 draws answers by earlier parameters"):
+        RolloutsConfig(staleness=1)
     with pytest.raises(ValueError, match=r"rl\.truncation=2.0 compares trainer and engine"):
         RolloutsConfig(truncation=2.0, old="engine")
 
