@@ -212,7 +212,14 @@ def drafts_table(config: AdviseConfig, cost: Roofline) -> Table:
     table: Table = [("drafts", "", "decided by")]
     if config.draft_scores is None:
         return table
-    scores = [float(line) for line in pathlib.Path(config.draft_scores).read_text().split()]
+    try:
+        text = pathlib.Path(config.draft_scores).read_text(encoding="utf-8")
+        scores = [float(line) for line in text.split()]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"draft_scores={config.draft_scores} cannot be read ({error}): name a file with a"
+            " number on each line"
+        ) from error
     threshold = conformal_threshold(scores, config.alpha)
     because = f"{len(scores)} scores; rejects at most {config.alpha:.1%} of their like"
     table.append(("reject below", f"{threshold:.6g}", because))

@@ -261,7 +261,14 @@ class Engine:
         Returns:
             What `adopt` returns, when the change is done; or its error: then nothing has changed.
             It is cancelled when the engine ends before.
+
+        Raises:
+            ValueError: There is no such instance.
         """
+        if not 0 <= number < len(self._members.all):
+            raise ValueError(
+                f"number={number} must be that of an instance, 0 to {len(self._members.all) - 1}"
+            )
         done: Future[Any] = Future()
         self._exchanges.append(done)
         self._inbox.put(lambda: self._members.exchange(number, executor, done))

@@ -89,15 +89,24 @@ class Instance:
         """
         message = self.refusal(request)
         if message is not None:
-            self.queues.submitted += 1
-            self.queues.ended["refused"] += 1
-            return (End(request.id, "refused", message),)
+            return self.refuse(request, message)
         order = self.queues.submitted
         size, tokens = self.facts.page_size, list(request.prompt)
         self.queues.add(
             Sequence(request=request, order=order, arrived=now, page_size=size, tokens=tokens)
         )
         return ()
+
+    def refuse(self, request: Request, message: str) -> tuple[Event, ...]:
+        """Count a request that is not queued, and return the end of its stream.
+
+        Args:
+            request: Request.
+            message: Reason for the client.
+        """
+        self.queues.submitted += 1
+        self.queues.ended["refused"] += 1
+        return (End(request.id, "refused", message),)
 
     def cancel(self, id_: int) -> tuple[Event, ...]:
         """End a request early; its pages are given back, at once or when its step ends.

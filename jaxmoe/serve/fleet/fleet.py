@@ -100,7 +100,12 @@ class Fleet:
         """
         self._offer_again(now)
         route = None if self.offered else self._dispatcher.place(request, self.view(now))
-        if route is None and self.instances[0].refusal(request) is None:
+        first = self.instances[0]
+        if route is None and first.refusal(request) is None:
+            most = first.facts.max_waiting * self.num_open
+            if len(self.offered) >= most:
+                message = f"{most} requests are waiting already: try again later"
+                return first.refuse(request, message)
             self.offered[request.id] = (request, now)
             return ()
         return self._queue(request, now, route or Route(0))

@@ -185,7 +185,7 @@ class Members:
         if not done.set_running_or_notify_cancel():
             return
         member = self.all[number]
-        adopting = member.thread.submit(executor.adopt, member.executor)
+        adopting = member.thread.submit(lambda: executor.adopt(member.executor))
         if (error := adopting.exception()) is not None:
             done.set_exception(error)
             return

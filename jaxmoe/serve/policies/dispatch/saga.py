@@ -35,6 +35,9 @@ from jaxmoe.serve.requests import Request
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
+_MOST = 100_000
+"""Workflows that are remembered, those with the latest calls."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SagaConfig(DispatchConfig):
@@ -74,8 +77,13 @@ class Saga(Dispatcher):
         home = self._homes.get(request.session)
         if home is None or home >= len(fleet.members):
             home = min(numbers, key=lambda i: (load(fleet.members[i]), i))  # also after a drain
-            if request.session:
-                self._homes[request.session] = home
+        if request.session:
+            self._homes.pop(request.session, None)
+            self._homes[request.session] = home  # the last one now
+            if len(self._homes) > _MOST:
+                oldest = next(iter(self._homes))
+                del self._homes[oldest]
+                self._paused.pop(oldest, None)
         return Route(home)
 
     def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
@@ -99,7 +107,8 @@ class Saga(Dispatcher):
         if not one.request.session:
             return True
         self._ended += 1
-        self._paused[one.request.session] = view.now
+        if one.request.session in self._homes:
+            self._paused[one.request.session] = view.now
         probability = (self._returned + 1) / (self._ended + 1)
         pause = self._pauses / max(self._returned, 1)
         return self.is_worth(view, len(one.tokens), probability, pause)

@@ -84,4 +84,5 @@ class PolcaConfig(ScalingConfig):
 
 def is_low(view: InstanceView) -> bool:
     """Return whether no request of an instance has a priority above 0."""
-    return all(one.request.priority <= 0 for one in (*view.running, *view.busy, *view.waiting))
+    live = (*view.running, *view.busy, *view.waiting, *view.swapped)
+    return all(one.request.priority <= 0 for one in live)
