@@ -49,7 +49,7 @@ from jaxmoe.run.serving.open import EngineSizesConfig
 from jaxmoe.run.serving.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
-from jaxmoe.serve.policies.dispatch import DISPATCH
+from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchUnion
 from jaxmoe.serve.policies.retention import RETENTION
 from jaxmoe.serve.policies.scaling import SCALING
 from jaxmoe.serve.requests import Objective
@@ -229,6 +229,8 @@ def simulate(
     objective = Objective(ttft=config.ttft, tpot=config.tpot)
     policies = config.batching or tuple(name for name in BATCHING if _can_run(name, facts))
     chosen = (policies, config.dispatch, config.retention, config.scaling)
+    for names in itertools.product(*chosen):  # refuses what does not fit before the first runs
+        _simulation((), facts, names, cost, config.instances)
     for rate in config.rates:
         workload = dataclasses.replace(config.workload, rate=rate * config.instances)
         arrivals = workload.arrivals(objective, facts.max_length)
@@ -250,13 +252,36 @@ def _run(
     instances: int,
 ) -> Simulation:
     """Return a simulation that has run, after one that measures where a policy asks for it."""
-    batching, dispatch = BATCHING[names[0]](), DISPATCH[names[1]]()
-    options: dict[str, Any] = {"num_instances": instances, "retention": RETENTION[names[2]]()}
+    dispatch = DISPATCH[names[1]]()
     if dispatch.is_measured:
-        pilot = Simulation(arrivals, facts, batching, cost, dispatch=dispatch, **options).run()
+        pilot = _simulation(arrivals, facts, (*names[:3], "fixed"), cost, instances).run()
         dispatch = dispatch.measured(pilot.seconds_of_roles)
-    options |= {"dispatch": dispatch, "scaling": SCALING[names[3]]()}
-    return Simulation(arrivals, facts, batching, cost, **options).run()
+    return _simulation(arrivals, facts, names, cost, instances, dispatch).run()
+
+
+def _simulation(
+    arrivals: Sequence[Arrival],
+    facts: Facts,
+    names: tuple[str, ...],
+    cost: Roofline,
+    instances: int,
+    dispatch: DispatchUnion | None = None,
+) -> Simulation:
+    """Return the simulation of named policies.
+
+    Raises:
+        ValueError: They do not fit one another or the number of instances.
+    """
+    return Simulation(
+        arrivals,
+        facts,
+        BATCHING[names[0]](),
+        cost,
+        num_instances=instances,
+        dispatch=dispatch or DISPATCH[names[1]](),
+        retention=RETENTION[names[2]](),
+        scaling=SCALING[names[3]](),
+    )
 
 
 def _can_run(name: str, facts: Facts) -> bool:

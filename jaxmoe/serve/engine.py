@@ -93,7 +93,12 @@ class Engine:
     @property
     def metrics(self) -> EngineMetrics:
         """Numbers of all instances after the last step."""
-        return total(self.instance_metrics)
+        found, offered = total(self.instance_metrics), self._members.num_offered
+        return dataclasses.replace(
+            found,
+            num_waiting=found.num_waiting + offered,
+            num_submitted=found.num_submitted + offered,
+        )
 
     @property
     def instance_metrics(self) -> tuple[EngineMetrics, ...]:

@@ -8,6 +8,7 @@ Results come back through `post`, which runs a function in the thread that owns 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
 from jaxmoe.serve.requests import Event, Request, Result, Token
 from jaxmoe.serve.step import Step
+
+logger = logging.getLogger(__name__)
 
 _THREAD = "jaxmoe-engine-executor"
 
@@ -174,6 +177,11 @@ class Members:
             now = time.monotonic()
             member.metrics = member.meter.metrics(member.instance, now, pages_moved=number)
 
+    @property
+    def num_offered(self) -> int:
+        """Requests that no instance has taken yet."""
+        return len(self.fleet.offered)
+
     def exchange(self, number: int, executor: Any, done: Future[Any]) -> None:
         """Let another executor take over the pages of an instance, after the step that runs.
 
@@ -248,9 +256,17 @@ class Members:
         source, target = self.all[copy.move.source], self.all[copy.move.target]
 
         def write(done: Future[Any]) -> None:
-            if done.exception() is not None:
+            if not self.fleet.is_current(copy):
+                return
+            if (error := done.exception()) is not None:
+                logger.warning(
+                    "request %d stays at instance %d, whose pages cannot be read: %s",
+                    copy.move.id,
+                    copy.move.source,
+                    error,
+                )
                 self.fleet.abort(copy.move.id)
-            elif self.fleet.is_current(copy):
+            else:
                 held = done.result()
                 self._call(target, target.executor.write_pages, copy.to, held, then=finish)
 

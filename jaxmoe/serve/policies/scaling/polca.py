@@ -46,6 +46,11 @@ class PolcaConfig(ScalingConfig):
                 f"scaling.budget={self.budget} and scaling.interval={self.interval} must be"
                 f" positive, scaling.thresholds={self.thresholds} rise within (0, 1)"
             )
+        if not 0 <= self.hysteresis < low:
+            raise ValueError(
+                f"scaling.hysteresis={self.hysteresis} must lie in [0, {low}), below the first of"
+                " scaling.thresholds"
+            )
         if not all(0 < clock <= 1 for clock in self.clocks):
             raise ValueError(f"scaling.clocks={self.clocks} must lie in (0, 1]")
 
