@@ -86,11 +86,11 @@ def test_logits_alone_go_on_from_trained_additions_and_a_prompt_names_its_task(
     assert finetune.main([*quick, "--adapter.trains", "logits"]) == ExitCode.DONE
     manifest = read_manifest(second / "checkpoints" / "2")
     assert manifest.base is not None and manifest.base["path"] == str(base)
-    befores, afters = (
+    earlier, afters = (
         traverse_util.flatten_dict(load_run(str(run), None, needs_data=False)[1].params, sep="/")
         for run in (first, second)
     )
-    for path, before in befores.items():
+    for path, before in earlier.items():
         assert np.array_equal(before, afters[path]) != path.endswith(":logits"), path
     words = ["--run.directory", str(second), "--prompt", "to be", "--length", "3", "--task"]
     assert generate.main([*words, "two"]) == ExitCode.DONE
