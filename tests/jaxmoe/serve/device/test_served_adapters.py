@@ -93,7 +93,7 @@ def test_members_have_the_products_of_their_own_factors():
     products = np.einsum("linr,lnro->nlio", downs, ups) * found["a"]["w:scale"][:, None, None]
     for own, product in zip(givens[:2], products, strict=False):
         wanted = own["w:scale"][:, None, None] * (own["w:down"] @ own["w:up"])
-        np.testing.assert_allclose(product, wanted, rtol=1e-6)
+        np.testing.assert_allclose(product, wanted, rtol=1e-6, atol=1e-6)
     assert not products[2].any()
 
 
