@@ -29,7 +29,7 @@ comma := ,
 # Python compiles what it imports; compiling all that is installed takes twelve seconds.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-slow test-rotating test-large bench lint docs format clean
+.PHONY: demo test test-slow test-rotating test-large bench lint docs docs-packages format clean
 
 demo: $(TRAIN)
 	$(BIN)/python -m experiments.pretrain
@@ -59,6 +59,8 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell jaxmoe sharding pallas_kernels experiments tests .docs/*.md .docs/*.py .docs/concepts README.md CHANGELOG.md
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs-packages: $(DOCS)
 
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html .docs .docs/_build/html

@@ -78,6 +78,7 @@ def test_rotation_runs_every_long_proof_within_three_commits():
     path = "tests/sharding/test_fold.py"
     assert sum(rotation.is_due(path, set(), count) for count in (7, 8, 9)) == 1
     assert all(rotation.is_due(path, {"sharding"}, count) for count in (7, 8, 9))
+    assert all(rotation.is_due(path, {path}, count) for count in (7, 8, 9))
     assert all(rotation.is_due("tests/faults/test_kills.py", {"jaxmoe/run"}, n) for n in range(3))
     assert rotation.package_of("jaxmoe/routing/routers/token_choice/kmeans.py") == "jaxmoe/routing"
     assert rotation.package_of("tests/jaxmoe/routing/test_gates.py") == "jaxmoe/routing"

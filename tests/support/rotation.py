@@ -5,8 +5,9 @@
     pytest --rotate -m slow        what is due at this commit
     pytest -m slow                 all of them
 
-A file of tests belongs to the package that it mirrors. The third is chosen by the number of
-commits and a checksum of the path, so that every file is due once in three commits.
+A file of tests belongs to the package that it mirrors; one that has changed itself is due, without
+the others of its package. The third is chosen by the number of commits and a checksum of the path,
+so that every file is due once in three commits.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def is_due(path: str, changed: set[str], num_commits: int) -> bool:
 
     Args:
         path: File of tests, relative to the root: `tests/jaxmoe/routing/test_gates.py`.
-        changed: Packages with recent changes.
+        changed: Packages and files of tests with recent changes.
         num_commits: Number of commits up to this one.
     """
     package = package_of(path)
-    if changed & {package, *COVERS.get(package, ())}:
+    if changed & {path, package, *COVERS.get(package, ())}:
         return True
     return zlib.crc32(path.encode()) % PARTS == num_commits % PARTS
 
@@ -49,7 +50,9 @@ def _git(root: pathlib.Path, *arguments: str) -> str:
 
 
 def state_of(root: pathlib.Path) -> tuple[set[str], int]:
-    """Return the packages that the last RECENT_COMMITS commits changed, and the commit count.
+    """Return what the last RECENT_COMMITS commits changed, and the commit count.
+
+    Of a source file it is the package, of a file of tests the file.
 
     Raises:
         subprocess.CalledProcessError: The root is not a git checkout.
@@ -57,4 +60,5 @@ def state_of(root: pathlib.Path) -> tuple[set[str], int]:
     count = int(_git(root, "rev-list", "--count", "HEAD"))
     first = f"HEAD~{min(RECENT_COMMITS, count - 1)}"
     files = _git(root, "diff", "--name-only", first, "HEAD").split()
-    return {package_of(file) for file in files if file.endswith(".py")}, count
+    is_test = {file: file.startswith("tests/") for file in files if file.endswith(".py")}
+    return {file if test else package_of(file) for file, test in is_test.items()}, count

@@ -68,6 +68,8 @@ def test_a_refused_step_changes_nothing_of_the_adapter(name):
     assert any(np.any(x != y) for x, y in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_micro_batches_add_up_to_the_whole_batch(name):
     whole, metrics = trained(FOLLOWING[name])

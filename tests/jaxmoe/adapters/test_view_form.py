@@ -97,7 +97,9 @@ def loss_and_gradients(model, execution, params, ids, *, is_folded=False):
     return jax.value_and_grad(loss)(table.trained(params))
 
 
-@pytest.mark.parametrize("name", ["full", pytest.param("cycle", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("name", ["full", "cycle"])
 def test_factor_view_and_folded_weights_are_equal(name):
     base = {"full": FULL, "cycle": CYCLE}[name]
     forms = {

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import traverse_util
 
 from jaxmoe.adapters import LiftConfig, TargetsConfig, folded
@@ -58,6 +59,7 @@ def flat(tree):
     }
 
 
+@pytest.mark.slow
 def test_only_k_entries_change_and_chosen_ones_keep_their_moments_at_a_refresh():
     model = dataclasses.replace(TINY, adapter=LIFT)
     table, optimizer = parameter_table(model), adamw(1e-2)

@@ -50,6 +50,7 @@ def bits_of(params):
     return [found[layer] for layer in sorted(found)]
 
 
+@pytest.mark.slow
 def test_a_step_trains_the_factors_of_the_drawn_bits_alone():
     params, table = drawn_params(), parameter_table(MODEL)
     given = {"train": True, "key": jax.random.key(3)}

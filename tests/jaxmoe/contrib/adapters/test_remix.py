@@ -170,6 +170,7 @@ def test_gradients_of_a_step_equal_those_of_single_passes_on_every_mesh():
             assert float(jnp.abs(wanted[row.path]).max()) > 0, row.path
 
 
+@pytest.mark.slow
 def test_a_loss_that_no_draw_changes_gives_the_router_no_gradient():
     _, grads = jax.jit(gradients_of, static_argnums=(2, 3))(
         state_of(0.0), batch(), ExecutionConfig(), 1

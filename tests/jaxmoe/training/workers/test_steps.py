@@ -134,6 +134,7 @@ def test_workers_on_one_device_equal_separate_runs():
     _check(Trained())
 
 
+@pytest.mark.slow
 def test_workers_on_a_mesh_equal_separate_runs_and_are_silent_between():
     trained = Trained(MeshConfig(replica=2))
     state, metrics = _check(trained)
