@@ -7,6 +7,7 @@
     routing.png        loss, and on the same steps max violation and entropies of the routers
     optimizer.png      learning rate and gradient norm
     indicators.png     indicators of instability, one line per layer
+    rewards.png        reward and solved share of a run on its own answers, and their length
 
 pyplot is not used: no global state, no display, safe in a thread. Each function draws one file from
 arrays; `plot_run` draws all that the files of a run allow. `charts.py` draws the charts of the
@@ -34,6 +35,7 @@ from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_c
 from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
 from jaxmoe.tracking.tracker import (
+    ANSWER_LENGTH,
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
     GRADIENT_NORM,
@@ -41,7 +43,9 @@ from jaxmoe.tracking.tracker import (
     LOAD_ENTROPY,
     LOSS,
     MAX_VIOLATION,
+    REWARD,
     ROUTER_ENTROPY,
+    SOLVED,
 )
 
 DPI = 110
@@ -104,6 +108,9 @@ def plot_run(
         if indicators:
             written.append(directory / "indicators.png")
             plot_indicators(written[-1], steps, indicators)
+    if all(name in series for name in (REWARD, SOLVED, ANSWER_LENGTH)):
+        written.append(directory / "rewards.png")
+        plot_rewards(written[-1], series[REWARD], series[SOLVED], series[ANSWER_LENGTH])
     return written
 
 
@@ -272,6 +279,36 @@ def plot_optimizer(
     below.set_xlabel("step")
     for axes in (above, below):
         axes.margins(x=0.01)
+    save_figure(figure, path)
+
+
+def plot_rewards(
+    path: str | os.PathLike[str],
+    reward: tuple[np.ndarray, np.ndarray],
+    solved: tuple[np.ndarray, np.ndarray],
+    length: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Draw the rewards of a run on its own answers above the length of these.
+
+    Args:
+        path: The PNG file.
+        reward: Steps and mean rewards, 0 to 1.
+        solved: Steps and shares of the answers with reward 1.
+        length: Steps and mean tokens of an answer.
+    """
+    figure, (above, below) = figure_of_panels(width=9.5, height=5.0, rows=2)
+    drawn = ((above, reward, BLUE, "reward"), (above, solved, ORANGE, "solved"))
+    for axes, (steps, values), color, label in (*drawn, (below, length, GRAY, "length")):
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
+        axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
+        axes.margins(x=0.01)
+    above.set_ylim(0.0, 1.0)
+    above.set_ylabel("mean over answers")
+    above.legend(loc="best", frameon=False)
+    above.tick_params(labelbottom=False)
+    below.set_ylim(bottom=0.0)
+    below.set_ylabel("tokens of an answer")
+    below.set_xlabel("step")
     save_figure(figure, path)
 
 

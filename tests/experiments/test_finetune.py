@@ -88,7 +88,7 @@ def test_adapters_of_a_run_are_served_together_and_alike_alone(finished, tuned, 
     with pytest.raises(ValueError, match="a run without an adapter"):
         open_served(str(finished), sizes, adapters={"one": str(finished)})
     moved = tmp_path / "moved"
-    assert pretrain.main(["--training.seed", "7", *finished_flags(moved)]) == ExitCode.DONE
+    assert pretrain.main([*finished_flags(moved), "--training.seed", "7"]) == ExitCode.DONE
     with pytest.raises(ValueError, match="holds other parameters"):
         open_served(str(moved), sizes, adapters={"one": str(tuned)})
 

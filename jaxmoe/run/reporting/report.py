@@ -40,7 +40,7 @@ def write_run_report(
         ValueError: lineage.json is damaged.
     """
     has_loads = directory.router_file.exists()
-    indicators = directory.plots_directory / "indicators.png"
+    drawn = [directory.plots_directory / f"{name}.png" for name in ("rewards", "indicators")]
     write_report(
         directory.report_file,
         title=f"jaxmoe: {name}",
@@ -50,7 +50,7 @@ def write_run_report(
         congestion=read_history(directory.congestion_file)
         if directory.congestion_file.exists()
         else None,
-        plots=[indicators] if indicators.exists() else (),
+        plots=[path for path in drawn if path.exists()],
         samples=samples,
         config=config,
         lineage=[(event.time, str(event)) for event in read_lineage(directory)],

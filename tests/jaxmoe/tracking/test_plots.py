@@ -133,3 +133,12 @@ def test_the_report_is_one_page_by_itself(tmp_path):
         assert value in page
     assert "prefers-color-scheme: dark" in page and "<script" not in page
     assert not re.search(r'(src|href)="(?!data:)|url\(|@import', page)
+
+
+def test_a_run_on_its_own_answers_has_a_picture_of_their_rewards(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        tracker.log(step, {"rl/reward": 0.2 * step, "rl/solved": 0.1 * step, "rl/length": 3.0})
+    tracker.close()
+    (written,) = plot_run(tmp_path / "metrics.jsonl", tmp_path / "router.npz", tmp_path)
+    assert written.name == "rewards.png" and written.read_bytes().startswith(b"\x89PNG")
