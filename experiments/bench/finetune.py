@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.bench.measure import in_turns
-from experiments.bench.side import SideProcess
+from experiments.bench.side import sides_in_turns
 from experiments.bench.step import BENCH_MODEL, BenchRunConfig
 from jaxmoe.adapters import LoraConfig, TargetsConfig
 from jaxmoe.checkpoint.huggingface import to_huggingface
@@ -69,26 +68,16 @@ class FinetuneBenchConfig:
 
 def bench_finetune(config: FinetuneBenchConfig) -> dict[str, Any]:
     """Measure, and return the numbers of summary.json."""
-    sides: dict[str, SideProcess] = {}
     with tempfile.TemporaryDirectory() as place:
         _write_files(config, place)
-        try:
-            for name in _SIDES:
-                sides[name] = SideProcess(
-                    f"experiments.bench.finetune_{name}",
-                    _given(config, place),
-                    python=config.peer_python if name == "peft" else None,
-                    needs="peft needs the extra hf (Python 3.11): name its interpreter with"
-                    " --peer_python",
-                )
-            timings = in_turns(
-                {name: side.step for name, side in sides.items()},
-                rounds=config.rounds,
-                warm_up=config.warm_up,
-            )
-        finally:
-            for side in sides.values():
-                side.close()
+        sides, timings = sides_in_turns(
+            {name: f"experiments.bench.finetune_{name}" for name in _SIDES},
+            _given(config, place),
+            peer="peft",
+            python=config.peer_python,
+            rounds=config.rounds,
+            warm_up=config.warm_up,
+        )
     medians = {name: timing.median for name, timing in timings.items()}
     first = {name: side.results[0] for name, side in sides.items()}
     return {

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.bench.measure import in_turns, matmul_rate
-from experiments.bench.side import SideProcess
+from experiments.bench.measure import matmul_rate
+from experiments.bench.side import SideProcess, sides_in_turns
 from experiments.bench.step import BENCH_MODEL, BenchRunConfig
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.models.config import ModelConfig
@@ -91,29 +91,19 @@ def work_of(given: dict[str, Any], number: int) -> Work:
 
 def bench_serve(config: ServeBenchConfig) -> dict[str, Any]:
     """Measure, and return the numbers of summary.json."""
-    sides: dict[str, SideProcess] = {}
     with tempfile.TemporaryDirectory() as place:
         given = _given(config, place)
         params = init_params(config.model, jax.random.key(0))
         length = config.prompt_length + config.answer_length
         to_huggingface(config.model, params, given["model"], family="olmoe", max_length=length)
-        try:
-            for name, module in _SIDES.items():
-                sides[name] = SideProcess(
-                    f"experiments.bench.{module}",
-                    given,
-                    python=config.peer_python if name == "transformers" else None,
-                    needs="transformers needs the extra hf (Python 3.11): name its interpreter with"
-                    " --peer_python",
-                )
-            timings = in_turns(
-                {name: side.step for name, side in sides.items()},
-                rounds=config.rounds,
-                warm_up=config.warm_up,
-            )
-        finally:
-            for side in sides.values():
-                side.close()
+        sides, timings = sides_in_turns(
+            {name: f"experiments.bench.{module}" for name, module in _SIDES.items()},
+            given,
+            peer="transformers",
+            python=config.peer_python,
+            rounds=config.rounds,
+            warm_up=config.warm_up,
+        )
     works = [
         work_of(given, index) for index in range(config.warm_up, config.warm_up + config.rounds)
     ]

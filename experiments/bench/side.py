@@ -15,9 +15,10 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from experiments.bench.measure import Timing, in_turns
 from experiments.cli.process import keep_freed_memory
 
 
@@ -91,6 +92,45 @@ class SideProcess:
                 f"{self._module} did not run: {' '.join(last) or 'it ended'}. {self._needs}"
             )
         return json.loads(answer)
+
+
+def sides_in_turns(
+    modules: Mapping[str, str],
+    given: dict[str, Any],
+    *,
+    peer: str,
+    python: str | None,
+    rounds: int,
+    warm_up: int,
+) -> tuple[dict[str, SideProcess], dict[str, Timing]]:
+    """Run all sides, which take turns, and return them, ended, with their times.
+
+    Args:
+        modules: Module of each side.
+        given: What all of them are given.
+        peer: Side of another library, which the extra hf brings.
+        python: Interpreter of the peer; this one when None.
+        rounds: Counted steps of each side.
+        warm_up: Steps before them.
+
+    Raises:
+        ValueError: A side does not start.
+    """
+    sides: dict[str, SideProcess] = {}
+    try:
+        for name, module in modules.items():
+            needs = f"{peer} needs the extra hf (Python 3.11): name its interpreter with"
+            sides[name] = SideProcess(
+                module,
+                given,
+                python=python if name == peer else None,
+                needs=f"{needs} --peer_python",
+            )
+        steps = {name: side.step for name, side in sides.items()}
+        return sides, in_turns(steps, rounds=rounds, warm_up=warm_up)
+    finally:
+        for side in sides.values():
+            side.close()
 
 
 def peak_bytes() -> int:
