@@ -36,6 +36,11 @@ class CountdownConfig(RewardBase):
 
     def __post_init__(self):
         check_operators("rl.reward.operators", self.operators)
+        if set(self.operators) == {"/"}:
+            raise ValueError(
+                "rl.reward.operators=/ leaves nothing for numbers that do not divide: add +, - or"
+                " *"
+            )
         for field, least, most in (("numbers", 2, _MOST_NUMBERS), ("largest", 1, _LARGEST)):
             if not least <= (value := getattr(self, field)) <= most:
                 raise ValueError(f"rl.reward.{field}={value} must be from {least} to {most}")
@@ -76,16 +81,26 @@ class _Countdown(Task):
             first, second = rng.permutation(len(parts))[:2].tolist()
             pair = parts[first], parts[second]
             rest = [part for place, part in enumerate(parts) if place not in (first, second)]
-            parts = [*rest, _joined(*pair, str(rng.choice(list(config.operators))))]
+            operator = str(rng.choice(list(config.operators)))
+            parts = [*rest, _joined(*pair, operator, config.operators)]
         target, solution = parts[0]
         shown = ",".join(map(str, drawn))
         return Question(f"{shown}={target}:", solution.removeprefix("(").removesuffix(")"))
 
 
-def _joined(first: tuple[int, str], second: tuple[int, str], operator: str) -> tuple[int, str]:
-    """Return two parts as one; a sum in place of a negative difference or a fraction."""
+def _joined(
+    first: tuple[int, str], second: tuple[int, str], operator: str, operators: str
+) -> tuple[int, str]:
+    """Return two parts as one, the larger before the smaller.
+
+    Args:
+        first: Value and text.
+        second: Value and text.
+        operator: Operator between them.
+        operators: Allowed ones, of which another takes the place of a division with a remainder.
+    """
     (a, left), (b, right) = max(first, second), min(first, second)
     if operator == "/" and (b == 0 or a % b):
-        operator = "+"
+        operator = next(one for one in operators if one != "/")
     values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}
     return values[operator], f"({left}{operator}{right})"

@@ -117,6 +117,14 @@ def test_countdown_counts_the_numbers_and_the_value():
     assert all(question.prompt.endswith(f"={parse(question.answer).value}:") for question in drawn)
 
 
+def test_countdown_solutions_use_the_operators_that_are_allowed_only():
+    for allowed in ("-/", "*/", "-", "*"):
+        drawn = CountdownConfig(operators=allowed, largest=12).build().prompts(0, 20, 0)
+        assert {sign for one in drawn for sign in one.answer if sign in "+-*/"} <= set(allowed)
+    with pytest.raises(ValueError, match="leaves nothing for numbers that do not divide"):
+        CountdownConfig(operators="/")
+
+
 EXPRESSIONS = st.recursive(
     st.integers(0, 999).map(str),
     lambda parts: st.one_of(
