@@ -97,6 +97,10 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"prompt of request {self.id} is empty: give at least one token")
+        try:
+            self.salt.encode()  # a part of the names of pages
+        except UnicodeEncodeError as error:
+            raise ValueError(f"salt={self.salt!r} must be text that UTF-8 can hold") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
