@@ -27,6 +27,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.simulation.sizes import ModelSizes
@@ -76,8 +78,8 @@ class Roofline:
     """Share of the memory bandwidth that is reached."""
     clock: float = 1.0
     """Clock as a share of the full one."""
-    loads: tuple[float, ...] = ()
-    """Share of the assignments of each expert; equal when empty."""
+    loads: tuple[tuple[float, ...], ...] = ()
+    """Share of the assignments of each expert in each MoE layer; equal when empty."""
 
     def __post_init__(self) -> None:
         if self.num_chips < 1:
@@ -89,6 +91,11 @@ class Roofline:
     def weight_bytes(self) -> float:
         """Bytes of all parameters."""
         return float(self.sizes.total * self.sizes.weight_bytes)
+
+    @functools.cached_property
+    def _chosen(self) -> np.ndarray:
+        """Probability [L E] that a token chooses an expert, where the loads are known."""
+        return np.minimum(1.0, self.sizes.top_k * np.asarray(self.loads))
 
     @functools.cached_property
     def spilled(self) -> float:
@@ -213,7 +220,7 @@ class Roofline:
         return self.num_chips * (chip.peak_watts - chip.idle_watts) * busy * self.clock**3
 
     def distinct_experts(self, num_tokens: int) -> float:
-        """Return the expected number of experts of a layer that some tokens choose.
+        """Return the expected number of experts that some tokens choose, in the mean over layers.
 
         Args:
             num_tokens: T.
@@ -221,8 +228,8 @@ class Roofline:
         sizes = self.sizes
         if not self.loads:
             return sizes.num_experts * (1 - (1 - sizes.top_k / sizes.num_experts) ** num_tokens)
-        chosen = (min(1.0, sizes.top_k * load) for load in self.loads)
-        return sum(1 - (1 - p) ** num_tokens for p in chosen)
+        missed = (1.0 - self._chosen) ** num_tokens
+        return float((1.0 - missed).sum(axis=-1).mean())
 
     def _operations(self, parts: Sequence[Part]) -> Iterator[tuple[Operation, bool]]:
         """Yield the operations of a step, and whether they are those of the experts."""

@@ -65,10 +65,14 @@ def test_layers_of_a_piece_cost_their_share_and_the_head_is_paid_once():
 
 
 def test_uneven_loads_read_fewer_experts():
-    uneven = dataclasses.replace(COST, loads=(0.2, 0.2, *(0.6 / 30,) * 30))
+    layer = (0.2, 0.2, *(0.6 / 30,) * 30)
+    uneven = dataclasses.replace(COST, loads=(layer, layer))
     assert uneven.distinct_experts(8) < COST.distinct_experts(8)
-    even = dataclasses.replace(COST, loads=(1 / 32,) * 32)
+    even = dataclasses.replace(COST, loads=((1 / 32,) * 32,))
     assert even.distinct_experts(8) == pytest.approx(COST.distinct_experts(8))
+    mixed = dataclasses.replace(COST, loads=(layer, even.loads[0]))
+    each = (uneven.distinct_experts(8), even.distinct_experts(8))
+    assert mixed.distinct_experts(8) == pytest.approx(sum(each) / 2)
 
 
 def test_host_memory_that_is_not_needed_costs_nothing():
