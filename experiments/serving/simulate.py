@@ -13,7 +13,8 @@
 The instances and policies are those of the engine; the time of a step is that of a roofline. With
 the directory of a trained run, its model is compiled as it is served here (`engine`), and the time
 of a step is the median of its compiled shape, or that of a roofline whose rates are fitted to these
-medians (`cost`); experts are read as the loads of the run's last records say. Prints a line per policy and rate:
+medians (`cost`); experts are read as the loads of the run's last records say. Prints a line per
+policy and rate:
 
     goodput/s    requests per second within ttft and tpot
     within SLO   their share of all requests
@@ -207,6 +208,8 @@ def describe(config: SimulateConfig, facts: Facts, name: str | None = None) -> s
     where = f"{config.preset} on {config.instances} x {config.chips} {config.chip}"
     if name is not None:
         where = f"{config.instances} x {name}"
+    elif spilled := cost_of(config).spilled:
+        where += f", {spilled:.0%} of the weights in host memory"
     return (
         f"{where}, {facts.num_pages} pages of"
         f" {facts.page_size} tokens each, workload {config.workload.name}, SLO {config.ttft} s and"

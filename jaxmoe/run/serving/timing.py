@@ -131,8 +131,8 @@ def _describe(
         most, even = timings[0].singles, dataclasses.replace(nominal, loads=())
         read = [one.distinct_experts(most) for one in (nominal, even)]
         lines.append(
-            f"  {most} tokens choose {read[0]:.1f} of {nominal.sizes.num_experts} experts of a layer"
-            f" by the run's loads, {read[1]:.1f} by equal ones"
+            f"  {most} tokens choose {read[0]:.1f} of the {nominal.sizes.num_experts} experts of a"
+            f" layer by the run's loads, {read[1]:.1f} by equal ones"
         )
     names = {"table": "of its shape", "fit": "by the fitted rates", "roofline": "by nominal rates"}
     head = f"{len(timings)} compiled shapes on {platform}; a step takes the time {names[source]}:"

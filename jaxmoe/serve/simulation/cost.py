@@ -17,8 +17,8 @@ are read once per nano-batch. A lane with share s of the device has s of its FLO
 part of the cores saturates the memory, s / 0.4 of its bandwidth at most all of it (0.4 is an
 assumption). A chip takes idle + (peak - idle) u f^3 watts at a clock of f times the full one, which
 scales its FLOP/s and not its bandwidth; u is the share of the FLOP/s or, if more, half the share of
-the bandwidth that a step reaches (an assumption). Weights that do not fit into the device are read
-from host memory, beside the rest.
+the bandwidth that a step reaches (an assumption). Weights that do not fit into nine tenths of the
+memory are read from host memory, beside the rest; pages have the last tenth (an assumption).
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from jaxmoe.serve.simulation.sizes import ModelSizes
 
 SATURATION = 0.4
 """Share of the cores that saturates the memory."""
+
+PAGES = 0.1
+"""Share of the memory for pages where the weights do not fit."""
 
 MEMORY_POWER = 0.5
 """Share of the power above idle that the memory takes at its full bandwidth."""
@@ -99,18 +102,19 @@ class Roofline:
 
     @functools.cached_property
     def spilled(self) -> float:
-        """Share of the weights that does not fit into the devices."""
-        room = self.chip.available * self.num_chips
+        """Share of the weights that does not fit into the devices, beside room for pages."""
+        room = (1.0 - PAGES) * self.chip.available * self.num_chips
         return max(0.0, 1.0 - room / self.weight_bytes)
 
     def num_pages(self, page_size: int, share: float = 0.9) -> int:
-        """Return the pages that fit beside the weights, at least one.
+        """Return the pages that fit beside the weights of the device, at least one.
 
         Args:
             page_size: Tokens of a page.
             share: Share of the remaining memory for pages.
         """
-        left = self.chip.available * self.num_chips - self.weight_bytes
+        held = (1.0 - self.spilled) * self.weight_bytes
+        left = self.chip.available * self.num_chips - held
         return max(int(share * left / (page_size * max(self.sizes.kv_bytes, 1))), 1)
 
     def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:

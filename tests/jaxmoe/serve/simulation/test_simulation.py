@@ -88,6 +88,10 @@ def test_host_memory_that_is_not_needed_costs_nothing():
     )
     assert 0 < slow.spilled < 1
     assert slow.seconds([Part(9, 9)]) > fast.seconds([Part(9, 9)]) > COST.seconds([Part(9, 9)])
+    held = (1 - slow.spilled) * slow.weight_bytes
+    pages = slow.num_pages(16, share=1.0) * 16 * SIZES.kv_bytes
+    assert held == pytest.approx(0.9 * 2**30)  # the rest is for pages
+    assert held + pages <= 2**30 < held + pages + 16 * SIZES.kv_bytes
 
 
 def test_more_chips_are_faster_and_send():
