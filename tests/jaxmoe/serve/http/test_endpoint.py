@@ -5,6 +5,7 @@ computed: after a letter comes the next one."""
 
 import asyncio
 import json
+import re
 import threading
 import time
 
@@ -334,7 +335,14 @@ def test_numbers_and_the_page(address, client):
     text = httpx.get(f"{address}/metrics").text
     assert 'jaxmoe_tokens_generated_total{model="speller"}' in text
     assert 'jaxmoe_requests_ended_total{model="speller",reason="length"}' in text
-    assert 'jaxmoe_ttft_seconds{model="speller",quantile="0.5"}' in text
+    ended = int(re.search(r'reason="length"} (\d+)', text).group(1))
+    for name in ("ttft", "tpot", "total"):
+        series = rf'^jaxmoe_{name}_seconds_bucket{{le="([^"]+)",model="speller"}} (\d+)'
+        found = re.findall(series, text, re.MULTILINE)
+        reached = [int(count) for _, count in found]
+        assert reached == sorted(reached) and found[-1][0] == "+Inf"
+        assert f'jaxmoe_{name}_seconds_count{{model="speller"}} {reached[-1]}.0' in text
+        assert reached[-1] >= ended or name == "tpot"  # an answer of one token has none
     stats = httpx.get(f"{address}/stats").json()
     assert stats["pages_total"] == 64 and stats["has_chat"]
     assert stats["expert_load"] == [[1.0, 3.0], [2.0, 2.0]]
