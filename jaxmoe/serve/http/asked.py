@@ -160,17 +160,23 @@ def _asked(
         )
     options = fields.any("stream_options")
     options = Fields({} if options is None else options, ("include_usage",), "stream_options")
-    sampling = Sampling(
-        max_tokens=limit,
-        temperature=fields.number("temperature", 1.0, 0.0, 100.0),
-        top_k=max(fields.integer("top_k", 0, -1), 0),
-        top_p=fields.number("top_p", 1.0, 1e-9, 1.0),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        seed=fields.integer("seed", None, 0, 2**31 - 1 - _MOST_ANSWERS) or _seed(fields),
-        stop_ids=served.eos_ids,
-        num_logprobs=num_logprobs or 0,
-        has_experts=has_experts,
-    )
+    drawn: dict[str, Any] = {
+        "temperature": fields.number("temperature", 1.0, 0.0, 100.0),
+        "top_k": max(fields.integer("top_k", 0, -1), 0),
+        "top_p": fields.number("top_p", 1.0, 1e-9, 1.0),
+        "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
+        "seed": fields.integer("seed", None, 0, 2**31 - 1 - _MOST_ANSWERS) or _seed(fields),
+    }
+    try:
+        sampling = Sampling(
+            max_tokens=limit,
+            stop_ids=served.eos_ids,
+            num_logprobs=num_logprobs or 0,
+            has_experts=has_experts,
+            **drawn,
+        )
+    except ValueError as error:
+        raise HTTPError(400, str(error)) from error
     return Asked(
         model=model,
         prompts=prompts,

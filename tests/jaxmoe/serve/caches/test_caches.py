@@ -34,7 +34,7 @@ def random_uses(items):
     ]
 
 
-@quick
+@settings(max_examples=200, deadline=None)
 @given(items=traces, capacity=st.integers(1, 7))
 def test_no_policy_loads_fewer_items_than_belady(items, capacity):
     trace = random_uses(items)

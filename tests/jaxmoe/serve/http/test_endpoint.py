@@ -188,6 +188,7 @@ def test_a_chat_ends_at_the_mark_of_its_template():
         ("completions", {"prompt": "a", "max_token": 1}, 400, "max_token is not a field"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be a"),
         ("completions", {"prompt": "a", "temperature": True}, 400, "temperature=True must be a"),
+        ("completions", {"prompt": "a", "temperature": 1e-9}, 400, "or at least 1e-05"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n=0 must be an integer from 1 to 128"),
         ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs=3 exceeds the 2"),
         ("completions", {"prompt": "a", "echo": True}, 400, "echo=True is not computed"),
