@@ -41,6 +41,8 @@ class EndpointConfig:
 
     max_body: int = 2**20
     """Bytes of a request at most."""
+    body_seconds: float = 60.0
+    """Seconds until a request has arrived, at most."""
     key: str = ""
     """Bearer key that requests must bring; none when empty."""
 
@@ -128,7 +130,7 @@ class Endpoint:
         """Return the JSON value of a body.
 
         Raises:
-            HTTPError: It is too long or no JSON, or the server is draining.
+            HTTPError: It is too long, too slow or no JSON, or the server is draining.
         """
         if self.is_draining:
             raise HTTPError(503, "the server is about to end", code="draining", retry_after=30)
@@ -139,10 +141,15 @@ class Endpoint:
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > most:
             raise too_long
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise too_long
+        try:
+            async with asyncio.timeout(self._config.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_long
+        except TimeoutError as error:
+            words = f"the body did not arrive within {self._config.body_seconds:g} s: send it again"
+            raise HTTPError(408, words, code="too_slow") from error
         try:
             value = parse_json(text := body.decode())
         except ValueError as error:

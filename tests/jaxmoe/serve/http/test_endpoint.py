@@ -6,6 +6,7 @@ computed: after a letter comes the next one."""
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 
@@ -141,6 +142,16 @@ def test_other_methods_are_refused_with_the_right_one(address):
     error = found.json()["error"]
     assert error["message"] == "/v1/completions takes POST, not GET"
     assert error["type"] == "invalid_request_error"
+
+
+def test_a_client_that_does_not_send_its_body_is_given_up():
+    with serving(body_seconds=0.2) as (address, _, _):
+        port = int(address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{"
+            connection.sendall(head.encode())
+            answer = connection.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 408") and "within 0.2 s" in answer
 
 
 def test_streams_end_with_usage(client):
