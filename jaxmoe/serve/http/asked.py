@@ -27,6 +27,8 @@ _SHARED = (
 COMPLETION = ("prompt", *_SHARED)
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", *_SHARED)
 _MOST_STOPS, _MOST_ANSWERS, _MOST_PROMPTS = 16, 128, 128
+_SEEDS = 2**31 - 1 - _MOST_ANSWERS
+"""Seeds of a first answer; the engine takes 31 bits, and the i-th answer has seed + i."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ def _asked(
         "top_k": max(fields.integer("top_k", 0, -1), 0),
         "top_p": fields.number("top_p", 1.0, 1e-9, 1.0),
         "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
-        "seed": fields.integer("seed", None, 0, 2**31 - 1 - _MOST_ANSWERS) or _seed(fields),
+        "seed": _seed(fields),
     }
     try:
         sampling = Sampling(
@@ -197,5 +199,6 @@ def _asked(
 
 
 def _seed(fields: Fields) -> int:
-    """Return the seed 0 if it was given, else a random one."""
-    return 0 if "seed" in fields else secrets.randbelow(2**31 - 1 - _MOST_ANSWERS)
+    """Return the seed that was given, of 64 bits modulo `_SEEDS`, or a random one."""
+    given = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    return secrets.randbelow(_SEEDS) if given is None else given % _SEEDS

@@ -64,9 +64,6 @@ class Fields:
                 )
         self._values = {name: value for name, value in values.items() if value is not None}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
     def any(self, name: str) -> Any:
         """Return a value of any type; None if it is missing or null."""
         return self._values.get(name)

@@ -39,6 +39,8 @@ def test_completions_of_openai(client):
     assert [one.text for one in several.choices] == ["b", "ceg", "y", ""]
     assert [one.finish_reason for one in several.choices] == ["stop", "length", "stop", "stop"]
     assert [one.index for one in several.choices] == [0, 1, 2, 3]
+    long = client.completions.create(model="speller", prompt="a", seed=7 * (2**31 - 129) + 1)
+    assert long.choices[0].text.startswith("ceg")  # that of seed 1
     ids = client.completions.create(model="speller", prompt=[97, 98], max_tokens=2, seed=0)
     assert ids.choices[0].text == "cd" and ids.usage.prompt_tokens == 2
 
@@ -204,7 +206,7 @@ def test_a_chat_ends_at_the_mark_of_its_template():
         ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs=3 exceeds the 2"),
         ("completions", {"prompt": "a", "echo": True}, 400, "echo=True is not computed"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "none empty"),
-        ("completions", {"prompt": "a", "seed": 2**31}, 400, "an integer from 0 to 2147483519"),
+        ("completions", {"prompt": "a", "seed": 2**63}, 400, "to 9223372036854775807"),
         ("completions", {"prompt": "a", "stream_options": 3}, 400, "stream_options must be a JSON"),
         ("completions", {"prompt": "a", "model": "x"}, 404, "the model 'x' does not exist"),
         ("completions", [1], 400, "the body must be a JSON object, found list"),
