@@ -183,7 +183,8 @@ def _open(config: ServeConfig) -> Served:
 def _header(config: ServeConfig, served: Served) -> str:
     engine = config.engine
     facts = served.engine.facts
-    shapes = [f"{facts.max_running}x1", *(f"+{p}x{c}" for p, c in engine.shapes.pieces)]
+    single = f"{facts.max_running}x1"
+    shapes = [single, *(f"{single} + {p}x{c}" for p, c in engine.shapes.pieces)]
     talks = "chat and completions" if served.chat else "completions (no chat template)"
     fleet = ""
     if engine.instances > 1:
@@ -191,8 +192,10 @@ def _header(config: ServeConfig, served: Served) -> str:
     return (
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
-        f"pages    {facts.num_pages} x {facts.page_size} tokens, {facts.max_length} of a request\n"
-        f"shapes   {' '.join(shapes)}, batching {engine.batching.name}\n"
+        f"pages    {facts.num_pages} x {facts.page_size} tokens, {served.pool_bytes / 1e6:.4g} MB"
+        f" in all; {facts.max_length} tokens of a request\n"
+        f"shapes   {', '.join(shapes)} (compiled in {served.compile_seconds:.0f} s), batching"
+        f" {engine.batching.name}\n"
         f"{fleet}"
         f"routes   {talks}"
     )

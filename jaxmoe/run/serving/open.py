@@ -58,6 +58,9 @@ class EngineSizesConfig:
     """Requests that may wait; further ones are refused."""
     num_logprobs: int = 5
     """Most likely tokens whose log-probabilities a request may ask for."""
+    has_experts: bool = False
+    """Whether a request may ask for the experts of each token, which are then kept in host memory
+    for every token in a page."""
     batching: BatchingUnion = SplitFuseConfig()
     """What a step computes."""
     instances: int = 1
@@ -116,6 +119,7 @@ class EngineSizesConfig:
             shapes=self.shapes,
             context_lengths=(_SHORT, most) if most > 2 * _SHORT else (most,),
             num_logprobs=self.num_logprobs,
+            has_experts=self.has_experts,
         )
 
 
@@ -231,6 +235,9 @@ def open_served(
         adapters=chats,
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
+        has_experts=sizes.has_experts,
+        pool_bytes=sum(one.pool_bytes for one in executors),
+        compile_seconds=sum(p.seconds for one in executors for p in one.programs),
     )
 
 
