@@ -37,6 +37,7 @@ class PageWorker:
         """Begin with empty pages."""
         self.pages.memory.clear()
         self.pages.host.clear()
+        self.pages.named.clear()
 
     def expert_load(self) -> Any:
         """Return None: there are no experts."""

@@ -30,6 +30,7 @@ from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
+from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
 from sharding.mesh import MeshConfig
 
 _LONGEST = 4096
@@ -65,6 +66,8 @@ class EngineSizesConfig:
     enough for one only."""
     dispatch: DispatchUnion = LeastLoadedConfig()
     """Which instance answers a request, and what moves between them."""
+    retention: RetentionUnion = LRUConfig()
+    """Which pages a request gets, and what becomes of those of a preempted one."""
 
     def __post_init__(self):
         fields = ("max_sequences", "max_length", "pages", "page_size", "max_waiting", "instances")
@@ -221,7 +224,10 @@ def open_served(
     )
     config, directory = assembly.plan.config, RunDirectory(path)
     engine_config = EngineConfig(
-        batching=sizes.batching, dispatch=sizes.dispatch, max_waiting=sizes.max_waiting
+        batching=sizes.batching,
+        dispatch=sizes.dispatch,
+        retention=sizes.retention,
+        max_waiting=sizes.max_waiting,
     )
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),

@@ -21,6 +21,7 @@ from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.metrics import EngineMetrics, Meter
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
+from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
 from jaxmoe.serve.requests import Event, Request, Result, Token
 from jaxmoe.serve.step import Step
 
@@ -75,6 +76,8 @@ class EngineConfig:
     """What a step computes."""
     dispatch: DispatchUnion = LeastLoadedConfig()
     """Which instance serves a request, where there are several."""
+    retention: RetentionUnion = LRUConfig()
+    """Which pages a request gets, and what becomes of those of a preempted one."""
     max_waiting: int = 256
     """Requests in the queue of an instance at most; further ones are refused."""
     shares_prefixes: bool = True
@@ -108,7 +111,7 @@ class Member:
             executor: Computes its steps.
             config: Queue and batching.
         """
-        facts = executor.facts(max_waiting=config.max_waiting)
+        facts = config.retention.facts(executor.facts(max_waiting=config.max_waiting))
         config.batching.check(facts)
         config.dispatch.check(has_moves=isinstance(executor, PageMover))
         return cls(
