@@ -39,6 +39,7 @@ from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_tran
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request, Result
 from jaxmoe.serve.step import Step
+from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import PageTables
 
 
@@ -101,7 +102,7 @@ class ModelExecutor:
         """Bytes of pages that went to host memory and back, for swaps and moves."""
         self.num_transfers = 0
         """Calls that moved them."""
-        self._load: np.ndarray | None = None
+        self._load: np.ndarray | None
         self._move = make_transfers(self.execution)
         self.reset()
         self.programs = tuple(self._compile(one) for one in self._shapes())
@@ -120,13 +121,18 @@ class ModelExecutor:
 
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
-        self._host = HostPages()
+        self._host, self._load = HostPages(), None
         size = self.config.num_pages, self.config.page_size
         self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
         with self._in_mesh():
             self._pools = initial_pools(
                 self.model, self.execution, pages=self.config.num_pages, size=self.config.page_size
             )
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """Sizes of the mesh; all 1 on one device."""
+        return MeshConfig() if self._mesh is None else MeshConfig(**dict(self._mesh.shape))
 
     @property
     def pool_bytes(self) -> int:
