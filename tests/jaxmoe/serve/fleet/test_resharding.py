@@ -91,10 +91,10 @@ def test_impossible_meshes_are_refused_with_the_way_out():
         adapters=(),
         execution=dataclasses.replace(
             served.execution,
-            precision=dataclasses.replace(served.execution.precision, weights="int8"),
+            precision=dataclasses.replace(served.execution.precision, weights="w8a8"),
         ),
     )
-    assert "'int8' stay on the mesh on which they were quantised" in refused(quantised, expert=2)
+    assert "'w8a8' stay on the mesh on which they were quantised" in refused(quantised, expert=2)
     quantised.execution, quantised.adapters = served.execution, ("sql",)
     assert "the adapters sql are served together" in refused(quantised, expert=2)
 
