@@ -100,6 +100,7 @@ def test_impossible_meshes_are_refused_with_the_way_out():
 
 
 @pytest.mark.slow
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("scaling", [None, "slo", "elastic_experts"])
 def test_scaling_of_two_real_instances_changes_no_token_and_loses_none(scaling):
     """Instances of one device, with swaps to host memory; also to 4 devices each by command."""
