@@ -57,7 +57,14 @@ class EngineScaling(FleetScaling):
         super().__init__(fleet, config, clock())
         self._next = clock() + self.interval
         if self._is_elastic:
+            resharder.check(resharder.mesh)  # in words where no change is possible at all
             self.most_chips = resharder.most_chips
+            if self.most_chips == self.num_chips:
+                raise ValueError(
+                    f"scaling={config.name!r} finds no mesh to grow to: an instance has"
+                    f" {self.num_chips} devices, and twice as many are not there, or do not divide"
+                    " the experts: begin with a smaller mesh, or choose scaling 'fixed'"
+                )
 
     @property
     def hardware(self) -> Any:

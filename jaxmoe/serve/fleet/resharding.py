@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 from jaxmoe.errors import JaxmoeError
@@ -50,6 +50,14 @@ class Resharded:
     """Bytes of weights that devices received."""
     page_bytes: int
     """Bytes of pages that devices received."""
+
+
+def _done(exchange: Future[Any]) -> Any:
+    """Return what an exchange has cost, when it is done."""
+    try:
+        return exchange.result()
+    except CancelledError as error:
+        raise RuntimeError("the engine has ended before the change was done") from error
 
 
 class Resharder:
@@ -160,7 +168,7 @@ class Resharder:
         for number, executor in enumerate(self._executors()):
             if executor.mesh != mesh:
                 other = layouts.laid_out(number, executor, mesh)
-                found.append(self._exchange(other, number).result())
+                found.append(_done(self._exchange(other, number)))
         return Resharded(
             seconds=time.perf_counter() - begun,
             pause_seconds=max((one.seconds for one in found), default=0.0),

@@ -29,7 +29,7 @@ from jaxmoe.serve.http.answered import ChatForm, Choice, CompletionForm, Form, u
 from jaxmoe.serve.http.asked import Asked, read_chat, read_completion
 from jaxmoe.serve.http.errors import HTTPError
 from jaxmoe.serve.http.prometheus import prometheus_text
-from jaxmoe.serve.http.resharding import reshard
+from jaxmoe.serve.http.resharding import change_mesh
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.http.streams import Answers, failure
 
@@ -169,7 +169,7 @@ class Endpoint:
 
     async def _reshard(self, request: Any) -> Any:
         resharder = self._served.engine.resharder
-        return self._json(await reshard(await self._body(request), resharder))
+        return self._json(await change_mesh(await self._body(request), resharder))
 
     async def _models(self, request: Any) -> Any:
         del request

@@ -10,7 +10,6 @@ An axis that is left out stays as it is. The answer comes when the change is don
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import math
 from typing import Any
@@ -22,7 +21,7 @@ from jaxmoe.serve.http.fields import Fields
 _AXES = ("expert", "tensor")
 
 
-async def reshard(values: Any, resharder: Resharder) -> dict[str, Any]:
+async def change_mesh(values: Any, resharder: Resharder) -> dict[str, Any]:
     """Return what a change of the mesh has cost, when it is done.
 
     Args:
@@ -30,8 +29,8 @@ async def reshard(values: Any, resharder: Resharder) -> dict[str, Any]:
         resharder: Changes the mesh.
 
     Raises:
-        HTTPError: 400 for a mesh that cannot be, 409 while another change is going on, 503 if the
-            engine ends before, 500 if the change fails.
+        HTTPError: 400 for a mesh that cannot be, 409 while another change is going on, 500 if the
+            change fails.
     """
     fields = Fields(values, _AXES)
     sizes = {axis: fields.integer(axis, 0, 1) for axis in _AXES if axis in fields}
@@ -39,18 +38,15 @@ async def reshard(values: Any, resharder: Resharder) -> dict[str, Any]:
         raise HTTPError(400, 'the body names no axis of the mesh: send {"expert": 4}')
     try:
         mesh = resharder.with_sizes(sizes)
-        done = asyncio.wrap_future(resharder.begin(mesh))
-        found = await asyncio.shield(done)  # it goes on if the client goes away
+        done = await asyncio.to_thread(resharder.begin, mesh)
+        # The change goes on if the client goes away.
+        found = await asyncio.shield(asyncio.wrap_future(done))
     except ValueError as error:
         raise HTTPError(400, str(error)) from error
     except BusyError as error:
         raise HTTPError(409, str(error), code="busy", retry_after=30) from error
-    except (concurrent.futures.CancelledError, asyncio.CancelledError) as error:
-        if not done.done():  # the client has gone
-            raise
-        raise HTTPError(503, "the server is about to end", code="draining") from error
     except RuntimeError as error:
-        message = f"the mesh stays as it was: {type(error).__name__}: {error}"
+        message = f"the change of the mesh has failed: {type(error).__name__}: {error}"
         raise HTTPError(500, message, code="engine_error") from error
     shape = {axis: getattr(mesh, axis) for axis in _AXES}
     return {"mesh": shape, "devices": math.prod(mesh.sizes)} | dataclasses.asdict(found)

@@ -142,6 +142,9 @@ def test_what_an_engine_lacks_is_refused_in_words():
     assert "scaling='polca' needs the power of devices" in refused("polca", hardware=COST)
     assert "scaling='slo' asks how long a step takes" in refused("slo")
     assert "scaling='elastic_experts' lays instances" in refused("elastic_experts", hardware=COST)
+    alone = [MeshedWorker(SMALL, MeshConfig(expert=2))]
+    workers, few = alone, {"hardware": COST, "layouts": MeshedLayouts(3)}
+    assert "'elastic_experts' finds no mesh to grow to" in refused("elastic_experts", **few)
     with pytest.raises(ValueError, match=r"scaling='polca' needs the power .*serving simulate"):
         EngineSizesConfig(scaling=SCALING["polca"]())
     with pytest.raises(ValueError, match=r"scaling='slo' serves requests within scaling.ttft"):
