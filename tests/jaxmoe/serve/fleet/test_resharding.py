@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import types
+from typing import Any
 
 import jax
 import pytest
@@ -77,7 +78,7 @@ def leaf_bytes(tree, path):
 def test_impossible_meshes_are_refused_with_the_way_out():
     layouts, served = MeshLayouts([jax.devices()[:4]]), executor()
 
-    def refused(one=served, **sizes):
+    def refused(one: Any = served, **sizes):
         with pytest.raises(ValueError) as caught:
             layouts.check(0, one, MeshConfig(**sizes))
         return str(caught.value)
@@ -125,8 +126,7 @@ def test_scaling_of_two_real_instances_changes_no_token_and_loses_none(scaling):
         is_over = False
         while not is_over:  # one more round after the change
             is_over = done.done() if done else bool(changes)
-            asked = {"objective": tight}
-            streams = {id_: engine.submit(*one, **asked) for id_, one in GIVEN.items()}
+            streams = {id_: engine.submit(*one, objective=tight) for id_, one in GIVEN.items()}
             for id_, stream in streams.items():
                 found[id_].append(read(stream))
             rounds += 1

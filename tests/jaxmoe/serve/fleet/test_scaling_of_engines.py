@@ -115,8 +115,8 @@ def test_the_engine_takes_the_scaling_decisions_of_the_simulator(name, number):
                 engine._inbox.put(lambda: None)
                 until(lambda t=moment: found and found[-1][0] == t and not scaling._is_changing)
             else:
-                asked = {"objective": request.objective}
-                streams.append(engine.submit(request.prompt, request.sampling, **asked))
+                asked, limits = (request.prompt, request.sampling), request.objective
+                streams.append(engine.submit(*asked, objective=limits))
         assert engine.drain(timeout=60)
         engine._fleet.check_pages()
         assert found == expected and scaling.changes == simulation.scaling.changes
