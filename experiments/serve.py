@@ -10,9 +10,17 @@
 
     python -m experiments.serve --engine.instances 2 engine.dispatch:llumnix      # two instances
 
-Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), and / (a
-page to chat with and to watch the load). Several instances answer behind one address, and /metrics
-has the numbers of each.
+Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), /reshard,
+and / (a page to chat with and to watch the load). Several instances answer behind one address, and
+/metrics has the numbers of each.
+
+    python -m experiments.serve --engine.instances 2 engine.scaling:slo --engine.scaling.tpot 0.1
+    python -m experiments.serve engine.scaling:elastic_experts --engine.scaling.tpot 0.1
+    curl http://127.0.0.1:8000/reshard -d '{"expert": 4}'
+
+let instances join and drain by the rate of requests, spread the experts over twice or half the
+devices, and do that at once; answers go on. `engine.retention:swap_groups` keeps the pages of
+preempted requests in host memory instead of computing them again.
 
     python -m experiments.serve --run.directory BASE --adapters sql=RUN1 chat=RUN2
 
@@ -187,15 +195,18 @@ def _header(config: ServeConfig, served: Served) -> str:
     shapes = [single, *(f"{single} + {p}x{c}" for p, c in engine.shapes.pieces)]
     talks = "chat and completions" if served.chat else "completions (no chat template)"
     fleet = ""
-    if engine.instances > 1:
-        fleet = f"fleet    {engine.instances} instances, dispatch {engine.dispatch.name}\n"
+    if engine.instances > 1 or engine.scaling.name != "fixed":
+        fleet = (
+            f"fleet    {engine.instances} instances, dispatch {engine.dispatch.name}, scaling"
+            f" {engine.scaling.name}\n"
+        )
     return (
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
         f"pages    {facts.num_pages} x {facts.page_size} tokens, {served.pool_bytes / 1e6:.4g} MB"
         f" in all; {facts.max_length} tokens of a request\n"
         f"shapes   {', '.join(shapes)} (compiled in {served.compile_seconds:.0f} s), batching"
-        f" {engine.batching.name}\n"
+        f" {engine.batching.name}, retention {engine.retention.name}\n"
         f"{fleet}"
         f"routes   {talks}"
     )

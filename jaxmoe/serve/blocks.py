@@ -57,19 +57,24 @@ class HostCopies:
         """Pages at most; 0 keeps none."""
         self._names: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
-    def keep(self, names: Sequence[bytes]) -> int:
-        """Note that a chain is copied; return how many of its first pages were there already.
+    def keep(self, names: Sequence[bytes]) -> tuple[int, tuple[bytes, ...]]:
+        """Note that a chain is copied.
 
         Args:
             names: Names of the full pages of a sequence, the first page first.
+
+        Returns:
+            How many of its first pages were there already, and the names whose copies are dropped
+            for it, which may be its own.
         """
         kept = next((i for i, name in enumerate(names) if name not in self._names), len(names))
         for name in reversed(names):
             self._names[name] = None
             self._names.move_to_end(name)
+        dropped = []
         while len(self._names) > self.size:
-            self._names.popitem(last=False)
-        return kept
+            dropped.append(self._names.popitem(last=False)[0])
+        return kept, tuple(dropped)
 
 
 class BlockPool:

@@ -31,6 +31,7 @@ from jaxmoe.serve.answers import Answer, TextStream
 from jaxmoe.serve.fleet.members import EngineConfig as EngineConfig
 from jaxmoe.serve.fleet.members import Executor as Executor
 from jaxmoe.serve.fleet.members import Member, Members
+from jaxmoe.serve.fleet.resharding import Layouts, Resharder
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.metrics import EngineMetrics, total
 from jaxmoe.serve.requests import End, Event, Objective, Request, Sampling
@@ -50,18 +51,23 @@ class Engine:
         *,
         codec: Codec | None = None,
         clock: Callable[[], float] = time.monotonic,
+        hardware: Any = None,
+        layouts: Layouts | None = None,
     ):
         """Start the threads.
 
         Args:
             executors: Computes the steps of one instance; or one executor for each instance, with
                 the same model.
-            config: Queue, batching and dispatch; defaults when None.
+            config: Queue and policies; defaults when None.
             codec: Decoder of tokens, for text and stop strings; None serves tokens alone.
             clock: Seconds for the policies.
+            hardware: Times of a step, such as `MeasuredSteps`, for a scaling policy that asks.
+            layouts: Meshes that instances may have, such as `MeshLayouts`; None keeps them.
 
         Raises:
-            ValueError: A policy needs what the executor lacks, or other instances.
+            ValueError: A policy needs what the executor lacks, or other instances; or executors
+                differ in their sizes.
         """
         config = config or EngineConfig()
         given = executors if isinstance(executors, Sequence) else [executors]
@@ -69,13 +75,20 @@ class Engine:
         self._streams: dict[int, Stream] = {}
         self._followers: dict[int, list[Stream]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._exchanges: list[Future[Any]] = []
+        self._exchanges: set[Future[Any]] = set()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_draining = False
         self._failure = ""
         self._members = Members(
-            given, config, clock=clock, post=self._inbox.put, publish=self._publish
+            given,
+            config,
+            clock=clock,
+            post=self._inbox.put,
+            publish=self._publish,
+            exchange=self.exchange,
+            hardware=hardware,
+            layouts=layouts,
         )
         self._fleet = self._members.fleet
         self.facts = self._fleet.instances[0].facts
@@ -237,11 +250,12 @@ class Engine:
             timeout: Seconds to wait at most; None waits for ever.
 
         Returns:
-            Whether all have ended.
+            Whether all have ended, and the engine has not failed.
         """
         self._stop_accepting()
         self._inbox.put(lambda: None)
-        return not wait([self._serving], timeout).not_done
+        is_over = not wait([self._serving], timeout).not_done
+        return is_over and self._serving.exception() is None
 
     def cancel_all(self) -> None:
         """End all requests early."""
@@ -275,11 +289,17 @@ class Engine:
                 f"number={number} must be that of an instance, 0 to {len(self._members.all) - 1}"
             )
         done: Future[Any] = Future()
-        self._exchanges.append(done)
+        self._exchanges.add(done)
+        done.add_done_callback(self._exchanges.discard)
         self._inbox.put(lambda: self._members.exchange(number, executor, done))
         if self._serving.done():
             done.cancel()
         return done
+
+    @property
+    def resharder(self) -> Resharder:
+        """Lays all instances out on another mesh while they serve."""
+        return self._members.resharder
 
     def _stop_accepting(self) -> None:
         with self._lock:
@@ -332,6 +352,7 @@ class Engine:
         if after is not None and after.id in self._streams and not after.has_begun:
             self._followers.setdefault(after.id, []).append(stream)
             return
+        self._members.scaling.arrive(stream.request)
         self._publish(self._fleet.submit(stream.request, self._clock()))
 
     def _release(self, id_: int) -> None:
@@ -361,7 +382,7 @@ class Engine:
 
     def _end_all(self, serving: Future[None]) -> None:
         """End what is left: exchanges, and streams when the thread has failed."""
-        for one in self._exchanges:
+        for one in [*self._exchanges]:
             one.cancel()
         error = serving.exception()
         if error is None:

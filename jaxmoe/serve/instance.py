@@ -54,7 +54,7 @@ class Instance:
         """Pages to copy with the next step."""
         self.dropped: list[int] = []
         """Swapped sequences that ended since the last step."""
-        self.host = HostCopies(facts.host_pages)
+        self.host = self._no_copies()
         self.incoming: dict[int, list[int]] = {}
         """Pages that are taken for sequences on their way here, by request."""
 
@@ -225,7 +225,7 @@ class Instance:
             one.is_busy = False
             ends.append(self.end(one, "error", message))
         self.pool.forget()
-        self.copies = []
+        self.host, self.copies, self.dropped = self._no_copies(), [], []
         self.check()
         return tuple(ends)
 
@@ -285,9 +285,16 @@ class Instance:
         self.queues.enter(one)
         if kind == "recompute":
             return None
-        full = one.computed // self.facts.page_size
-        kept = self.host.keep(one.names()[:full]) if self.host.size else 0
-        return Swap(id=id_, pages=pages, num_tokens=one.computed, kept=kept)
+        swap = Swap(id=id_, pages=pages, num_tokens=one.computed)
+        if not self.host.size:
+            return swap
+        names = tuple(one.names()[: one.computed // self.facts.page_size])
+        kept, dropped = self.host.keep(names)
+        return dataclasses.replace(swap, kept=kept, names=names, dropped=dropped)
+
+    def _no_copies(self) -> HostCopies:
+        """Return empty host memory; copies have names, by which only equal pages are shared."""
+        return HostCopies(self.facts.host_pages if self._has_sharing else 0)
 
     def _admit(self, one: Sequence, hits: tuple[int, ...], now: float) -> None:
         self.queues.leave(one)

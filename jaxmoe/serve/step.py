@@ -45,6 +45,10 @@ class Swap:
     """Computed tokens in them."""
     kept: int = 0
     """Pages at the beginning of which host memory has a copy already; they need not travel."""
+    names: tuple[bytes, ...] = ()
+    """Names of the full pages, under which their copies stay in host memory."""
+    dropped: tuple[bytes, ...] = ()
+    """Names of which the copies are dropped after this swap."""
 
     @property
     def num_runs(self) -> int:

@@ -43,6 +43,10 @@ def test_a_run_is_served_until_a_signal_drains_it(fleet, finished, tmp_path):
             assert load.main([*words, "--workload.answer_median", "3"]) == ExitCode.DONE
             numbers = httpx.get(address.replace("/v1", "/metrics")).text
             assert ('instance="1"' in numbers) == bool(fleet)
+            route = address.replace("/v1", "/reshard")
+            kept, refused = (httpx.post(route, json={"expert": n}, timeout=60) for n in (1, 64))
+            assert kept.status_code == 200 and kept.json()["weight_bytes"] == 0
+            assert refused.status_code == 400 and "needs 64 devices" in refused.text
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == ExitCode.DONE
         finally:
@@ -68,6 +72,7 @@ def test_a_run_is_served_until_a_signal_drains_it(fleet, finished, tmp_path):
         (("--host", "0.0.0.0", "--port", "0"), "is open to other hosts: set a key"),
         (("--engine.pieces", "64"), "error: engine.pieces=64 must be number x tokens"),
         (("--engine.instances", "1", "engine.dispatch:dist_serve"), "must leave at least one"),
+        (("engine.scaling:polca",), "scaling='polca' needs the power of devices"),
         (("--prot", "1"), "--port"),
     ],
 )

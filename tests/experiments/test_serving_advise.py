@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from experiments.serving.__main__ import main
+from jaxmoe.serve.simulation.advice import advise
+from tests.support.simulated import COST
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +71,12 @@ def test_what_is_wrong_is_refused(words, message, tmp_path, monkeypatch, capsys)
         main(["advise", *words])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_largest_batch_that_was_compared_is_named():
+    sizes = dataclasses.replace(COST.sizes, kv_bytes=1, pair_flops=0.0)
+    chip = dataclasses.replace(COST.chip, flops=1e30)
+    cost = dataclasses.replace(COST, sizes=sizes, chip=chip)
+    found = {one.subject: one for one in advise(cost, 4, 4)}["batch"]
+    assert found.choice.startswith("4096 answers")
+    assert found.because == "larger batches than 4096 were not compared"

@@ -17,12 +17,14 @@ import uvicorn
 
 from jaxmoe.data.chat.built_in import ChatML
 from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.serve.device.resharding import Resharding
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Result
+from sharding import MeshConfig
 
 BYTES = ByteTokenizer()
 TOP = ((97, -0.5), (98, -1.5))
@@ -40,6 +42,8 @@ class Text:
 
 class Speller:
     """Draws the letter after the last one, and waits before each step."""
+
+    mesh = MeshConfig()
 
     def __init__(self, seconds=0.0, answer=None):
         self.seconds, self.answer, self.fails = seconds, answer, False
@@ -85,6 +89,10 @@ class Speller:
         layers = np.stack([where, where + 100], axis=-1)[..., None]
         return layers if work.sampling.has_experts else None
 
+    def adopt(self, other):
+        """Take over from another one."""
+        return Resharding(weight_bytes=8, page_bytes=4, seconds=0.25)
+
     def _next(self, work):
         if self.answer is not None:
             return self.answer[work.index % len(self.answer)]
@@ -100,12 +108,14 @@ def serving(
     port=0,
     adapters=None,
     has_experts=True,
+    layouts=None,
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
     executor = executor or Speller()
     chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
-    engine = Engine(executor, EngineConfig(max_waiting=max_waiting), codec=Text())
+    config = EngineConfig(max_waiting=max_waiting)
+    engine = Engine(executor, config, codec=Text(), layouts=layouts)
     given = {"codec": Text(), "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given["has_experts"] = has_experts
     served = Served(name="speller", engine=engine, **given)

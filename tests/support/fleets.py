@@ -5,14 +5,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from jaxmoe.serve import BATCHING, Facts, Instance, Request, Result, Step
+from jaxmoe.serve.device.resharding import Resharding
 from jaxmoe.serve.fleet.fleet import Fleet
 from jaxmoe.serve.fleet.migration import Copy
 from jaxmoe.serve.policies.dispatch import DispatchConfig, Dispatcher, FleetView, Move
 from jaxmoe.serve.policies.dispatch.base import Route
+from sharding import MeshConfig
 from tests.support.page_executor import PageExecutor, Streams
 
 
@@ -37,6 +41,7 @@ class PageWorker:
         """Begin with empty pages."""
         self.pages.memory.clear()
         self.pages.host.clear()
+        self.pages.named.clear()
 
     def expert_load(self) -> Any:
         """Return None: there are no experts."""
@@ -54,6 +59,37 @@ class PageWorker:
         for page, tokens in zip(pages, held, strict=True):
             for slot, token in enumerate(tokens):
                 self.pages.memory[page, slot] = token
+
+
+class MeshedWorker(PageWorker):
+    """One that another takes over from, on a mesh."""
+
+    def __init__(self, facts: Facts, mesh: MeshConfig):
+        super().__init__(facts)
+        self.mesh = mesh
+
+    def adopt(self, other: PageWorker) -> Resharding:
+        """Take the pages over."""
+        self.pages = other.pages
+        return Resharding(weight_bytes=100, page_bytes=10, seconds=0.5)
+
+
+class MeshedLayouts:
+    """Meshes of up to `most` devices; `gate` holds a change until it is set."""
+
+    def __init__(self, most: int, gate: threading.Event | None = None):
+        self.most, self.gate = most, gate
+
+    def check(self, number: int, executor: Any, mesh: MeshConfig) -> None:
+        """Refuse larger meshes."""
+        if math.prod(mesh.sizes) > self.most:
+            raise ValueError(f"{mesh} has more than {self.most} devices")
+
+    def laid_out(self, number: int, executor: Any, mesh: MeshConfig) -> Any:
+        """Return a worker on the mesh."""
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        return MeshedWorker(executor.pages.facts, mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxmoe.serve import End, Event, Facts, Instance, InstanceView, Plan, Request, Result, Step
+from jaxmoe.serve.step import Swap
 
 VOCAB = 13
 
@@ -38,6 +39,8 @@ class PageExecutor:
         self.facts = facts
         self.memory: dict[tuple[int, int], int] = {}
         self.host: dict[int, list[int]] = {}
+        self.named: dict[bytes, list[int]] = {}
+        self.num_swapped = 0
         self.begun: dict[int, tuple[int, ...]] = {}
 
     def run(self, step: Step) -> dict[int, Result]:
@@ -46,7 +49,7 @@ class PageExecutor:
             for slot in range(size):
                 self.memory[target, slot] = self.memory.get((source, slot), -1)
         for swap in step.out:
-            self.host[swap.id] = self.read(swap.pages, swap.num_tokens)
+            self.swap_out(swap)
         for swap in step.back:
             self.write(swap.pages, 0, self.host.pop(swap.id))
         for id_ in step.dropped:
@@ -64,6 +67,18 @@ class PageExecutor:
                 seen = self.read(work.pages, work.start + len(work.tokens))
                 results[work.id] = Result(next_token(seen))
         return results
+
+    def swap_out(self, swap: Swap) -> None:
+        """Copy pages to host memory, but those of which it has a copy by its name."""
+        size = self.facts.page_size
+        known = [token for name in swap.names[: swap.kept] for token in self.named[name]]
+        rest = self.read(swap.pages[swap.kept :], swap.num_tokens - len(known))
+        held = self.host[swap.id] = known + rest
+        self.num_swapped += len(swap.pages) - swap.kept
+        for number, name in enumerate(swap.names):
+            self.named[name] = held[number * size : (number + 1) * size]
+        for name in swap.dropped:
+            self.named.pop(name, None)
 
     def read(self, pages: Sequence[int], count: int) -> list[int]:
         size = self.facts.page_size

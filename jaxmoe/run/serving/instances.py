@@ -53,6 +53,22 @@ def device_groups(number: int, mesh: MeshConfig | None, devices: Devices = ()) -
     return [given[size * one : size * (one + 1)] for one in range(number)]
 
 
+def reachable(groups: Sequence[Devices], devices: Devices = ()) -> list[Devices]:
+    """Return the devices that each instance may grow to: its own first, then its part of the rest.
+
+    Args:
+        groups: Devices of each instance.
+        devices: All devices; those of this process when empty.
+    """
+    given = list(devices) or jax.devices()
+    if len(set(map(tuple, groups))) == 1:  # one instance, or all on the same devices
+        return [[*groups[0], *(one for one in given if one not in groups[0])]] * len(groups)
+    taken = {one for group in groups for one in group}
+    rest = [one for one in given if one not in taken]
+    part = len(rest) // len(groups)
+    return [[*one, *rest[part * n : part * (n + 1)]] for n, one in enumerate(groups)]
+
+
 def executors_on(
     groups: Sequence[Devices],
     model: ModelConfig,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,15 +22,19 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.chat import chat_format
 from jaxmoe.run.provenance.saved import saved_config
-from jaxmoe.run.serving.instances import device_groups, executors_on
+from jaxmoe.run.serving.instances import device_groups, executors_on, reachable
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.executor import ModelExecutor
+from jaxmoe.serve.device.resharding import MeshLayouts
+from jaxmoe.serve.device.timing import MeasuredSteps
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
+from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
+from jaxmoe.serve.policies.scaling import FixedConfig, ScalingUnion
 from sharding.mesh import MeshConfig
 
 _LONGEST = 4096
@@ -68,6 +73,10 @@ class EngineSizesConfig:
     enough for one only."""
     dispatch: DispatchUnion = LeastLoadedConfig()
     """Which instance answers a request, and what moves between them."""
+    retention: RetentionUnion = LRUConfig()
+    """Which pages a request gets, and what becomes of those of a preempted one."""
+    scaling: ScalingUnion = FixedConfig()
+    """How many instances take requests, and on how many devices each is."""
 
     def __post_init__(self):
         fields = ("max_sequences", "max_length", "pages", "page_size", "max_waiting", "instances")
@@ -77,7 +86,8 @@ class EngineSizesConfig:
                 raise ValueError(f"engine.{field}={value} must be at least 1")
         if self.num_logprobs < 0:
             raise ValueError(f"engine.num_logprobs={self.num_logprobs} must be 0 or more")
-        self.dispatch.roles(self.instances)
+        roles = self.dispatch.roles(self.instances)
+        self.scaling.check(roles=roles, has_power=False, has_objectives=False)
         if not self.pieces:
             raise ValueError("engine.pieces is empty: name a shape for prompts, such as 1x256")
         for piece in self.pieces:
@@ -225,11 +235,20 @@ def open_served(
     )
     config, directory = assembly.plan.config, RunDirectory(path)
     engine_config = EngineConfig(
-        batching=sizes.batching, dispatch=sizes.dispatch, max_waiting=sizes.max_waiting
+        batching=sizes.batching,
+        dispatch=sizes.dispatch,
+        retention=sizes.retention,
+        scaling=sizes.scaling,
+        max_waiting=sizes.max_waiting,
     )
+    first, times = executors[0], None
+    if sizes.scaling.needs_hardware:
+        times = MeasuredSteps.of(first, math.prod(first.mesh.sizes))
+    groups = reachable(device_groups(sizes.instances, mesh))
+    given: dict[str, Any] = {"hardware": times, "layouts": MeshLayouts(groups, times)}
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),
-        engine=Engine(executors, engine_config, codec=assembly.source),
+        engine=Engine(executors, engine_config, codec=assembly.source, **given),
         codec=assembly.source,
         chat=_chat(assembly, directory, template),
         adapters=chats,

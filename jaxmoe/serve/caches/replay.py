@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxmoe.serve.caches.base import Item, ItemCache, ItemCacheConfig, Use
@@ -83,7 +84,7 @@ class BoundedCache:
         self.held: dict[Item, float] = {}
         self.loads = 0
         self.bytes_loaded = self.bytes_missed = 0.0
-        self._filled, self._number = 0.0, 0
+        self._number = 0
         self._on_load, self._on_drop = on_load, on_drop
 
     def use(self, use: Use) -> bool:
@@ -118,13 +119,12 @@ class BoundedCache:
     def _store(self, number: int, item: Item, kept: set[Item]) -> bool:
         """Store an item, evicting others but those to keep; False if there is no room."""
         size = self.sizes[item]
-        room = self.capacity - sum(self.held[other] for other in kept if other in self.held)
-        if size > room:
+        # Exact sums: whether an item fits does not depend on the order of the others.
+        if math.fsum((size, *(self.held[one] for one in kept if one in self.held))) > self.capacity:
             return False
-        while self._filled + size > self.capacity:
+        while math.fsum((size, *self.held.values())) > self.capacity:
             self._drop(self.policy.victim(number, [i for i in self.held if i not in kept]))
         self.held[item] = size
-        self._filled += size
         self.policy.loaded(number, item)
         if self._on_load is not None:
             self._on_load(item)
@@ -132,6 +132,6 @@ class BoundedCache:
 
     def _drop(self, item: Item) -> None:
         """Remove an item."""
-        self._filled -= self.held.pop(item)
+        del self.held[item]
         if self._on_drop is not None:
             self._on_drop(item)

@@ -25,6 +25,7 @@ from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.experts import PageExperts
+from jaxmoe.serve.device.host import HostPages
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
 from jaxmoe.serve.device.resharding import (
     Resharding,
@@ -38,6 +39,7 @@ from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_tran
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request, Result
 from jaxmoe.serve.step import Step
+from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import PageTables
 
 
@@ -95,13 +97,12 @@ class ModelExecutor:
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
-        self._swapped: dict[int, HeldPages] = {}
         self._weight_bytes = 0
         self.moved_bytes = 0
         """Bytes of pages that went to host memory and back, for swaps and moves."""
         self.num_transfers = 0
         """Calls that moved them."""
-        self._load: np.ndarray | None = None
+        self._load: np.ndarray | None
         self._move = make_transfers(self.execution)
         self.reset()
         self.programs = tuple(self._compile(one) for one in self._shapes())
@@ -120,7 +121,7 @@ class ModelExecutor:
 
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
-        self._swapped.clear()
+        self._host, self._load = HostPages(), None
         size = self.config.num_pages, self.config.page_size
         self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
         with self._in_mesh():
@@ -129,9 +130,19 @@ class ModelExecutor:
             )
 
     @property
+    def mesh(self) -> MeshConfig:
+        """Sizes of the mesh; all 1 on one device."""
+        return MeshConfig() if self._mesh is None else MeshConfig(**dict(self._mesh.shape))
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of all pages on all devices."""
         return sum(part.nbytes for part in jax.tree.leaves(self._pools))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of keys and values in host memory, for swapped sequences and kept copies."""
+        return self._host.nbytes
 
     def run(self, step: Step) -> dict[int, Result]:
         """Compute a step, and return the tokens of the sequences that draw one.
@@ -219,7 +230,7 @@ class ModelExecutor:
         begun = time.perf_counter()
         places = jax.tree.map(lambda part: part.sharding, self._pools)
         self._pools = jax.block_until_ready(jax.device_put(other._pools, places))
-        self._swapped, self._load = dict(other._swapped), other._load
+        self._host, self._load = other._host.copy(), other._load
         self._experts.adopt(other._experts)
         return Resharding(
             weight_bytes=self._weight_bytes,
@@ -305,16 +316,16 @@ class ModelExecutor:
         return dataclasses.replace(program, seconds=time.perf_counter() - begun)
 
     def _transfer(self, step: Step) -> None:
-        """Move pages before the work: to host memory, back, and on the device."""
-        for one in step.out:
-            self._swapped[one.id] = self.read_pages(one.pages)
-        for one in step.back:
-            self.write_pages(one.pages, self._swapped.pop(one.id))
+        """Move pages before the work: on the device, to host memory, and back."""
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
             self._experts.copy(step.copies)
+        for one in step.out:
+            self._host.out(one, self.read_pages)
+        for one in step.back:
+            self._host.back(one, self.write_pages)
         for number in step.dropped:
-            self._swapped.pop(number, None)
+            self._host.drop(number)
 
     def _count(self, held: Held, pages: Sequence[int]) -> None:
         self.moved_bytes += host_bytes(held)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.execution import ServedConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.serve.device.timing import MeasuredSteps
+from sharding.mesh import MeshConfig, make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,77 @@ class Resharding:
     """Time between the two steps."""
 
 
+class MeshLayouts:
+    """Lays executors out on other meshes of the devices that each may have."""
+
+    def __init__(self, groups: Sequence[Sequence[Any]], times: MeasuredSteps | None = None):
+        """Take the devices.
+
+        Args:
+            groups: Devices of each instance, those that it has first.
+            times: Gets the time of a step on every new number of devices; None measures nothing.
+        """
+        self._groups, self._times = groups, times
+
+    def check(self, number: int, executor: Any, mesh: MeshConfig) -> None:
+        """Raise if an instance cannot have a mesh.
+
+        Args:
+            number: Instance.
+            executor: Its `ModelExecutor`.
+            mesh: Mesh with the axes tensor and expert.
+
+        Raises:
+            ValueError: Other axes, too few devices, sizes that do not divide, quantised weights, or
+                several adapters.
+        """
+        size, most = math.prod(mesh.sizes), len(self._groups[number])
+        served = dataclasses.replace(executor.execution, mesh=mesh)
+        if min(mesh.sizes) < 1 or size != mesh.tensor * mesh.expert:
+            raise ValueError(f"mesh={mesh} must have sizes above 0, of the axes tensor and expert")
+        if size > most:
+            raise ValueError(
+                f"mesh expert={mesh.expert} x tensor={mesh.tensor} needs {size} devices, and"
+                f" instance {number} may have {most}: choose sizes whose product is at most {most}"
+            )
+        check_floating(served)
+        if executor.adapters:
+            raise ValueError(
+                f"the adapters {', '.join(executor.adapters)} are served together on one device:"
+                " serve one folded run to change the mesh"
+            )
+        table = parameter_table(executor.model, rules=served.axis_rules)
+        table.check_divides(served.axis_rules, mesh.by_axis)
+
+    def laid_out(self, number: int, executor: Any, mesh: MeshConfig) -> Any:
+        """Return an executor of the same weights on a mesh, compiled; the present one serves on.
+
+        Args:
+            number: Instance.
+            executor: Its `ModelExecutor`.
+            mesh: Mesh that `check` has taken.
+        """
+        devices = self._groups[number][: math.prod(mesh.sizes)]
+        execution = dataclasses.replace(executor.execution, mesh=mesh)
+        found = executor.on_mesh(make_mesh(mesh, devices), execution)
+        if self._times is not None:
+            self._times.measure(found, len(devices))
+        return found
+
+
+def check_floating(execution: ServedConfig) -> None:
+    """Raise if weights are quantised, which cannot be laid out on another mesh.
+
+    Args:
+        execution: Execution of the weights.
+    """
+    if (weights := execution.precision.weights) != "floating":
+        raise ValueError(
+            f"execution.precision.weights={weights!r} stay on the mesh on which they were"
+            " quantised: serve floating-point weights, or one instance on one mesh"
+        )
+
+
 def weights_on(model: ModelConfig, params: Any, execution: ServedConfig, mesh: Any) -> Any:
     """Return the parameters laid out on a mesh, wherever they are.
 
@@ -44,11 +118,7 @@ def weights_on(model: ModelConfig, params: Any, execution: ServedConfig, mesh: A
     Raises:
         ValueError: They are quantised.
     """
-    if (weights := execution.precision.weights) != "floating":
-        raise ValueError(
-            f"execution.precision.weights={weights!r} stay on the mesh on which they were"
-            " quantised: serve floating-point weights, or one instance on one mesh"
-        )
+    check_floating(execution)
     table = parameter_table(model, rules=execution.axis_rules)
     return jax.device_put(params, table.tree(lambda row: NamedSharding(mesh, row.spec)))
 

@@ -98,6 +98,24 @@ def make_transfers(execution: ServedConfig) -> Transfers:
     return Transfers(copy, to_host, from_host)
 
 
+def parted(held: HeldPages) -> list[HeldPages]:
+    """Return pages one by one, each with memory of its own."""
+    count = len(held.experts)
+    return [
+        HeldPages(
+            jax.tree.map(lambda part, n=n: part[:, n : n + 1].copy(), held.pools),
+            held.experts[n : n + 1].copy(),
+        )
+        for n in range(count)
+    ]
+
+
+def joined(pages: Sequence[HeldPages]) -> HeldPages:
+    """Return some pages as one block."""
+    pools = jax.tree.map(lambda *parts: np.concatenate(parts, 1), *(one.pools for one in pages))
+    return HeldPages(pools, np.concatenate([one.experts for one in pages]))
+
+
 def num_calls(num_pages: int) -> int:
     """Return the calls that move a number of pages."""
     return -(-num_pages // _AT_ONCE)

@@ -15,12 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.fleet.autoscaling import EngineScaling
 from jaxmoe.serve.fleet.fleet import Fleet
 from jaxmoe.serve.fleet.migration import Copy
+from jaxmoe.serve.fleet.resharding import Layouts, Resharder
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.metrics import EngineMetrics, Meter
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
+from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
+from jaxmoe.serve.policies.scaling import FixedConfig, ScalingUnion
 from jaxmoe.serve.requests import Event, Request, Result, Token
 from jaxmoe.serve.step import Step
 
@@ -75,6 +79,10 @@ class EngineConfig:
     """What a step computes."""
     dispatch: DispatchUnion = LeastLoadedConfig()
     """Which instance serves a request, where there are several."""
+    retention: RetentionUnion = LRUConfig()
+    """Which pages a request gets, and what becomes of those of a preempted one."""
+    scaling: ScalingUnion = FixedConfig()
+    """How many instances take requests, and on how many devices each is."""
     max_waiting: int = 256
     """Requests in the queue of an instance at most; further ones are refused."""
     shares_prefixes: bool = True
@@ -108,7 +116,7 @@ class Member:
             executor: Computes its steps.
             config: Queue and batching.
         """
-        facts = executor.facts(max_waiting=config.max_waiting)
+        facts = config.retention.facts(executor.facts(max_waiting=config.max_waiting))
         config.batching.check(facts)
         config.dispatch.check(has_moves=isinstance(executor, PageMover))
         return cls(
@@ -117,6 +125,25 @@ class Member:
             executor=executor,
             thread=ThreadPoolExecutor(1, thread_name_prefix=_THREAD),
         )
+
+
+def check_equal(all_facts: Sequence[Facts]) -> None:
+    """Raise if instances differ in their sizes: requests move between them.
+
+    Args:
+        all_facts: Facts of each instance.
+
+    Raises:
+        ValueError: Names the size and both values.
+    """
+    for number, facts in enumerate(all_facts):
+        for field in dataclasses.fields(Facts):
+            one, other = getattr(all_facts[0], field.name), getattr(facts, field.name)
+            if field.name != "cost" and one != other:
+                raise ValueError(
+                    f"executors: {field.name}={other} of executor {number} differs from {one} of"
+                    " the first, and requests move between them: give all equal sizes"
+                )
 
 
 Publish = Callable[[Iterable[Event], Member], None]
@@ -134,6 +161,9 @@ class Members:
         clock: Callable[[], float],
         post: Callable[[Callable[[], None]], None],
         publish: Publish,
+        exchange: Callable[[Any, int], Future[Any]],
+        hardware: Any = None,
+        layouts: Layouts | None = None,
     ):
         """Make the instances, and a thread for each executor.
 
@@ -143,14 +173,29 @@ class Members:
             clock: Seconds for the policies.
             post: Runs a function later in the thread that owns the fleet.
             publish: Takes new tokens and ended streams.
+            exchange: Lets an instance go on with another executor.
+            hardware: Times of a step for the scaling policy; None if they are not known.
+            layouts: Meshes that instances may have; None keeps them.
 
         Raises:
-            ValueError: A policy needs what an executor lacks, or other instances.
+            ValueError: A policy needs what an executor lacks, or other instances, or executors
+                differ in their sizes.
         """
         self.all = [Member.of(number, one, config) for number, one in enumerate(executors)]
         instances = [member.instance for member in self.all]
         policies = [config.batching.build(instance.facts) for instance in instances]
+        check_equal([instance.facts for instance in instances])
         self.fleet = Fleet(instances, policies, config.dispatch)
+        self.resharder = Resharder(layouts, lambda: [one.executor for one in self.all], exchange)
+        self.scaling = EngineScaling(
+            self.fleet,
+            config.scaling,
+            hardware=hardware,
+            resharder=self.resharder,
+            has_layouts=layouts is not None,
+            clock=clock,
+            post=post,
+        )
         self.num_flying = 0
         """Calls of executors that have not ended."""
         self._clock, self._post, self._publish = clock, post, publish
@@ -165,9 +210,10 @@ class Members:
         Returns:
             Seconds until the next turn if nothing happens before; None waits for ever.
         """
+        wakes = [self.scaling.turn()]
         for copy in self.fleet.balance(self._clock()):
             self._copy(copy)
-        wakes = [self._start(member, note) for member in self.all]
+        wakes += [self._start(member, note) for member in self.all]
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def measure(self, *members: Member) -> None:
@@ -202,6 +248,7 @@ class Members:
 
     def close(self) -> None:
         """End the threads."""
+        self.resharder.close()
         for member in self.all:
             member.thread.shutdown()
 

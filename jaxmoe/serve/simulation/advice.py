@@ -81,6 +81,8 @@ def _batch(cost: Roofline, prompt: int, answer: int) -> Advice:
         size *= 2
     if 2 * size > room:
         because = f"memory holds {room} requests of {prompt + answer} tokens"
+    elif 2 * size > _LARGEST_BATCH:
+        because = f"larger batches than {_LARGEST_BATCH} were not compared"
     else:
         gain = rate(2 * size) / rate(size) - 1
         because = f"{2 * size} write {gain:.1%} more tokens per second, against 10%"

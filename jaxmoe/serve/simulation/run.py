@@ -27,7 +27,7 @@ from jaxmoe.serve.requests import End, Event, Result
 from jaxmoe.serve.sequence import Sequence as ServedSequence
 from jaxmoe.serve.simulation.cost import Roofline
 from jaxmoe.serve.simulation.power import PowerMeter
-from jaxmoe.serve.simulation.scaled import FleetScaling
+from jaxmoe.serve.simulation.scaled import SimulatedScaling
 from jaxmoe.serve.simulation.workload import Arrival
 from jaxmoe.serve.step import Step
 
@@ -76,7 +76,7 @@ class Simulation:
             dispatch,
         )
         self.fleet.bandwidth = cost.chip.far_bandwidth
-        self.scaling = FleetScaling(self.fleet, cost, scaling or FixedConfig(), self.meter)
+        self.scaling = SimulatedScaling(self.fleet, cost, scaling or FixedConfig(), self.meter)
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
         self._followers: dict[int, list[Arrival]] = {}
         self._order = itertools.count()
@@ -141,15 +141,16 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), action))
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.scaling.arrived.append(arrival.request)
+        self.scaling.arrive(arrival.request)
         self._note(self.fleet.submit(arrival.request, self.now))
 
     def _decide(self) -> None:
         """Let the scaling policy decide, while there is something to serve."""
         if not self._events:
             return
-        delay, change = self.scaling.decide(self.now)
-        self._at(self.now + delay, lambda: change(self.now))
+        if (wanted := self.scaling.decide(self.now)) is not None:
+            end = self.now + wanted.delay
+            self._at(end, lambda: self.scaling.change(self.now, wanted))
         self._decide_later(self.now)
 
     def _decide_later(self, now: float) -> None:

@@ -1,23 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a scaling policy change a simulated fleet: instances join and drain, devices and clocks."""
+"""Costs and power of a simulated fleet that a scaling policy changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jaxmoe.serve.fleet.fleet import Fleet
-from jaxmoe.serve.policies.scaling import ScalingConfig, ScalingView, Wanted
-from jaxmoe.serve.requests import Request
+from jaxmoe.serve.fleet.scaling import FleetScaling
+from jaxmoe.serve.policies.scaling import ScalingConfig, Wanted
 from jaxmoe.serve.simulation.cost import Roofline
 from jaxmoe.serve.simulation.power import PowerMeter
 
 
-class FleetScaling:
+class SimulatedScaling(FleetScaling):
     """Costs of every instance, and which of them are on.
 
-    An instance that joins takes power while its weights are read. One that drains ends what it has,
-    is the first to return, and is off when it has nothing left.
+    An instance that joins takes power while its weights are read; one that drains is off when it
+    has nothing left.
     """
 
     def __init__(self, fleet: Fleet, cost: Roofline, config: ScalingConfig, meter: PowerMeter):
@@ -33,58 +31,50 @@ class FleetScaling:
             ValueError: Instances with roles cannot join and drain.
         """
         number = len(fleet.instances)
-        if config.changes_instances and set(fleet.roles) != {"both"}:
-            raise ValueError(
-                f"scaling={config.name!r} lets instances join and drain, which have roles here:"
-                " choose scaling 'fixed', or a dispatch policy without roles"
-            )
-        self.interval = config.seconds
+        config.check(roles=fleet.roles)
         self.costs = [cost] * number
         """Costs of each instance."""
-        self.arrived: list[Request] = []
-        """Requests since the last decision."""
         self.powers: list[float] = []
         """Mean power between the decisions, watts."""
-        self.changes: list[tuple[float, int, int]] = []
-        """Time, instances that take requests, and devices of each, after each change."""
-        self._fleet, self._meter, self._scaler = fleet, meter, config.build()
+        self._meter, self._joules = meter, 0.0
         self._is_on = [False] * number
-        self._is_changing = False
-        self._joules = 0.0
-        fleet.num_open = config.first(number)
+        super().__init__(fleet, config)
         self._switch_on(0.0, fleet.num_open)
 
-    def decide(self, now: float) -> tuple[float, Callable[[float], None]]:
-        """Ask the policy.
+    @property
+    def hardware(self) -> Roofline:
+        """Costs of an instance at the full clock."""
+        return self.costs[0].at_clock(1.0)
 
-        Args:
-            now: Seconds on the simulated clock.
+    @property
+    def num_chips(self) -> int:
+        """Devices of an instance."""
+        return self.costs[0].num_chips
 
-        Returns:
-            Seconds until the change that it wants, and a function to call then with the time.
-        """
+    def power(self, now: float) -> tuple[float, float]:
+        """Return the mean power since the last decision and that of all at the peak."""
         self._meter.change(now, 0.0)
         self.powers.append((self._meter.joules - self._joules) / self.interval)
         self._joules = self._meter.joules
-        arrived, self.arrived = tuple(self.arrived), []
-        if self._is_changing:
-            return 0.0, lambda now: None
-        cost, number = self.costs[0].at_clock(1.0), len(self.costs)
-        wanted = self._scaler(
-            ScalingView(
-                fleet=self._fleet.view(now),
-                arrived=arrived,
-                seconds=self.interval,
-                watts=self.powers[-1],
-                peak_watts=number * cost.num_chips * cost.chip.peak_watts,
-                hardware=cost,
-                num_chips=cost.num_chips,
-                num_instances=number,
-            )
-        )
-        self._is_changing = True
-        self._switch_on(now, wanted.instances or 0)
-        return wanted.delay, lambda now: self._change(now, wanted)
+        peak = len(self.costs) * self.num_chips * self.costs[0].chip.peak_watts
+        return self.powers[-1], peak
+
+    def decide(self, now: float) -> Wanted | None:
+        """Ask the policy, and switch on what is to join."""
+        wanted = super().decide(now)
+        if wanted is not None:
+            self._switch_on(now, wanted.instances or 0)
+        return wanted
+
+    def carry_out(self, now: float, wanted: Wanted) -> None:
+        """Change clocks and devices."""
+        for number, clock in enumerate(wanted.clocks or ()):
+            self.costs[number] = self.costs[number].at_clock(clock)
+        for number, cost in enumerate(self.costs):
+            if wanted.num_chips is not None:
+                self.costs[number] = cost.on_chips(wanted.num_chips)
+                more = self.costs[number].idle_watts - cost.idle_watts
+                self._meter.change(now, more * self._is_on[number])
 
     def switch_off(self, now: float) -> None:
         """Switch instances off that have drained.
@@ -104,19 +94,3 @@ class FleetScaling:
             if not self._is_on[number]:
                 self._is_on[number] = True
                 self._meter.change(now, self.costs[number].idle_watts)
-
-    def _change(self, now: float, wanted: Wanted) -> None:
-        self._is_changing = False
-        before = self._fleet.num_open, self.costs[0].num_chips
-        if wanted.instances is not None:
-            self._fleet.num_open = wanted.instances
-        for number, clock in enumerate(wanted.clocks or ()):
-            self.costs[number] = self.costs[number].at_clock(clock)
-        for number, cost in enumerate(self.costs):
-            if wanted.num_chips is not None:
-                self.costs[number] = cost.on_chips(wanted.num_chips)
-                more = self.costs[number].idle_watts - cost.idle_watts
-                self._meter.change(now, more * self._is_on[number])
-        after = self._fleet.num_open, self.costs[0].num_chips
-        if after != before:
-            self.changes.append((now, *after))

@@ -140,6 +140,7 @@ def test_an_engine_that_fails_itself_ends_all_streams():
         time.sleep(0.01)
     ended = read(engine.submit((1, 2), Sampling()))[2]
     assert ended.reason == "refused" and "no memory" in ended.message
+    assert not engine.drain(timeout=60)  # its answers have ended, but not as they should
     engine.close()
 
 

@@ -27,6 +27,7 @@ class PolcaConfig(ScalingConfig):
     """Clocks by a power budget."""
 
     name: ClassVar[str] = "polca"
+    needs_power: ClassVar[bool] = True
 
     budget: float = 0.75
     """Power budget as a share of the peak power of all instances."""

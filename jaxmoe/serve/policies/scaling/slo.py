@@ -13,40 +13,23 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from jaxmoe.serve.policies.scaling.base import (
-    Scaler,
-    ScalingConfig,
-    ScalingView,
-    Wanted,
-    rate_within,
-)
+from jaxmoe.serve.policies.scaling.base import RateScalingConfig, Scaler, ScalingView, Wanted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SLOConfig(ScalingConfig):
+class SLOConfig(RateScalingConfig):
     """Instances that the predicted rate needs."""
 
     name: ClassVar[str] = "slo"
     changes_instances: ClassVar[bool] = True
 
-    interval: float = 60.0
-    """Seconds between two decisions."""
     least: int = 1
     """Instances at the beginning and at least."""
-    utilization: float = 0.7
-    """Share of the rate at the objective to load an instance with, for bursts."""
 
     def __post_init__(self) -> None:
-        if not self.interval > 0 or self.least < 1 or not 0 < self.utilization <= 1:
-            raise ValueError(
-                f"scaling.interval={self.interval} must be positive, scaling.least={self.least} at"
-                f" least 1 and scaling.utilization={self.utilization} in (0, 1]"
-            )
-
-    @property
-    def seconds(self) -> float:
-        """Seconds between two decisions."""
-        return self.interval
+        super(SLOConfig, self).__post_init__()
+        if self.least < 1:
+            raise ValueError(f"scaling.least={self.least} must be at least 1")
 
     def first(self, num_instances: int) -> int:
         """Return the least instances."""
@@ -60,10 +43,7 @@ class SLOConfig(ScalingConfig):
             nonlocal last
             predicted, last = view.rate + max(view.rate - last, 0.0), view.rate
             needed, present = self.least, len(view.fleet.members)
-            if view.arrived:
-                facts = view.fleet.members[0].facts
-                one = self.utilization * rate_within(view.hardware, facts, view.arrived)
-                needed = max(needed, math.ceil(predicted / one))
+            needed = max(needed, math.ceil(predicted / self.rate(view.hardware, view)))
             instances = present + (needed > present) - (needed < present)
             instances = min(instances, view.num_instances)
             joins = instances > present

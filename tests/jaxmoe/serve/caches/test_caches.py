@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -231,3 +232,10 @@ def test_values_that_mean_nothing_are_refused(name, fields):
 def test_a_negative_capacity_is_refused():
     with pytest.raises(ValueError, match="capacity=-1"):
         replay(uses("a"), ITEM_CACHES["lru"](), -1)
+
+
+def test_whether_items_fit_does_not_depend_on_the_order_of_their_sizes():
+    for order in itertools.permutations((0.1, 0.2, 0.3)):  # floats whose sum depends on it
+        trace = [Use(item=size, size=size) for size in (*order, *order)]
+        found = replay(trace, ITEM_CACHES["lru"](), 0.6)
+        assert found.hits == (False,) * 3 + (True,) * 3, order

@@ -13,6 +13,7 @@ from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Request, Sampling
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.policies.dispatch import DISPATCH
+from jaxmoe.serve.policies.retention import RETENTION
 from jaxmoe.serve.simulation import Arrival, Simulation
 from tests.support.fleets import PageWorker, Rig
 from tests.support.page_executor import answer
@@ -30,6 +31,11 @@ FACTS = Facts(
     has_layers=True,
     cost=COST,
 )
+FREE_SWAPS = dataclasses.replace(
+    COST,
+    chip=dataclasses.replace(CHIP, link_latency=0.0, host_bandwidth=float("inf")),
+)
+TIGHT = dataclasses.replace(FACTS, num_pages=10, cost=FREE_SWAPS)
 FIELDS = {"llumnix": {"threshold": 100.0}, "dual_map": {"prefix": 4}}
 
 
@@ -83,7 +89,9 @@ def test_a_fleet_makes_the_placements_moves_and_plans_of_the_simulator(name):
 
 
 @pytest.mark.parametrize("policy", ONE_LANE)
-def test_the_engine_makes_the_plans_of_the_simulator(policy):
+@pytest.mark.parametrize("retention", RETENTION)
+@pytest.mark.rows(8)
+def test_the_engine_makes_the_plans_of_the_simulator(policy, retention):
     """By a logical clock, which the executor advances: arrivals come while its steps run."""
     config = BATCHING[policy](**({"patience": 0.0} if policy == "laps" else {}))
     given = [(time, one) for time, one in requests(8)]
@@ -104,7 +112,9 @@ def test_the_engine_makes_the_plans_of_the_simulator(policy):
             arrived.set()
 
     arrived, held = threading.Event(), threading.Event()
-    engine = Engine(Clocked(FACTS), EngineConfig(batching=config), clock=lambda: now[0])
+    kept, worker = RETENTION[retention](), Clocked(TIGHT)
+    chosen = EngineConfig(batching=config, retention=kept)
+    engine = Engine(worker, chosen, clock=lambda: now[0])
     plan = engine._fleet._policies[0]
 
     def noted(view):
@@ -121,9 +131,15 @@ def test_the_engine_makes_the_plans_of_the_simulator(policy):
         Arrival(request=one, time=float(time), answer=tuple(answer(one, 40)))
         for time, one in requests(8)
     ]
-    simulation = Simulation(arrivals, dataclasses.replace(FACTS, max_waiting=256), config, COST)
+    facts = dataclasses.replace(TIGHT, max_waiting=256)
+    simulation = Simulation(arrivals, facts, config, FREE_SWAPS, retention=kept)
     simulation.run()
     assert [one for one in plans if one.lanes] == [one for _, one in simulation.plans]
+    found = [tokens for tokens, _ in map(read, streams)]
+    assert found == [answer(one, 40) for _, one in requests(8)]
+    is_preempted = simulation.num_preempted > 0
+    assert (worker.pages.num_swapped > 0) == (is_preempted and retention == "swap_groups")
+    assert is_preempted or policy not in ("split_fuse", "prefill_first")
 
 
 DISPATCHES = {

@@ -4,16 +4,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+import types
+from typing import Any
+
 import jax
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.serve import Sampling
+from jaxmoe.run.serving.instances import reachable
+from jaxmoe.serve import Objective, Sampling
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import page_bytes
+from jaxmoe.serve.device.resharding import MeshLayouts
+from jaxmoe.serve.device.timing import MeasuredSteps
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.policies.batching import SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DistServeConfig
+from jaxmoe.serve.policies.retention import SwapGroupsConfig
+from jaxmoe.serve.policies.scaling import ElasticExpertsConfig, SLOConfig
 from sharding import MeshConfig, make_mesh
 from tests.support.serving import MODEL, SIZES, check_answers, executor, params
 
@@ -63,6 +73,74 @@ def on(size):
 def leaf_bytes(tree, path):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sum(leaf.nbytes for name, leaf in leaves if path in jax.tree_util.keystr(name))
+
+
+def test_impossible_meshes_are_refused_with_the_way_out():
+    layouts, served = MeshLayouts([jax.devices()[:4]]), executor()
+
+    def refused(one: Any = served, **sizes):
+        with pytest.raises(ValueError) as caught:
+            layouts.check(0, one, MeshConfig(**sizes))
+        return str(caught.value)
+
+    layouts.check(0, served, MeshConfig(expert=2, tensor=2))
+    assert "needs 8 devices, and instance 0 may have 4" in refused(expert=8)
+    assert "must have sizes above 0, of the axes tensor and expert" in refused(data=2)
+    assert "experts" in refused(expert=3) and "3" in refused(expert=3)
+    quantised = types.SimpleNamespace(
+        model=MODEL,
+        adapters=(),
+        execution=dataclasses.replace(
+            served.execution,
+            precision=dataclasses.replace(served.execution.precision, weights="w8a8"),
+        ),
+    )
+    assert "'w8a8' stay on the mesh on which they were quantised" in refused(quantised, expert=2)
+    quantised.execution, quantised.adapters = served.execution, ("sql",)
+    assert "the adapters sql are served together" in refused(quantised, expert=2)
+
+
+@pytest.mark.slow
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("scaling", [None, "slo", "elastic_experts"])
+def test_scaling_of_two_real_instances_changes_no_token_and_loses_none(scaling):
+    """Instances of one device, with swaps to host memory; also to 4 devices each by command."""
+    first = jax.devices()[:2]
+    served = [ModelExecutor(MODEL, jax.device_put(params(), one), config=SIZES) for one in first]
+    times = MeasuredSteps.of(served[0], 1)
+    tight = Objective(tpot=1e-9)  # never kept: instances join, devices are doubled
+    policies = {"slo": SLOConfig(interval=0.05), None: EngineConfig().scaling}
+    policies["elastic_experts"] = ElasticExpertsConfig(interval=0.05, most=2)
+    config = EngineConfig(
+        batching=SplitFuseConfig(budget=8),
+        retention=SwapGroupsConfig(group=2),
+        scaling=policies[scaling],
+    )
+    layouts = MeshLayouts(reachable([[one] for one in first]), times)
+    found, rounds = {id_: [] for id_ in GIVEN}, 0
+    with Engine(served, config, hardware=times, layouts=layouts) as engine:
+        assert engine._fleet.num_open == (1 if scaling == "slo" else 2)
+        changes = engine._members.scaling.changes
+        done = engine.resharder.begin(MeshConfig(expert=4)) if scaling is None else None
+        deadline = time.monotonic() + 300
+        is_over = False
+        while not is_over:  # one more round after the change
+            is_over = done.done() if done else bool(changes)
+            streams = {id_: engine.submit(*one, objective=tight) for id_, one in GIVEN.items()}
+            for id_, stream in streams.items():
+                found[id_].append(read(stream))
+            rounds += 1
+            assert time.monotonic() < deadline
+        if done is not None:
+            assert done.result().weight_bytes and engine.resharder.mesh == MeshConfig(expert=4)
+        assert engine.drain(timeout=120)
+        engine._fleet.check_pages()
+        metrics = engine.metrics
+    assert metrics.num_ended == {"length": rounds * len(GIVEN)}
+    if scaling is not None:
+        assert changes[0][1:] == (2, 2 if scaling == "elastic_experts" else 1)
+    assert all(len(set(map(tuple, answers))) == 1 for answers in found.values())
+    check_answers(GIVEN, {id_: answers[0] for id_, answers in found.items()})
 
 
 @pytest.mark.slow

@@ -68,10 +68,12 @@ def test_a_sequence_gets_pages_side_by_side_while_there_are_such():
 def test_only_the_increment_of_a_copy_that_is_kept_travels():
     host = HostCopies(6)
     chain = [bytes([i]) for i in range(5)]
-    assert host.keep(chain[:3]) == 0
-    assert host.keep(chain) == 3  # a later turn begins as the one before
-    assert host.keep([bytes([9]), *chain[1:]]) == 0  # another beginning: nothing of it is there
-    assert HostCopies(0).keep(chain) == 0
+    assert host.keep(chain[:3]) == (0, ())
+    assert host.keep(chain) == (3, ())  # a later turn begins as the one before
+    assert host.keep([bytes([9]), *chain[1:]]) == (0, ())  # another beginning: nothing is there
+    # The end of a chain is dropped before its beginning, and another chain before both.
+    assert host.keep([bytes([8]), bytes([7])]) == (0, (chain[0], chain[4]))
+    assert HostCopies(0).keep(chain[:2]) == (0, (chain[1], chain[0]))
     swap = Swap(id=0, pages=(4, 5, 9, 10, 2), num_tokens=80, kept=3)
     assert swap.num_runs == 2
 

@@ -11,9 +11,10 @@ import pytest
 
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.timing import MeasuredSteps, Timing, measure_steps
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.plan import Shapes
-from jaxmoe.serve.simulation.measured import TableCost, Timing, fit_rates, measure_steps
+from jaxmoe.serve.simulation.measured import TableCost, fit_rates
 from tests.support.simulated import COST, FACTS, arrivals, simulated
 
 SHAPES = Shapes(singles=4, pieces=((1, 64), (2, 256)))
@@ -131,3 +132,23 @@ def test_the_error_is_that_of_shapes_that_were_left_out():
 def test_too_few_shapes_for_a_fit_are_refused():
     with pytest.raises(ValueError, match="3 shapes were measured, and three rates need four"):
         fit_rates(TABLE[:3], COST)
+
+
+def test_times_on_more_devices_are_in_proportion_until_they_are_measured():
+    def table(factor):
+        shapes = ((0, 0), 0.01), ((1, 64), 0.02), ((2, 256), 0.08)
+        return [
+            Timing(singles=4, pieces=pieces, context_length=1024, seconds=factor * seconds)
+            for pieces, seconds in shapes
+        ]
+
+    tables = {1: table(1.0)}
+    one = MeasuredSteps(SHAPES, tables, 1)
+    single, prompt, long = [Part(1, 10)] * 3, [Part(1, 10), Part(60)], [Part(1500)]
+    assert [one.seconds(parts) for parts in (single, prompt)] == [0.01, 0.02]
+    assert one.seconds(long) == pytest.approx(3 * 0.08)  # pieces of 512 tokens
+    two = one.on_chips(2)
+    assert two.seconds(prompt) == pytest.approx(0.01)
+    tables[2] = table(0.8)
+    assert two.seconds(prompt) == pytest.approx(0.016) and one.seconds(prompt) == 0.02
+    assert one.on_chips(4).seconds(prompt) == pytest.approx(0.008)

@@ -1,0 +1,112 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lets a scaling policy change the instances of an engine, in the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from jaxmoe.serve.fleet.fleet import Fleet
+from jaxmoe.serve.fleet.resharding import BusyError, Resharder
+from jaxmoe.serve.fleet.scaling import FleetScaling
+from jaxmoe.serve.policies.scaling import ScalingConfig, Wanted
+
+logger = logging.getLogger(__name__)
+
+
+class EngineScaling(FleetScaling):
+    """Instances that take requests, and their meshes.
+
+    Every instance has its weights, so that it joins at once; one that has drained keeps its
+    devices. A change of devices is compiled while the instances serve.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: ScalingConfig,
+        *,
+        hardware: Any,
+        resharder: Resharder,
+        has_layouts: bool,
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], None],
+    ):
+        """Open the first instances.
+
+        Args:
+            fleet: All instances.
+            config: Policy.
+            hardware: Times of a step, as `Hardware`; None if they are not known.
+            resharder: Changes meshes.
+            has_layouts: Whether it can.
+            clock: Seconds for the policy.
+            post: Runs a function later in the thread that owns the fleet.
+
+        Raises:
+            ValueError: The policy needs what is missing.
+        """
+        given = {"has_hardware": hardware is not None, "has_layouts": has_layouts}
+        config.check(roles=fleet.roles, has_power=False, **given)
+        self._times, self._resharder, self._is_elastic = hardware, resharder, config.changes_chips
+        self._clock, self._post = clock, post
+        super().__init__(fleet, config, clock())
+        self._next = clock() + self.interval
+        if self._is_elastic:
+            resharder.check(resharder.mesh)  # in words where no change is possible at all
+            self.most_chips = resharder.most_chips
+            if self.most_chips == self.num_chips:
+                raise ValueError(
+                    f"scaling={config.name!r} finds no mesh to grow to: an instance has"
+                    f" {self.num_chips} devices, and twice as many are not there, or do not divide"
+                    " the experts: begin with a smaller mesh, or choose scaling 'fixed'"
+                )
+
+    @property
+    def hardware(self) -> Any:
+        """Times of an instance on its devices; of the given ones unless the policy changes them."""
+        return self._times.on_chips(self.num_chips) if self._is_elastic else self._times
+
+    @property
+    def num_chips(self) -> int:
+        """Devices of an instance; 1 where no policy asks."""
+        return math.prod(self._resharder.mesh.sizes) if self._is_elastic else 1
+
+    def turn(self) -> float | None:
+        """Decide when it is time.
+
+        Returns:
+            Seconds until the next decision; None if there is none.
+        """
+        if math.isinf(self.interval):
+            return None
+        now = self._clock()
+        if now >= self._next:
+            while self._next <= now:
+                self._next += self.interval
+            if (wanted := self.decide(now)) is not None:
+                self._begin(now, wanted)
+        return self._next - now
+
+    def _begin(self, now: float, wanted: Wanted) -> None:
+        """Carry a decision out, at once or when new programs are compiled."""
+        if wanted.num_chips in (None, self.num_chips):
+            self.change(now, wanted)
+            return
+        try:
+            done = self._resharder.begin(self._resharder.of_size(wanted.num_chips))
+        except (ValueError, BusyError) as error:
+            logger.warning("no change to %d devices: %s", wanted.num_chips, error)
+            self.change(now, wanted)
+            return
+
+        def end(done: Future[Any]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                logger.warning("no change to %s devices: %r", wanted.num_chips, error)
+            self.change(self._clock(), wanted)
+
+        done.add_done_callback(lambda done: self._post(lambda: end(done)))
