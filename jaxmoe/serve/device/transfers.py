@@ -98,7 +98,7 @@ def make_transfers(execution: ServedConfig) -> Transfers:
     return Transfers(copy, to_host, from_host)
 
 
-def num_calls(num_pages: int) -> int:
+def num_transfers(num_pages: int) -> int:
     """Return the calls that move a number of pages."""
     return -(-num_pages // _AT_ONCE)
 
