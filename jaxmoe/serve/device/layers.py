@@ -47,9 +47,7 @@ def apart(model: ModelConfig, params: Any) -> Any:
     """
 
     def layer(stack: Any, number: int) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.lax.index_in_dim(leaf, number, keepdims=False), stack
-        )
+        return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, number, keepdims=False), stack)
 
     own = {
         scan.name: tuple(layer(params[scan.name], number) for number in range(scan.length))
