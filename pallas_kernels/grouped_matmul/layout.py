@@ -11,7 +11,8 @@ A group that overflows has more than C rows, and blocks have at most C, so that 
 group slides back until it ends with the group: no block reads or writes the rows of another group.
 Every shape is static, and nothing is scattered.
 
-To tune it for another machine, measure SLACK and BLOCKS with balanced and with skewed groups.
+To tune it for another machine, measure SLACK, MIN_HEADS and BLOCKS with balanced and with skewed
+groups.
 """
 
 from collections.abc import Callable
@@ -29,9 +30,11 @@ SLACK = 1 / 16
 # the matrix is copied and packed again: one block of the next larger size replaces two blocks, and
 # slides back over rows of the block before it.
 BLOCKS = (512, 256, 128)
-# A smaller head would leave small, uneven groups to the loop. With so few rows (as in decoding) all
-# go through every group's matrix, at the cost of reading all matrices.
-MIN_HEAD = 32
+# Smallest heads, ascending: the first that has half as many rows again as a group on average. The
+# counts of small groups scatter more. Where every matrix is read for a few rows (as in decoding), a
+# head of 32 rows takes twice as long as one of 16, and three times as long as one of 8.
+MIN_HEADS = (8, 16, 32)
+MIN_ROOM = 3 / 2
 
 
 class Layout(NamedTuple):
@@ -63,10 +66,22 @@ class Layout(NamedTuple):
         return jnp.where(self.has_group, rows, jnp.zeros_like(rows))
 
 
+def head_size(num_rows: int, num_groups: int) -> int:
+    """Return the rows of every group in the head (C), at most all rows.
+
+    Args:
+        num_rows: R.
+        num_groups: G.
+    """
+    mean = num_rows / num_groups
+    least = next((rows for rows in MIN_HEADS if rows >= mean * MIN_ROOM), MIN_HEADS[-1])
+    return min(num_rows, max(least, int(mean * (1 + SLACK))))
+
+
 def lay_out(num_rows: int, group_sizes: Int[Array, " G"]) -> Layout:
     """Return the layout of `num_rows` rows in groups of these sizes."""
     num_groups = group_sizes.shape[0]
-    head = min(num_rows, max(MIN_HEAD, int(num_rows / num_groups * (1 + SLACK))))
+    head = head_size(num_rows, num_groups)
     ends = jnp.minimum(jnp.cumsum(group_sizes), num_rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     sizes = ends - starts
@@ -119,6 +134,8 @@ def add_to_matrix(total: Array, group: Int[Array, ""], part: Shaped[Array, "1 k 
 def over_blocks(layout: Layout, body: Callable[..., Any], carry: Any) -> Any:
     """Call body(carry, group, block) for every block of overflow; return the last carry."""
     head = layout.slots.shape[1]
+    if head == layout.ids.shape[0]:  # it holds all rows, of whichever group
+        return carry
     done = jnp.minimum(layout.sizes, head)
     blocks = [min(block, head) for block in BLOCKS]
     for block, next_block in zip(blocks, [*blocks[1:], 0], strict=True):

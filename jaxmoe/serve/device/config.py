@@ -23,6 +23,10 @@ class ExecutorConfig:
     context_lengths: tuple[int, ...] = (2048,)
     """Tokens of a sequence that attention reads, ascending; a step takes the smallest that holds
     its sequences, and the last is the most that a sequence may have."""
+    layers_apart: int = 16
+    """Models of up to so many layers are compiled without a loop over them: a step reads the
+    weights of each in place, from a copy of the parameters. Those of more layers are smaller to
+    compile, and a loop copies the weights of a layer where it reads them. 0: always a loop."""
     num_logprobs: int = 0
     """Most likely tokens whose log-probabilities a request may ask for."""
     has_experts: bool = False
@@ -35,6 +39,8 @@ class ExecutorConfig:
             raise ValueError(
                 f"context_lengths={lengths} must be one or more lengths above 0, ascending"
             )
+        if self.layers_apart < 0:
+            raise ValueError(f"layers_apart={self.layers_apart} must be 0 (a loop) or above")
         if self.num_pages < 1 or self.page_size < 1:
             raise ValueError(
                 f"num_pages={self.num_pages} and page_size={self.page_size} must be above 0"

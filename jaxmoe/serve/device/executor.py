@@ -26,6 +26,7 @@ from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
+from jaxmoe.serve.device.layers import apart, longest_loop, num_calls, stacked
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
 from jaxmoe.serve.device.resharding import (
     Resharding,
@@ -35,7 +36,7 @@ from jaxmoe.serve.device.resharding import (
 )
 from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
 from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
-from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_calls
+from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request, Result
 from jaxmoe.serve.step import Step
@@ -93,6 +94,9 @@ class ModelExecutor:
             raise ValueError(reason)
         self.adapters = adapters
         self.execution = ServedConfig.of(execution or ExecutionConfig())
+        self._is_apart = num_calls(model) <= self.config.layers_apart
+        if self._is_apart:
+            self.execution = dataclasses.replace(self.execution, unroll=longest_loop(model))
         self._mesh, self._router_state = mesh, router_state
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
@@ -208,12 +212,14 @@ class ModelExecutor:
         Raises:
             ValueError: The weights are quantised, or the mesh has other axes.
         """
-        params = weights_on(self.model, self._params, ServedConfig.of(execution), mesh)
+        with self._in_mesh():
+            own = stacked(self._params)
+        params = weights_on(self.model, own, ServedConfig.of(execution), mesh)
         state = self._router_state
         state = None if state is None else replicated_on(state, mesh)
         given: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
         other = ModelExecutor(self.model, params, state, **given)
-        other._weight_bytes = received_bytes(self._params, params)
+        other._weight_bytes = received_bytes(own, params)
         return other
 
     def adopt(self, other: ModelExecutor) -> Resharding:
@@ -329,7 +335,7 @@ class ModelExecutor:
 
     def _count(self, held: Held, pages: Sequence[int]) -> None:
         self.moved_bytes += host_bytes(held)
-        self.num_transfers += num_calls(len(pages))
+        self.num_transfers += num_transfers(len(pages))
 
     def _inputs(self, step: Step, program: Program) -> tuple[StepInputs, list[Any]]:
         """Return the arrays of a step, and (work, row of the tables, first token) of each part."""
@@ -369,11 +375,10 @@ class ModelExecutor:
         if self._mesh is None:
             params = jax.device_put(params)
             self._device = next(iter(jax.tree.leaves(params)[0].devices()))
-            return params
-        if self.execution.precision.weights != "floating":
-            return params
         with self._in_mesh():
-            return lay_out(self.model, params, rules=self.execution.axis_rules)
+            if self._mesh is not None and self.execution.precision.weights == "floating":
+                params = lay_out(self.model, params, rules=self.execution.axis_rules)
+            return apart(self.model, params) if self._is_apart else params
 
     def _in_mesh(self) -> Any:
         """Compute on the mesh, or on the device that has the parameters."""

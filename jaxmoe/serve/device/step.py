@@ -31,6 +31,7 @@ from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.sampling import Limits, choose_each
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing.telemetry.recording import RECORDED, recorded
+from jaxmoe.serve.device.layers import stacked
 from sharding.sequence_parallel import PageTables
 
 Pools = dict[str, Any]
@@ -105,7 +106,7 @@ def make_step(
     def step(
         params: Any, router_state: Any, pools: Pools, inputs: StepInputs
     ) -> tuple[StepOutputs, Pools]:
-        watched = model
+        watched, params = model, stacked(params)
         if options.has_experts:
             watched = dataclasses.replace(model, moe=recorded(model.moe, len(inputs.tokens)))
         output = forward(

@@ -116,7 +116,7 @@ def joined(pages: Sequence[HeldPages]) -> HeldPages:
     return HeldPages(pools, np.concatenate([one.experts for one in pages]))
 
 
-def num_calls(num_pages: int) -> int:
+def num_transfers(num_pages: int) -> int:
     """Return the calls that move a number of pages."""
     return -(-num_pages // _AT_ONCE)
 

@@ -33,7 +33,7 @@ async def change_mesh(values: Any, resharder: Resharder) -> dict[str, Any]:
             change fails.
     """
     fields = Fields(values, _AXES)
-    sizes = {axis: fields.integer(axis, 0, 1) for axis in _AXES if axis in fields}
+    sizes = {axis: fields.integer(axis, 0, 1) for axis in _AXES if fields.any(axis) is not None}
     if not sizes:
         raise HTTPError(400, 'the body names no axis of the mesh: send {"expert": 4}')
     try:

@@ -29,7 +29,7 @@ TOLERANCES = {
     "bfloat16": {"rtol": 2e-2, "atol": 1e-1},
 }
 
-# rows, group sizes. The head of 64 rows and 4 groups holds 32 rows of each (MIN_HEAD); with small
+# rows, group sizes. The head of 64 rows and 4 groups holds 32 rows of each (MIN_HEADS); with small
 # constants (see `small_blocks`) 17 rows, and blocks of 8 and 4.
 CASES = {
     "balanced": (64, [16, 16, 16, 16]),
@@ -56,7 +56,7 @@ def small_blocks(request, monkeypatch):
     """Shrink constants so that these shapes reach every branch."""
     if request.param:
         monkeypatch.setattr(layout, "BLOCKS", (8, 4))
-        monkeypatch.setattr(layout, "MIN_HEAD", 4)
+        monkeypatch.setattr(layout, "MIN_HEADS", (4,))
 
 
 def _inputs(num_rows, sizes, dtype="float32"):
@@ -72,7 +72,7 @@ def _inputs(num_rows, sizes, dtype="float32"):
 
 
 def _value_and_gradients(rows, weights, group_sizes, d_out, implementation):
-    constants = (layout.BLOCKS, layout.MIN_HEAD, layout.SLACK)
+    constants = (layout.BLOCKS, layout.MIN_HEADS, layout.SLACK)
     return _compiled(rows, weights, group_sizes, d_out, implementation, constants)
 
 
@@ -141,6 +141,15 @@ def test_against_ragged_dot(implementation):
         np.testing.assert_allclose(x, y, **TOLERANCES["float32"])
 
 
+def test_heads_are_small_for_few_rows_and_as_large_as_a_group_for_many():
+    """Decoding reads each matrix for few rows; groups of training have the heads of their size."""
+    rows_of = {(32, 16): 8, (64, 16): 8, (128, 16): 16, (160, 16): 16, (288, 16): 32, (3, 5): 3}
+    for (num_rows, num_groups), head in rows_of.items():
+        assert layout.head_size(num_rows, num_groups) == head
+    for mean in (22, 30, 32, 64, 1000):
+        assert layout.head_size(16 * mean, 16) == max(32, int(mean * (1 + layout.SLACK)))
+
+
 @settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5))
 def test_any_sizes(sizes):
@@ -149,7 +158,7 @@ def test_any_sizes(sizes):
     group_sizes = jnp.array(np.diff(np.minimum(np.cumsum([0, *sizes]), 40)), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "BLOCKS", (8, 4))
-        patch.setattr(layout, "MIN_HEAD", 4)
+        patch.setattr(layout, "MIN_HEADS", (4,))
         actual, expected = (
             _value_and_gradients(rows, weights, group_sizes, d_out, name)
             for name in ("xla", "reference")

@@ -41,7 +41,7 @@ def _inputs(num_rows, sizes, dtype="float32"):
 
 
 def _value_and_gradients(*inputs, implementation):
-    constants = (layout.BLOCKS, layout.MIN_HEAD, layout.SLACK)
+    constants = (layout.BLOCKS, layout.MIN_HEADS, layout.SLACK)
     return _compiled(*inputs, implementation=implementation, constants=constants)
 
 
@@ -72,7 +72,7 @@ def small_blocks(request, monkeypatch):
     """Shrink constants so that these shapes reach every branch."""
     if request.param:
         monkeypatch.setattr(layout, "BLOCKS", (8, 4))
-        monkeypatch.setattr(layout, "MIN_HEAD", 4)
+        monkeypatch.setattr(layout, "MIN_HEADS", (4,))
 
 
 def test_every_implementation_is_in_the_table():
@@ -181,7 +181,7 @@ def test_any_sizes(sizes):
     group_sizes = jnp.array(np.diff(np.minimum(np.cumsum([0, *sizes]), 40)), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "BLOCKS", (8, 4))
-        patch.setattr(layout, "MIN_HEAD", 4)
+        patch.setattr(layout, "MIN_HEADS", (4,))
         actual, expected = (
             _value_and_gradients(rows, gate_up, down, group_sizes, d_out, implementation=name)
             for name in ("xla", "reference")

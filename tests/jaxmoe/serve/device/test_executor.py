@@ -14,14 +14,15 @@ from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.routing import CapacityConfig, UniformRandomConfig
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.executor import ModelExecutor
+from jaxmoe.serve.device.layers import apart, stacked
 from jaxmoe.serve.device.pages import page_bytes, why_not_served
 from jaxmoe.serve.device.transfers import make_transfers
 from sharding import MeshConfig, make_mesh
 from tests.support.serving import MODEL, SIZES, executor, params
 
 
-def test_programs_are_compiled_at_the_start_and_copy_no_pages():
-    """Temporaries of a step do not grow with the pool."""
+def test_programs_are_compiled_at_the_start_and_copy_no_pages_and_no_experts():
+    """Temporaries of a step do not grow with the pool, nor with the experts of a layer."""
     found = executor()
     assert [(one.pieces, one.context_length) for one in found.programs] == [
         ((0, 0), 32),
@@ -30,9 +31,23 @@ def test_programs_are_compiled_at_the_start_and_copy_no_pages():
     size = SIZES.num_pages * page_bytes(MODEL, found.execution, SIZES.page_size)
     assert found.pool_bytes == size
     big = ExecutorConfig(num_pages=4096, page_size=16, shapes=SIZES.shapes, context_lengths=(32,))
-    larger = ModelExecutor(MODEL, params(), config=big)
+    moe = dataclasses.replace(MODEL.moe, expert_dim=256)
+    wide = dataclasses.replace(MODEL, embed_dim=128, dense_layers=(), moe=moe)
+    larger = ModelExecutor(wide, params(wide), config=big)
+    stack = params(wide)["moe_blocks_0"]["moe"]["experts"]
+    experts = sum(leaf.nbytes for leaf in jax.tree.leaves(stack)) / wide.num_layers
     for program in larger.programs:
-        assert larger.temp_bytes(program) < larger.pool_bytes / 10
+        assert larger.temp_bytes(program) < min(larger.pool_bytes / 10, experts / 2)
+
+
+def test_weights_of_layers_apart_are_the_stacked_ones():
+    held = apart(MODEL, params())
+    assert [len(held[scan.name]) for scan in MODEL.scans] == [scan.length for scan in MODEL.scans]
+    again = stacked(held)
+    assert jax.tree.structure(again) == jax.tree.structure(params())
+    jax.tree.map(np.testing.assert_array_equal, again, params())
+    with pytest.raises(ValueError, match="layers_apart=-1 must be 0"):
+        ExecutorConfig(layers_apart=-1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the weights of each layer in arrays of their own, so that a step reads them in place.
+
+    held = apart(model, params)        {"moe_blocks_0": (layer 0, layer 1, ...), "embedding": ...}
+    params = stacked(held)             in the compiled step, whose loop over layers is unrolled
+
+A loop over stacked weights [L ...] slices those of a layer before it multiplies by them: on a CPU,
+and before a kernel, that copies all experts of the layer for a few tokens. In an unrolled loop the
+slice of a stack is one of the arrays that were stacked, and the compiler moves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.models.config import ModelConfig
+
+
+def num_calls(model: ModelConfig) -> int:
+    """Return the layers that a token passes through, which an unrolled step has one by one.
+
+    Args:
+        model: Layers.
+    """
+    return sum(stack.num_calls for stack in model.stacks)
+
+
+def longest_loop(model: ModelConfig) -> int:
+    """Return the iterations of the longest loop over layers.
+
+    Args:
+        model: Layers.
+    """
+    return max(scan.length for scan in model.scans)
+
+
+def apart(model: ModelConfig, params: Any) -> Any:
+    """Return the parameters with a tuple of the layers in place of each stack of them; copies.
+
+    Args:
+        model: Layers.
+        params: Parameters, stacked, on one device or laid out on the current mesh.
+    """
+
+    def layer(stack: Any, number: int) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, number, keepdims=False), stack)
+
+    own = {
+        scan.name: tuple(layer(params[scan.name], number) for number in range(scan.length))
+        for scan in model.scans
+    }
+    return {**params, **own}
+
+
+def stacked(params: Any) -> Any:
+    """Return the parameters with stacks of layers; undoes `apart`.
+
+    Args:
+        params: Parameters of either form.
+    """
+
+    def stack(own: Any) -> Any:
+        if not isinstance(own, tuple):
+            return own
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+
+    return {name: stack(own) for name, own in params.items()}
