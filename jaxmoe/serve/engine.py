@@ -28,7 +28,8 @@ from typing import Any
 
 from jaxmoe.generation.text import Codec
 from jaxmoe.serve.answers import Answer, TextStream
-from jaxmoe.serve.fleet.members import EngineConfig as EngineConfig
+from jaxmoe.serve.fleet.config import EngineConfig as EngineConfig
+from jaxmoe.serve.fleet.config import InstancesConfig
 from jaxmoe.serve.fleet.members import Executor as Executor
 from jaxmoe.serve.fleet.members import Member, Members
 from jaxmoe.serve.instance import Instance
@@ -46,7 +47,7 @@ class Engine:
     def __init__(
         self,
         executors: Executor | Sequence[Executor],
-        config: EngineConfig | None = None,
+        config: InstancesConfig | None = None,
         *,
         codec: Codec | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -56,14 +57,14 @@ class Engine:
         Args:
             executors: Computes the steps of one instance; or one executor for each instance, with
                 the same model.
-            config: Queue, batching and dispatch; defaults when None.
+            config: Queue, dispatch, and what an instance computes; `EngineConfig` when None.
             codec: Decoder of tokens, for text and stop strings; None serves tokens alone.
             clock: Seconds for the policies.
 
         Raises:
             ValueError: A policy needs what the executor lacks, or other instances.
         """
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
         given = executors if isinstance(executors, Sequence) else [executors]
         self.config, self._codec, self._clock = config, codec, clock
         self._streams: dict[int, Stream] = {}
@@ -322,6 +323,8 @@ class Engine:
             if isinstance(event, End):
                 self._end(stream, event, member)
                 continue
+            if stream.is_stopped:  # tokens of the same step behind a stop string
+                continue
             if stream.token(event):
                 self._publish(self._fleet.stop(event.id), member)
             self._release(event.id)
@@ -329,7 +332,8 @@ class Engine:
     def _begin(self, stream: Stream, after: Stream | None) -> None:
         if stream.id not in self._streams:  # cancelled
             return
-        if after is not None and after.id in self._streams and not after.has_begun:
+        shares = self._fleet.instances[0].has_sharing
+        if shares and after is not None and after.id in self._streams and not after.has_begun:
             self._followers.setdefault(after.id, []).append(stream)
             return
         self._publish(self._fleet.submit(stream.request, self._clock()))

@@ -38,8 +38,7 @@ class CountdownConfig(RewardBase):
         check_operators("rl.reward.operators", self.operators)
         if set(self.operators) == {"/"}:
             raise ValueError(
-                "rl.reward.operators=/ leaves nothing for numbers that do not divide: add +, - or"
-                " *"
+                "rl.reward.operators=/ leaves nothing for numbers that do not divide: add +, - or *"
             )
         for field, least, most in (("numbers", 2, _MOST_NUMBERS), ("largest", 1, _LARGEST)):
             if not least <= (value := getattr(self, field)) <= most:
