@@ -18,6 +18,9 @@ has the numbers of each.
 
 serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:chat` or the model.
 
+A run trained by masked diffusion fills in all tokens of an answer at once, in any order; they are
+sent from left to right. `--engine.steps_per_token 0.5` fills in two at a step on average.
+
 With the environment variable JAXMOE_API_KEY every request must bring that key. Ctrl-C or SIGTERM
 lets the answers end that have begun, for at most `--drain` seconds; a second signal ends the server
 at once.
@@ -182,8 +185,6 @@ def _open(config: ServeConfig) -> Served:
 
 def _header(config: ServeConfig, served: Served) -> str:
     engine = config.engine
-    facts = served.engine.facts
-    shapes = [f"{facts.max_running}x1", *(f"+{p}x{c}" for p, c in engine.shapes.pieces)]
     talks = "chat and completions" if served.chat else "completions (no chat template)"
     fleet = ""
     if engine.instances > 1:
@@ -191,8 +192,7 @@ def _header(config: ServeConfig, served: Served) -> str:
     return (
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
-        f"pages    {facts.num_pages} x {facts.page_size} tokens, {facts.max_length} of a request\n"
-        f"shapes   {' '.join(shapes)}, batching {engine.batching.name}\n"
+        f"{served.engine.config.describe(served.engine.facts)}\n"
         f"{fleet}"
         f"routes   {talks}"
     )

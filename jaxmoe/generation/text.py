@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ from jaxmoe.models.sampling import SamplingConfig
 
 _AT_ONCE = 8
 """Tokens between two looks for stop strings, and two pieces of a stream."""
-STEPS_PER_TOKEN = 2
+STEPS_PER_TOKEN = 2.0
 """Steps of masked diffusion for each token: two tokens are seldom filled in at once then."""
 _BROKEN = "\ufffd"
 """Replacement of bytes that are not UTF-8, such as the first ones of a character."""
@@ -283,7 +284,7 @@ def _fill_after(
     filled = diffuse(
         *(model, params, jax.numpy.asarray(np.pad(rows, padding))),
         jax.numpy.asarray(np.pad(np.ones_like(rows, bool), padding)),
-        num_steps=STEPS_PER_TOKEN * num_tokens,
+        num_steps=math.ceil(STEPS_PER_TOKEN * num_tokens),
         keys=jax.vmap(jax.random.key)(np.asarray(seeds, np.int32)),
         sampling=given.sampling,
         router_state=shared["router_state"],

@@ -14,7 +14,9 @@ import jax
 
 from jaxmoe.adapters import check_together, together
 from jaxmoe.data.chat import TemplateName
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.diffuse import BUDGET
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.conversion import Ends, end_ids, length_of
 from jaxmoe.run.directory import RunDirectory
@@ -25,7 +27,10 @@ from jaxmoe.run.serving.instances import device_groups, executors_on
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.executor import ModelExecutor
-from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.diffusion.config import DiffusionConfig, DiffusionSizes
+from jaxmoe.serve.diffusion.executor import DiffusionExecutor
+from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.fleet.config import EngineConfig, InstancesConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
@@ -65,15 +70,23 @@ class EngineSizesConfig:
     enough for one only."""
     dispatch: DispatchUnion = LeastLoadedConfig()
     """Which instance answers a request, and what moves between them."""
+    steps_per_token: float = 1.0
+    """Steps of a masked-diffusion model for each token of an answer."""
+    logit_budget: int = BUDGET
+    """Positions whose logits a masked-diffusion model computes at a time."""
 
     def __post_init__(self):
-        fields = ("max_sequences", "max_length", "pages", "page_size", "max_waiting", "instances")
-        for field in fields:
+        for field in (
+            *("max_sequences", "max_length", "pages", "page_size", "max_waiting", "instances"),
+            "logit_budget",
+        ):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"engine.{field}={value} must be at least 1")
         if self.num_logprobs < 0:
             raise ValueError(f"engine.num_logprobs={self.num_logprobs} must be 0 or more")
+        if not self.steps_per_token > 0:
+            raise ValueError(f"engine.steps_per_token={self.steps_per_token} must be above 0")
         self.dispatch.roles(self.instances)
         if not self.pieces:
             raise ValueError("engine.pieces is empty: name a shape for prompts, such as 1x256")
@@ -99,9 +112,14 @@ class EngineSizesConfig:
             length: Tokens of a sequence that the model was trained for.
 
         Raises:
-            ValueError: The pages hold no whole request.
+            ValueError: The pages hold no whole request, or a field is of masked diffusion alone.
         """
-        most = self.max_length or min(length, _LONGEST)
+        self._refuse(
+            ("steps_per_token", "logit_budget"),
+            "is of masked-diffusion models, and this one writes from left to right",
+        )
+        lengths = self._lengths(length)
+        most = lengths[-1]
         each = num_pages(most, self.page_size)
         pages = self.pages or max(each, self.max_sequences * each // 2)
         if pages < each:
@@ -114,16 +132,47 @@ class EngineSizesConfig:
             num_pages=pages,
             page_size=self.page_size,
             shapes=self.shapes,
-            context_lengths=(_SHORT, most) if most > 2 * _SHORT else (most,),
+            context_lengths=lengths,
             num_logprobs=self.num_logprobs,
         )
+
+    def rows(self, length: int) -> DiffusionSizes:
+        """Return the sizes of the executor of a masked-diffusion model.
+
+        Args:
+            length: Tokens of a sequence that the model was trained for.
+
+        Raises:
+            ValueError: A field is of other models alone.
+        """
+        self._refuse(
+            ("instances", "dispatch", "batching", "pieces", "pages", "page_size", "num_logprobs"),
+            "is of models that write from left to right, and this one fills rows by masked"
+            " diffusion; its sizes are max_sequences, max_length and logit_budget",
+        )
+        return DiffusionSizes(
+            rows=self.max_sequences, lengths=self._lengths(length), budget=self.logit_budget
+        )
+
+    def _lengths(self, length: int) -> tuple[int, ...]:
+        most = self.max_length or min(length, _LONGEST)
+        return (_SHORT, most) if most > 2 * _SHORT else (most,)
+
+    def _refuse(self, fields: tuple[str, ...], why: str) -> None:
+        """Raise if one of the fields is not as it is by default."""
+        plain = EngineSizesConfig()
+        for field in fields:
+            if (value := getattr(self, field)) != getattr(plain, field):
+                raise ValueError(f"engine.{field}={value} {why}: leave it out")
 
 
 class Opened(NamedTuple):
     """Executors of a checkpoint."""
 
-    executors: list[ModelExecutor]
+    executors: list[Any]
     """One for each instance."""
+    config: InstancesConfig
+    """Queue, and what an instance computes."""
     assembly: Assembly
     """The run, with its tokens."""
     chats: dict[str, ChatFormat | None]
@@ -163,6 +212,15 @@ def open_executors(
     is_alone = len(groups) == 1 and (mesh is None or assembly.mesh.size == 1)
     if is_alone:
         params, router_state = jax.device_get((params, router_state))
+    length = length_of(RunDirectory(path), assembly.plan.config)
+    if not model.attention.is_causal:
+        if not is_alone or adapters:
+            raise ValueError(
+                f"run.directory={path} fills rows by masked diffusion, which is served on one"
+                f" device and without adapters; run.mesh={mesh}, adapters={[*(adapters or ())]}:"
+                " leave them out"
+            )
+        return _filling(assembly, (params, router_state), sizes, length)
     if adapters and not is_alone:
         raise ValueError(
             f"adapters: several of them are served on one device, and engine.instances="
@@ -170,14 +228,16 @@ def open_executors(
         )
     if adapters:
         model, params, chats = _adapted(path, step, model, params, adapters, template)
-    most = sizes.executor(length_of(RunDirectory(path), assembly.plan.config))
-    given: dict[str, Any] = {"config": most, "execution": assembly.execution}
+    given: dict[str, Any] = {"config": sizes.executor(length), "execution": assembly.execution}
+    config = EngineConfig(
+        batching=sizes.batching, dispatch=sizes.dispatch, max_waiting=sizes.max_waiting
+    )
     if len(groups) > 1:
         executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
-        return Opened(executors, assembly, chats)
+        return Opened(executors, config, assembly, chats)
     params = jax.device_put(params) if is_alone else params
     given |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
-    return Opened([ModelExecutor(model, params, router_state, **given)], assembly, chats)
+    return Opened([ModelExecutor(model, params, router_state, **given)], config, assembly, chats)
 
 
 def open_served(
@@ -210,7 +270,7 @@ def open_served(
     Raises:
         ValueError: There is no such run, it cannot be served, or an adapter is of another model.
     """
-    executors, assembly, chats = open_executors(
+    executors, engine_config, assembly, chats = open_executors(
         path,
         sizes,
         step=step,
@@ -220,9 +280,6 @@ def open_served(
         adapters=adapters,
     )
     config, directory = assembly.plan.config, RunDirectory(path)
-    engine_config = EngineConfig(
-        batching=sizes.batching, dispatch=sizes.dispatch, max_waiting=sizes.max_waiting
-    )
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),
         engine=Engine(executors, engine_config, codec=assembly.source),
@@ -232,6 +289,24 @@ def open_served(
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
     )
+
+
+def _filling(
+    assembly: Assembly, state: tuple[Any, Any], sizes: EngineSizesConfig, length: int
+) -> Opened:
+    """Return the executor of a masked-diffusion model on one device.
+
+    Args:
+        assembly: The run.
+        state: Parameters and router state as host arrays.
+        sizes: Sizes of the engine.
+        length: Tokens of a sequence that the model was trained for.
+    """
+    config = DiffusionConfig(steps_per_token=sizes.steps_per_token, max_waiting=sizes.max_waiting)
+    execution = ExecutionConfig(precision=assembly.execution.precision)
+    given: dict[str, Any] = {"config": sizes.rows(length), "execution": execution}
+    executor = DiffusionExecutor(assembly.plan.model, *jax.device_put(state), **given)
+    return Opened([executor], config, assembly, {})
 
 
 def _adapted(

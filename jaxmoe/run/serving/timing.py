@@ -52,6 +52,11 @@ def measure_run(
     """
     opened = open_executors(path, dataclasses.replace(sizes, instances=1))
     executor, assembly = opened.executors[0], opened.assembly
+    if executor.facts(max_waiting=1).fills_rows:
+        raise ValueError(
+            f"run.directory={path} fills rows by masked diffusion, and the simulator plans pages of"
+            " keys and values: measure a run that writes from left to right"
+        )
     timings = measure_steps(executor, executor.config, repeats)
     platform = jax.default_backend()
     if source == "auto":
