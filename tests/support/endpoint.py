@@ -83,11 +83,13 @@ class Speller:
 
 
 @contextlib.contextmanager
-def serving(executor=None, *, max_waiting=8, has_chat=True, port=0, adapters=None, **limits):
+def serving(
+    executor=None, config=None, *, max_waiting=8, has_chat=True, port=0, adapters=None, **limits
+):
     """Yield the address, the endpoint and the executor of a server in a thread."""
     executor = executor or Speller()
     chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
-    engine = Engine(executor, EngineConfig(max_waiting=max_waiting), codec=Text())
+    engine = Engine(executor, config or EngineConfig(max_waiting=max_waiting), codec=Text())
     given = {"codec": Text(), "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     served = Served(name="speller", engine=engine, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))

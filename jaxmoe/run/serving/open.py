@@ -214,13 +214,17 @@ def open_executors(
         params, router_state = jax.device_get((params, router_state))
     length = length_of(RunDirectory(path), assembly.plan.config)
     if not model.attention.is_causal:
+        rows = sizes.rows(length)
         if not is_alone or adapters:
             raise ValueError(
                 f"run.directory={path} fills rows by masked diffusion, which is served on one"
                 f" device and without adapters; run.mesh={mesh}, adapters={[*(adapters or ())]}:"
                 " leave them out"
             )
-        return _filling(assembly, (params, router_state), sizes, length)
+        config = DiffusionConfig(
+            steps_per_token=sizes.steps_per_token, max_waiting=sizes.max_waiting
+        )
+        return Opened([_filling(assembly, params, router_state, rows)], config, assembly, {})
     if adapters and not is_alone:
         raise ValueError(
             f"adapters: several of them are served on one device, and engine.instances="
@@ -292,21 +296,20 @@ def open_served(
 
 
 def _filling(
-    assembly: Assembly, state: tuple[Any, Any], sizes: EngineSizesConfig, length: int
-) -> Opened:
+    assembly: Assembly, params: Any, router_state: Any, sizes: DiffusionSizes
+) -> DiffusionExecutor:
     """Return the executor of a masked-diffusion model on one device.
 
     Args:
         assembly: The run.
-        state: Parameters and router state as host arrays.
-        sizes: Sizes of the engine.
-        length: Tokens of a sequence that the model was trained for.
+        params: Its parameters as host arrays.
+        router_state: State of its routers.
+        sizes: Sizes of what is compiled.
     """
-    config = DiffusionConfig(steps_per_token=sizes.steps_per_token, max_waiting=sizes.max_waiting)
+    params, router_state = jax.device_put((params, router_state))
     execution = ExecutionConfig(precision=assembly.execution.precision)
-    given: dict[str, Any] = {"config": sizes.rows(length), "execution": execution}
-    executor = DiffusionExecutor(assembly.plan.model, *jax.device_put(state), **given)
-    return Opened([executor], config, assembly, {})
+    model = assembly.plan.model
+    return DiffusionExecutor(model, params, router_state, config=sizes, execution=execution)
 
 
 def _adapted(

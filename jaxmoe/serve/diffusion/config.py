@@ -67,6 +67,6 @@ class DiffusionConfig(InstancesConfig):
     def describe(self, facts: Facts) -> str:
         """Return a line on the rows."""
         return (
-            f"rows     {facts.max_running} x {facts.max_length} tokens, {self.steps_per_token:g}"
-            " steps a token"
+            f"rows     {facts.max_running} x {facts.max_length} tokens, steps per token"
+            f" {self.steps_per_token:g}"
         )

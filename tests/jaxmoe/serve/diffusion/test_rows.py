@@ -3,8 +3,11 @@
 """Requests that a masked-diffusion model fills in, rows at different steps: each as if alone."""
 
 import dataclasses
+import json
 import math
+import re
 
+import httpx2 as httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +23,7 @@ from jaxmoe.serve.diffusion.executor import DiffusionExecutor, why_not_filled
 from jaxmoe.serve.engine import Engine, EngineConfig
 from sharding.mesh import MeshConfig
 from tests.support.diffusion import CHOICE, LONGEST, POINTWISE, SIZES, VOCAB, alone, executor
+from tests.support.endpoint import Text, serving
 from tests.support.serving import MODEL, Smaller
 from tests.support.texts import Letters
 
@@ -159,6 +163,28 @@ def test_streams_of_an_engine_end_at_stops_and_count():
     # A stop string in the last tokens is seen by the stream alone.
     assert metrics.num_ended["stop"] in (1, 2) and metrics.num_ended["refused"] == 1
     assert load.shape == (1, 4) and metrics.tokens_generated >= 7 * 5
+
+
+def test_the_endpoint_completes_and_streams_what_rows_are_filled_with():
+    asked = {"prompt": [1, 2, 3], "max_tokens": 5, "seed": 2, "logprobs": 0}
+    wanted = alone(POINTWISE, (1, 2, 3), Sampling(max_tokens=5, seed=2), 5)
+    with serving(executor(), DiffusionConfig()) as (address, _, _):
+        found = httpx.post(f"{address}/v1/completions", json=asked).json()
+        (choice,) = found["choices"]
+        assert choice["text"] == Text().decode(wanted) and choice["finish_reason"] == "length"
+        assert found["usage"]["completion_tokens"] == 5
+        assert all(value < 0.0 for value in choice["logprobs"]["token_logprobs"])
+        parts = httpx.post(f"{address}/v1/completions", json=asked | {"stream": True}).text
+        events = [one.removeprefix("data: ") for one in parts.split("\n\n") if one]
+        assert events[-1] == "[DONE]"
+        texts = [json.loads(one)["choices"][0]["text"] for one in events[:-1]]
+        assert "".join(texts) == choice["text"]
+        refused = httpx.post(f"{address}/v1/completions", json=asked | {"logprobs": 1})
+        assert refused.status_code == 400 and "of each token alone" in refused.text
+        long = httpx.post(f"{address}/v1/completions", json=asked | {"max_tokens": 6})
+        assert long.status_code == 400 and "this server holds 8 tokens" in long.text
+        assert httpx.get(f"{address}/v1/models").json()["data"][0]["max_model_len"] == LONGEST
+        assert "jaxmoe_pages 3.0" in re.sub(r"{.*?}", "", httpx.get(f"{address}/metrics").text)
 
 
 def test_two_instances_answer_as_one():
