@@ -242,8 +242,7 @@ def make_denoiser(
 
 def _is_rowwise(feed_forward: Any) -> bool:
     """Return whether what a token computes depends on no other row of the batch."""
-    is_pointwise = not feed_forward.is_routed or feed_forward.router.traits.is_pointwise
-    return is_pointwise and not feed_forward.keeps_order
+    return not feed_forward.is_routed or feed_forward.router.traits.is_rowwise
 
 
 def _position_keys(rows: Rows) -> Any:

@@ -18,7 +18,8 @@ from jaxmoe.serve.diffusion.executor import DiffusionExecutor
 from tests.support.serving import params
 
 VOCAB, LONGEST = 29, 8
-# Tokens choose; or experts choose among the tokens of a row, fewer while most of it is masked.
+# Tokens choose; or experts choose among the tokens of a row, fewer while most of it is masked; or
+# among those of all rows, which are therefore computed one after the other.
 POINTWISE = ModelConfig(
     vocab_size=VOCAB,
     num_layers=1,
@@ -36,6 +37,10 @@ CHOICE = dataclasses.replace(
         gate=SoftmaxGateConfig(),
         balancers=(RouterZConfig(),),
     ),
+)
+MIXED = dataclasses.replace(
+    POINTWISE,
+    moe=dataclasses.replace(CHOICE.moe, router=ExpertChoiceConfig(scope="batch")),
 )
 SIZES = DiffusionSizes(rows=3, lengths=(LONGEST,), budget=4)
 

@@ -12,7 +12,7 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.diffuse import _compiled, diffuse
 from jaxmoe.models.sampling import SamplingConfig
-from tests.support.diffusion import CHOICE, POINTWISE, VOCAB
+from tests.support.diffusion import CHOICE, MIXED, POINTWISE, VOCAB
 from tests.support.serving import params
 
 ROWS, LENGTH, STEPS = 3, 8, 3
@@ -28,7 +28,9 @@ def filled(model, rows=slice(None), **given):
 
 
 @pytest.mark.parametrize(
-    "model", [POINTWISE, pytest.param(CHOICE, marks=pytest.mark.slow)], ids=["pointwise", "choice"]
+    "model",
+    [POINTWISE, *(pytest.param(one, marks=pytest.mark.slow) for one in (CHOICE, MIXED))],
+    ids=["pointwise", "choice", "mixed"],
 )
 def test_rows_together_equal_each_row_alone_with_its_key(model):
     together = filled(model)

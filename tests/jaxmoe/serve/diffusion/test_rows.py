@@ -22,7 +22,7 @@ from jaxmoe.serve.diffusion.config import DiffusionConfig, DiffusionSizes
 from jaxmoe.serve.diffusion.executor import DiffusionExecutor, why_not_filled
 from jaxmoe.serve.engine import Engine, EngineConfig
 from sharding.mesh import MeshConfig
-from tests.support.diffusion import CHOICE, LONGEST, POINTWISE, SIZES, VOCAB, alone, executor
+from tests.support.diffusion import CHOICE, LONGEST, MIXED, POINTWISE, SIZES, VOCAB, alone, executor
 from tests.support.endpoint import Text, serving
 from tests.support.serving import MODEL, Smaller
 from tests.support.texts import Letters
@@ -116,7 +116,7 @@ def test_each_request_gets_the_tokens_of_diffuse_alone(drawn, rate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [POINTWISE, CHOICE], ids=["pointwise", "choice"])
+@pytest.mark.parametrize("model", [POINTWISE, CHOICE, MIXED], ids=["pointwise", "choice", "mixed"])
 def test_each_request_gets_the_tokens_of_diffuse_alone_large(model):
     @settings(max_examples=40, deadline=None)
     @given(REQUESTS, st.sampled_from(RATES))
