@@ -34,8 +34,9 @@ from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.sampling import Limits, SamplingConfig, choose_each
 from jaxmoe.models.transformer import forward
 
-BUDGET = 256
-"""Positions whose logits are computed at a time."""
+BUDGET = 64
+"""Positions whose logits are computed at a time: a few more than a step seldom fills, as those that
+are lacking are computed in vain."""
 
 Denoiser = Callable[[Int[Array, "B S"], Float[Array, "B S"]], tuple[Float[Array, "B S D"], Any]]
 """Function (tokens, masked share of the row) -> hidden states, and what else is returned of it."""

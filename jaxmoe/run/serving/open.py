@@ -73,7 +73,8 @@ class EngineSizesConfig:
     steps_per_token: float = 1.0
     """Steps of a masked-diffusion model for each token of an answer."""
     logit_budget: int = BUDGET
-    """Positions whose logits a masked-diffusion model computes at a time."""
+    """Positions whose logits a masked-diffusion model computes at a time; a step fills about
+    max_sequences / steps_per_token."""
 
     def __post_init__(self):
         for field in (
