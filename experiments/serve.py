@@ -193,6 +193,8 @@ def _header(config: ServeConfig, served: Served) -> str:
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
         f"{served.engine.config.describe(served.engine.facts)}\n"
+        f"memory   {served.pool_bytes / 1e6:.4g} MB of pages in all; compiled in"
+        f" {served.compile_seconds:.0f} s\n"
         f"{fleet}"
         f"routes   {talks}"
     )

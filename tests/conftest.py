@@ -64,14 +64,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 ROWS = 1
 FAULTS = ROOT / "tests" / "faults"
 
-# Annotations and shapes are checked at every call, except in the long proofs. The trackers are left
-# out: they hold no arrays, and accept NumPy numbers as floats and any stream as a text file.
+# Annotations and shapes are checked (support/checked_calls.py), except in the long proofs. The
+# trackers are left out: they hold no arrays, and accept NumPy numbers as floats and any stream as a
+# text file.
 _packages = sorted(path.stem for path in (ROOT / "jaxmoe").iterdir() if path.stem[0] not in "_.")
 CHECKED = ("pallas_kernels", "sharding", "experiments") + tuple(
     f"jaxmoe.{name}" for name in _packages if name != "tracking"
 )
 pytest.register_assert_rewrite("tests.support")
-importlib.import_module("tests.support.checked_calls")  # the hook looks it up, and imports nothing
+_checked_calls = importlib.import_module("tests.support.checked_calls")
 
 # The same examples on every run, so that a failure comes from the change.
 hypothesis.settings.register_profile("jaxmoe", derandomize=True, deadline=None, database=None)
@@ -107,6 +108,7 @@ def pytest_configure(config):
         is_slow = config.getoption("--slow")
         config.option.markexpr = "not accelerator and not large" + (not is_slow) * " and not slow"
     if "slow" not in config.option.markexpr.replace("not slow", ""):
+        _checked_calls.install()
         jaxtyping.install_import_hook(CHECKED, "tests.support.checked_calls.check")
     if "not slow" in config.option.markexpr or "not trains" in config.option.markexpr:
         # Most tests compile much and compute little: this halves the time of a compilation. It
@@ -146,6 +148,12 @@ def pytest_collection_modifyitems(config, items):
             kept = {round(number * apart) for number in range(most)}
             for number in {*range(len(rows))} - kept:
                 rows[number].add_marker("large")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _check_first_calls():
+    """Check the annotations of what each file of tests calls."""
+    _checked_calls.begin_file()
 
 
 @pytest.fixture(scope="module", autouse=True)

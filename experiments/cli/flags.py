@@ -124,7 +124,7 @@ def parse_flags(
                 use_underscores=True,
             )
     except SystemExit:
-        fail(_in_one_line(page.getvalue()))
+        fail(_in_one_line(page.getvalue(), type(config).__name__))
     sys.stderr.write(page.getvalue())
     with exit_on_bad_configuration():
         check_local_paths(config)
@@ -157,11 +157,16 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(int(ExitCode.BAD_CONFIGURATION))
 
 
-def _in_one_line(page: str) -> str:
+def _in_one_line(page: str, name: str) -> str:
     """Return the message of a framed page of tyro's: the lines from the title to the next rule.
 
     The frame is of box characters where standard output is UTF-8, of hyphens elsewhere; in hyphens
-    another rule follows the title.
+    another rule follows the title. Fields of the whole config are named without its class, those of
+    a group with the name of the group, once.
+
+    Args:
+        page: The page.
+        name: Class of the config.
     """
     lines = [line.strip(_SIDES) for line in page.splitlines()[1:]]
     is_rule = [bool(line) and not line.strip(_RULE) for line in lines]
@@ -169,7 +174,8 @@ def _in_one_line(page: str) -> str:
     message = itertools.takewhile(lambda i: not is_rule[i], range(first, len(lines)))
     text = " ".join((" ".join(lines[i] for i in message) or page).split())
     # A line of the page may begin with the full stop of the sentence before.
-    return re.sub(r" \.(?= |$)", ".", text).removeprefix("Error parsing ")
+    text = re.sub(r" \.(?= |$)", ".", text).removeprefix("Error parsing ").removeprefix(f"{name}: ")
+    return re.sub(r"^([\w.]+): (?=\1\.)", "", text)
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -13,7 +13,8 @@
 The instances and policies are those of the engine; the time of a step is that of a roofline. With
 the directory of a trained run, its model is compiled as it is served here (`engine`), and the time
 of a step is the median of its compiled shape, or that of a roofline whose rates are fitted to these
-medians (`cost`). Prints a line per policy and rate:
+medians (`cost`); experts are read as the loads of the run's last records say. Prints a line per
+policy and rate:
 
     goodput/s    requests per second within ttft and tpot
     within SLO   their share of all requests
@@ -206,7 +207,9 @@ def describe(config: SimulateConfig, facts: Facts, name: str | None = None) -> s
     """Return a line on the model, the device and the workload."""
     where = f"{config.preset} on {config.instances} x {config.chips} {config.chip}"
     if name is not None:
-        where = f"{name} on {config.instances} like it"
+        where = f"{config.instances} x {name}"
+    elif spilled := cost_of(config).spilled:
+        where += f", {spilled:.0%} of the weights in host memory"
     return (
         f"{where}, {facts.num_pages} pages of"
         f" {facts.page_size} tokens each, workload {config.workload.name}, SLO {config.ttft} s and"
@@ -309,7 +312,12 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         str(row["preempted"]),
         str(row["cached"]),
         str(row["moves"]),
-        f"{row['expert_bytes'] / 1e9:.0f}",
+        _short(row["expert_bytes"] / 1e9),
         str(row["copies"]),
-        f"{row['joules_per_token']:.1f}",
+        _short(row["joules_per_token"]),
     )
+
+
+def _short(value: float) -> str:
+    """Return a number with three digits, or all before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

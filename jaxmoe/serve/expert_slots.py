@@ -170,10 +170,9 @@ class ExpertSlots(Offload):
         if size < 1:
             raise ValueError(f"experts=slots:{size} must have at least one slot: slots:16")
         if not policy.is_live:
-            live = ", ".join(name for name, one in ITEM_CACHES.items() if one.is_live)
             raise ValueError(
                 f"experts=slots:{size}:{policy.name} needs the uses to come, or does not store"
-                f" every expert: choose {live}"
+                f" every expert: choose {_live_policies()}"
             )
         self.size, self.policy = size, policy
         self.store: SlotStore | None = None
@@ -226,9 +225,14 @@ def parse_slots(text: str) -> ExpertSlots:
     if name != "slots" or not size.isdecimal() or (policy or "lru") not in ITEM_CACHES:
         raise ValueError(
             f"experts={text} must be slots:N with the experts on the device, or slots:N:policy with"
-            f" one of {', '.join(ITEM_CACHES)}: slots:16"
+            f" one of {_live_policies()}: slots:16"
         )
     return ExpertSlots(int(size), ITEM_CACHES[policy or "lru"]())
+
+
+def _live_policies() -> str:
+    """Return the names of the policies that decide without the uses to come."""
+    return ", ".join(name for name, one in ITEM_CACHES.items() if one.is_live)
 
 
 def _without_experts(params: Any, model: ModelConfig) -> Any:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import math
@@ -18,6 +19,36 @@ _SECONDS = 10.0
 """Time over which rates are taken."""
 _ANSWERS = 1000
 """Answers of which the times are kept."""
+BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+"""Seconds up to which the counts of `Times` reach; the last count is of longer ones."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Times:
+    """Histogram of the times of all answers so far, which can be added."""
+
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
+    """Times above the bound before, up to the bound of the same place."""
+    seconds: float = 0.0
+    """Sum of the times."""
+
+    def __add__(self, other: Times) -> Times:
+        """Return the histogram of both."""
+        both = zip(self.counts, other.counts, strict=True)
+        return Times(tuple(map(sum, both)), self.seconds + other.seconds)
+
+    def with_time(self, seconds: float) -> Times:
+        """Return the histogram with another time.
+
+        Args:
+            seconds: The time.
+        """
+        counts = list(self.counts)
+        counts[bisect.bisect_left(BOUNDS, seconds)] += 1
+        return Times(tuple(counts), self.seconds + seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +89,12 @@ class EngineMetrics:
     """Seconds to the first token of the last answers."""
     tpot: tuple[float, ...] = ()
     """Mean seconds per further token of the last answers."""
+    times_ttft: Times = Times()
+    """Times to the first token of all answers."""
+    times_tpot: Times = Times()
+    """Mean times per further token of all answers."""
+    times_total: Times = Times()
+    """Times to the last token of all answers."""
 
     @property
     def hit_rate(self) -> float:
@@ -98,6 +135,7 @@ class Meter:
         self._num_steps = self._num_generated = self._num_recent = 0
         self._ttft: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
         self._tpot: collections.deque[float] = collections.deque(maxlen=_ANSWERS)
+        self._times: dict[str, Times] = collections.defaultdict(Times)
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
         self._begun = math.inf
 
@@ -118,10 +156,15 @@ class Meter:
         """Count the times of an answer that is whole."""
         if ended.reason not in ("stop", "length"):
             return
-        if ended.ttft is not None:
-            self._ttft.append(ended.ttft)
+        if ended.ttft is None:
+            return
+        self._ttft.append(ended.ttft)
+        self._count("ttft", ended.ttft)
         if ended.tpot is not None:
             self._tpot.append(ended.tpot)
+            self._count("tpot", ended.tpot)
+        further = max(ended.num_generated - 1, 0) * (ended.tpot or 0.0)
+        self._count("total", ended.ttft + further)
 
     def metrics(self, instance: Instance, now: float, *, pages_moved: int = 0) -> EngineMetrics:
         """Return the numbers as they are.
@@ -153,4 +196,10 @@ class Meter:
             tokens_per_second=self._num_recent / seconds,
             ttft=tuple(self._ttft),
             tpot=tuple(self._tpot),
+            times_ttft=self._times["ttft"],
+            times_tpot=self._times["tpot"],
+            times_total=self._times["total"],
         )
+
+    def _count(self, name: str, seconds: float) -> None:
+        self._times[name] = self._times[name].with_time(seconds)

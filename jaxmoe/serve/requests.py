@@ -11,6 +11,10 @@ EndReason = Literal["stop", "length", "cancelled", "refused", "error"]
 """Why a stream ended: a stop id, the token limit, the client, the limits, a failed step."""
 
 
+_COLDEST = 1e-5
+"""Smallest temperature above 0."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How the tokens of one request are drawn."""
@@ -39,6 +43,11 @@ class Sampling:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature} must be 0 or more")
+        if 0 < self.temperature < _COLDEST:
+            raise ValueError(
+                f"temperature={self.temperature} must be 0, which takes the most probable token, or"
+                f" at least {_COLDEST}: float32 does not hold logits divided by less"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
@@ -97,6 +106,10 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"prompt of request {self.id} is empty: give at least one token")
+        try:
+            self.salt.encode()  # a part of the names of pages
+        except UnicodeEncodeError as error:
+            raise ValueError(f"salt={self.salt!r} must be text that UTF-8 can hold") from error
 
 
 def check_numbers(request: Request, num_ids: int) -> None:

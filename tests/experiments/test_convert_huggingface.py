@@ -28,6 +28,9 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.serve.answers import Generated, whole_experts
+from jaxmoe.serve.requests import Sampling
 from jaxmoe.training.state import state_around
 
 ONE = ("--imported.batches", "1")
@@ -143,6 +146,23 @@ def test_run_to_huggingface_and_back_is_bitwise(run, exported, imported):
     longer = dataclasses.replace(PretrainConfig(), training=TrainingConfig(sequence_length=64))
     assert length_of(RunDirectory(imported), longer) == 16 == summary["max_length"]
     assert length_of(RunDirectory(run), longer) == 64
+
+
+@pytest.mark.slow
+def test_a_directory_of_hugging_face_is_served_as_its_run_is(run, exported):
+    """The same tokens and experts, without a run directory."""
+    sizes = EngineSizesConfig(max_sequences=2, pieces=("1x8",), num_logprobs=0, has_experts=True)
+    sampling = Sampling(max_tokens=5, temperature=0.0, has_experts=True)
+    found = []
+    for path in (run, exported):
+        served = open_served(path, sizes, eos="ignore")
+        assert served.max_logprobs == 0 and served.has_experts and served.pool_bytes > 0
+        with served.engine as engine:
+            events = list(engine.submit(served.encode("ab", "prompt"), sampling))
+        tokens = [event.token for event in events if isinstance(event, Generated)]
+        found.append((tokens, whole_experts(events)))
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 5
+    np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
 @pytest.mark.slow

@@ -128,10 +128,10 @@ def test_sizes_of_rows_and_of_pages_refuse_each_other():
     ("words", "message"),
     [
         (("--run.directory", "nowhere"), "run.directory=nowhere"),
-        (("--port", "99999"), "port=99999 must be from 0 to 65535"),
+        (("--port", "99999"), "error: port=99999 must be from 0 to 65535"),
         (("--port", "{taken}"), "cannot be listened on"),
         (("--host", "0.0.0.0", "--port", "0"), "is open to other hosts: set a key"),
-        (("--engine.pieces", "64"), "engine.pieces=64 must be number x tokens"),
+        (("--engine.pieces", "64"), "error: engine.pieces=64 must be number x tokens"),
         (("--engine.instances", "1", "engine.dispatch:dist_serve"), "must leave at least one"),
         (("--prot", "1"), "--port"),
     ],

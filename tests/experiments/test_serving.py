@@ -32,6 +32,14 @@ def test_policies_are_compared_in_a_table_and_a_picture(tmp_path, capsys):
     assert "split_fuse" in (tmp_path / "report.html").read_text()
 
 
+def test_weights_that_do_not_fit_leave_room_for_requests(tmp_path, capsys):
+    words = ["--preset", "mixtral_8x7b", "--batching", "split_fuse", *SMALL]
+    assert main(["simulate", "--run.directory", str(tmp_path), *words]) == 0
+    assert "29% of the weights in host memory, 3" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert all(row["finished"] == 4 and row["computed"] > 100 for row in rows)
+
+
 def test_a_fleet_is_compared_by_dispatch(tmp_path, capsys):
     words = ["--batching", "split_fuse", "--dispatch", "round_robin", "least_loaded"]
     words += ["--instances", "2", *SMALL]

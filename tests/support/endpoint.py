@@ -65,7 +65,9 @@ class Speller:
             raise RuntimeError("no device")
         self.adapters |= {work.adapter for work in step.works}
         return {
-            work.id: Result(self._next(work), -0.5, TOP[: work.sampling.num_logprobs])
+            work.id: Result(
+                self._next(work), -0.5, TOP[: work.sampling.num_logprobs], self._experts(work)
+            )
             for work in (*step.singles, *step.pieces)
             if work.draws
         }
@@ -76,6 +78,13 @@ class Speller:
     def expert_load(self):
         return np.array([[1.0, 3.0], [2.0, 2.0]])
 
+    def _experts(self, work):
+        """Experts [tokens 2 1] of what was not told of yet: the position, and the layer."""
+        end = work.start + len(work.tokens)
+        where = np.arange(end - 1 if work.index else 0, end, dtype=np.uint8)
+        layers = np.stack([where, where + 100], axis=-1)[..., None]
+        return layers if work.sampling.has_experts else None
+
     def _next(self, work):
         if self.answer is not None:
             return self.answer[work.index % len(self.answer)]
@@ -84,13 +93,22 @@ class Speller:
 
 @contextlib.contextmanager
 def serving(
-    executor=None, config=None, *, max_waiting=8, has_chat=True, port=0, adapters=None, **limits
+    executor=None,
+    config=None,
+    *,
+    max_waiting=8,
+    has_chat=True,
+    port=0,
+    adapters=None,
+    has_experts=True,
+    **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
     executor = executor or Speller()
     chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
     engine = Engine(executor, config or EngineConfig(max_waiting=max_waiting), codec=Text())
     given = {"codec": Text(), "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
+    given["has_experts"] = has_experts
     served = Served(name="speller", engine=engine, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))
     listening = socket.create_server(("127.0.0.1", port))

@@ -63,6 +63,9 @@ class EngineSizesConfig:
     """Requests that may wait; further ones are refused."""
     num_logprobs: int = 5
     """Most likely tokens whose log-probabilities a request may ask for."""
+    has_experts: bool = False
+    """Whether a request may ask for the experts of each token, which are then kept in host memory
+    for every token in a page."""
     batching: BatchingUnion = SplitFuseConfig()
     """What a step computes."""
     instances: int = 1
@@ -135,6 +138,7 @@ class EngineSizesConfig:
             shapes=self.shapes,
             context_lengths=lengths,
             num_logprobs=self.num_logprobs,
+            has_experts=self.has_experts,
         )
 
     def rows(self, length: int) -> DiffusionSizes:
@@ -147,7 +151,16 @@ class EngineSizesConfig:
             ValueError: A field is of other models alone.
         """
         self._refuse(
-            ("instances", "dispatch", "batching", "pieces", "pages", "page_size", "num_logprobs"),
+            (
+                "instances",
+                "dispatch",
+                "batching",
+                "pieces",
+                "pages",
+                "page_size",
+                "num_logprobs",
+                "has_experts",
+            ),
             "is of models that write from left to right, and this one fills rows by masked"
             " diffusion; its sizes are max_sequences, max_length and logit_budget",
         )
@@ -293,6 +306,9 @@ def open_served(
         adapters=chats,
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
+        has_experts=sizes.has_experts,
+        pool_bytes=sum(one.pool_bytes for one in executors),
+        compile_seconds=sum(one.compile_seconds for one in executors),
     )
 
 

@@ -10,14 +10,19 @@ import pathlib
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from jaxmoe.planning.attached import attached_chip
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.serving.open import EngineSizesConfig, open_executors
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.simulation import ModelSizes, Roofline
 from jaxmoe.serve.simulation.measured import Fit, TableCost, Timing, fit_rates, measure_steps
+from jaxmoe.tracking import read_router_load
 
 _MOST_WAITING = 2**20
+_LAST = 100
+"""Records of the loads of experts that are averaged."""
 
 CostSource = Literal["auto", "roofline", "table", "fit"]
 
@@ -63,7 +68,9 @@ def measure_run(
         source = "table" if platform == "cpu" else "fit"
     # Nominal rates are replaced by the fitted ones, where there are any.
     chip = attached_chip(jax.local_devices()[0])
-    nominal = Roofline(sizes=ModelSizes.of(assembly.plan.model), chip=chip)
+    sizes_of_model = ModelSizes.of(assembly.plan.model)
+    loads = loads_of_run(path, sizes_of_model)
+    nominal = Roofline(sizes=sizes_of_model, chip=chip, loads=loads)
     is_needed = source == "fit"
     has_fit = is_needed or (len(timings) >= 4 and importlib.util.find_spec("scipy") is not None)
     fit = fit_rates(timings, nominal) if has_fit else None
@@ -75,7 +82,7 @@ def measure_run(
         name=f"{pathlib.Path(path).resolve().name} on {platform}",
         cost=cost,
         facts=facts,
-        about=_describe(timings, fit, source, platform),
+        about=_describe(timings, fit, source, platform, nominal),
         summary={
             "cost": source,
             "platform": platform,
@@ -85,14 +92,33 @@ def measure_run(
     )
 
 
+def loads_of_run(path: str, sizes: ModelSizes) -> tuple[tuple[float, ...], ...]:
+    """Return the share of the assignments of each expert in each MoE layer at the end of a run.
+
+    Args:
+        path: Run directory.
+        sizes: Its model.
+
+    Returns:
+        Means over the last records of `router.npz`; empty where there are none of these experts.
+    """
+    file = RunDirectory(path).router_file
+    load = read_router_load(file)[1] if file.exists() else np.zeros((0, 0, 0))
+    if not len(load) or load.shape[1:] != (sizes.moe_layers, sizes.num_experts):
+        return ()
+    return tuple(map(tuple, load[-_LAST:].mean(axis=0, dtype=np.float64).tolist()))
+
+
 def _rates(fit: Fit) -> dict[str, float]:
     chip = fit.cost.chip
     found = {"flops": chip.flops, "memory_bandwidth": chip.memory_bandwidth}
     return found | {"constant": fit.cost.constant, "error": fit.error}
 
 
-def _describe(timings: list[Timing], fit: Fit | None, source: str, platform: str) -> str:
-    """Return a line for each shape, one on the fit, and one on the times that are used."""
+def _describe(
+    timings: list[Timing], fit: Fit | None, source: str, platform: str, nominal: Roofline
+) -> str:
+    """Return a line for each shape, on the fit, on the experts, and on the times that are used."""
     lines = []
     for one in timings:
         number, length = one.pieces
@@ -105,6 +131,13 @@ def _describe(timings: list[Timing], fit: Fit | None, source: str, platform: str
             f"  fitted: {rates['flops']:.3g} FLOP/s, {rates['memory_bandwidth']:.3g} bytes/s,"
             f" {1e3 * rates['constant']:.3g} ms a step; median error on a shape left out"
             f" {fit.error:.1%}"
+        )
+    if nominal.loads:
+        most, even = timings[0].singles, dataclasses.replace(nominal, loads=())
+        read = [one.distinct_experts(most) for one in (nominal, even)]
+        lines.append(
+            f"  {most} tokens choose {read[0]:.1f} of the {nominal.sizes.num_experts} experts of a"
+            f" layer by the run's loads, {read[1]:.1f} by equal ones"
         )
     names = {"table": "of its shape", "fit": "by the fitted rates", "roofline": "by nominal rates"}
     head = f"{len(timings)} compiled shapes on {platform}; a step takes the time {names[source]}:"

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Least recently used, with lifetime and quota of each category, and none for those not worth it.
 
-Source: the category-aware semantic cache: categories differ in how long an answer stays true and in
-how often a query repeats. A category is worth a search if its hit rate exceeds the cost of the
-search over what a hit saves. Similarity of queries is decided before: equal items are hits.
+Source: the category-aware semantic cache (arXiv:2510.26835): categories differ in how long an
+answer stays true and in how often a query repeats. A category is worth a search if its hit rate
+exceeds the cost of the search over what a hit saves. Similarity of queries is decided before: equal
+items are hits.
 """
 
 from __future__ import annotations

@@ -133,6 +133,11 @@ class ModelExecutor:
         """Bytes of all pages on all devices."""
         return sum(part.nbytes for part in jax.tree.leaves(self._pools))
 
+    @property
+    def compile_seconds(self) -> float:
+        """Time of compilation of all programs."""
+        return sum(program.seconds for program in self.programs)
+
     def run(self, step: Step) -> dict[int, Result]:
         """Compute a step, and return the tokens of the sequences that draw one.
 

@@ -9,6 +9,7 @@ Rows are held by the instance, and travel with each step: an executor has no sta
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,8 +74,13 @@ class DiffusionExecutor:
         execution = WholeRowsConfig.of(execution or ExecutionConfig())
         self._step = make_rows_step(model, execution, self.config.budget)
         self._load: np.ndarray | None = None
+        self.pool_bytes = 0
+        """Bytes of pages on the device: none, as rows travel with each step."""
+        begun = time.perf_counter()
         for length in self.config.lengths:
             jax.block_until_ready(self._run(self._inputs((), length)))
+        self.compile_seconds = time.perf_counter() - begun
+        """Time of compilation of all programs."""
 
     def facts(self, *, max_waiting: int) -> Facts:
         """Return the sizes of the instance: a row is its page.

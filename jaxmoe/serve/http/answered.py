@@ -1,6 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes answers as the JSON objects of OpenAI's API, whole or in chunks of a stream."""
+"""Writes answers as the JSON objects of OpenAI's API, whole or in chunks of a stream.
+
+Further fields of a choice, where a request asks for them:
+
+    token_ids          ids of its tokens, those of a stop string that was cut off included
+    prompt_token_ids   ids of its prompt; in a stream with the first chunk
+    routed_experts     experts [tokens L K] in the L MoE layers of prompt and answer, but for the
+                       last token of the answer, which is not computed; E marks an empty slot. The
+                       arrays of a stream's chunks, one behind the other, are the whole one
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmoe.serve.answers import Ended, Generated
+from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.served import Served
 
@@ -25,7 +34,7 @@ class Choice:
     text: str = ""
     """Text so far."""
     tokens: list[Generated] = dataclasses.field(default_factory=list)
-    """Tokens so far; only what log-probabilities need."""
+    """Tokens so far."""
     ended: Ended | None = None
     """Its end."""
 
@@ -61,7 +70,7 @@ class Form(abc.ABC):
             served: The model.
             asked: The request.
         """
-        self._served, self._num_logprobs = served, asked.num_logprobs
+        self._served, self._asked = served, asked
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -95,8 +104,22 @@ class Form(abc.ABC):
 
     def _end(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
         reason = None if choice.ended is None else choice.ended.reason
-        logprobs = None if self._num_logprobs is None else self._logprobs(choice, tokens)
-        return {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
+        logprobs = None if self._asked.num_logprobs is None else self._logprobs(choice, tokens)
+        end = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
+        return end | self._of_tokens(choice, tokens)
+
+    def _of_tokens(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+        """Return the ids and experts of tokens, as far as they are asked for."""
+        found: dict[str, Any] = {}
+        if self._asked.has_token_ids:
+            if len(tokens) == len(choice.tokens):
+                prompt = self._asked.prompts[choice.index // self._asked.number]
+                found["prompt_token_ids"] = list(prompt)
+            found["token_ids"] = [one.token for one in tokens]
+        if self._asked.sampling.has_experts:
+            experts = whole_experts(tokens)
+            found["routed_experts"] = [] if experts is None else experts.tolist()
+        return found
 
     def _spelled(self, token: int) -> str:
         return self._served.text([token])

@@ -3,7 +3,8 @@
 """Routes of the endpoint, an ASGI application of starlette.
 
     POST /v1/completions  /v1/chat/completions      as OpenAI's clients speak to them
-    GET  /v1/models  /health  /metrics              the model, readiness, numbers for Prometheus
+    GET  /v1/models  /v1/models/NAME                what it serves
+    GET  /health  /metrics                          readiness, numbers for Prometheus
     GET  /stats  /                                  numbers as JSON, and a page that shows them
 
 A client that goes away cancels its answers. While the server drains, /health and new requests get
@@ -40,6 +41,8 @@ class EndpointConfig:
 
     max_body: int = 2**20
     """Bytes of a request at most."""
+    body_seconds: float = 60.0
+    """Seconds until a request has arrived, at most."""
     key: str = ""
     """Bearer key that requests must bring; none when empty."""
 
@@ -72,12 +75,13 @@ class Endpoint:
                 route("/v1/completions", self._completions, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
                 route("/v1/models", self._models),
+                route("/v1/models/{model:path}", self._model),
                 route("/health", self._health),
                 route("/metrics", self._metrics),
                 route("/stats", self._stats),
                 route("/", self._page),
             ],
-            exception_handlers={404: self._unknown, 405: self._unknown},
+            exception_handlers={404: self._unknown, 405: self._unknown, 500: self._failed},
         )
 
     async def drain(self, seconds: float) -> bool:
@@ -126,7 +130,7 @@ class Endpoint:
         """Return the JSON value of a body.
 
         Raises:
-            HTTPError: It is too long or no JSON, or the server is draining.
+            HTTPError: It is too long, too slow or no JSON, or the server is draining.
         """
         if self.is_draining:
             raise HTTPError(503, "the server is about to end", code="draining", retry_after=30)
@@ -137,14 +141,22 @@ class Endpoint:
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > most:
             raise too_long
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise too_long
         try:
-            return parse_json(body.decode())
+            async with asyncio.timeout(self._config.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_long
+        except TimeoutError as error:
+            words = f"the body did not arrive within {self._config.body_seconds:g} s: send it again"
+            raise HTTPError(408, words, code="too_slow") from error
+        try:
+            value = parse_json(text := body.decode())
         except ValueError as error:
             raise HTTPError(400, f"the body is not JSON: {error}") from error
+        if "\\u" in text:
+            _check_characters(value)
+        return value
 
     async def _answer(self, request: Any, asked: Asked, form: Form) -> Any:
         """Submit the request and answer it, whole or as a stream."""
@@ -166,11 +178,19 @@ class Endpoint:
 
     async def _models(self, request: Any) -> Any:
         del request
+        listed = [self._described(name) for name in self._served.models]
+        return self._json({"object": "list", "data": listed})
+
+    async def _model(self, request: Any) -> Any:
+        name = request.path_params["model"]
+        self._served.adapter_of(name)
+        return self._json(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """Return the object of a model."""
         served = self._served
         shared = {"object": "model", "created": served.created, "owned_by": "jaxmoe"}
-        shared["max_model_len"] = served.engine.facts.max_length
-        listed = [{"id": name} | shared for name in served.models]
-        return self._json({"object": "list", "data": listed})
+        return {"id": name} | shared | {"max_model_len": served.engine.facts.max_length}
 
     async def _health(self, request: Any) -> Any:
         del request
@@ -201,8 +221,18 @@ class Endpoint:
         return self._responses.HTMLResponse(page.read_text(encoding="utf-8"))
 
     async def _unknown(self, request: Any, error: Any) -> Any:
-        message = f"{request.method} {request.url.path} is not a route of this server"
-        return self._error(HTTPError(error.status_code, message, code="unknown_route"))
+        path, allowed = request.url.path, dict(error.headers or {})
+        message = f"{request.method} {path} is not a route of this server"
+        if "Allow" in allowed:
+            message = f"{path} takes {allowed['Allow']}, not {request.method}"
+        found = HTTPError(error.status_code, message, code="unknown_route")
+        return self._json(found.body, found.status, headers=allowed)
+
+    async def _failed(self, request: Any, error: Exception) -> Any:
+        """Answer what no route expects; the traceback is in the log of the server."""
+        del request
+        message = f"the server failed at this request ({type(error).__name__}): see its log"
+        return self._error(HTTPError(500, message, code="internal_error"))
 
     def _json(self, value: Any, status: int = 200, **more: Any) -> Any:
         return self._responses.Response(
@@ -211,6 +241,21 @@ class Endpoint:
 
     def _error(self, error: HTTPError) -> Any:
         return self._json(error.body, error.status, headers=error.headers)
+
+
+def _check_characters(value: Any) -> None:
+    """Refuse the half of a surrogate pair, which JSON can name and no text can hold.
+
+    Raises:
+        HTTPError: There is one.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise HTTPError(
+            400, f"the body has {half!r} alone, half of a character: send both halves"
+        ) from error
 
 
 async def _cancel_when_gone(request: Any, answers: Answers) -> None:
@@ -254,7 +299,7 @@ async def _stream(
                 if event.reason in ("refused", "error"):
                     yield _event(failure(event).body)
                     return
-            if event.text or is_end or asked.num_logprobs is not None:
+            if event.text or is_end or asked.tells_of_tokens:
                 yield _event(form.chunk(choice, event.text, tokens))
         if asked.has_usage:
             ends = [one.ended for one in choices if one.ended is not None]

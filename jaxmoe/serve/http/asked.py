@@ -3,8 +3,9 @@
 """Reads the body of a completion or of a chat completion into requests of the engine.
 
 The fields are those of OpenAI's API. Further ones, as in vLLM: `top_k`, `min_p`, `priority`,
-`cache_salt` (requests share the pages of equal prompts with those of the same salt alone). `user`
-names the session.
+`cache_salt` (requests share the pages of equal prompts with those of the same salt alone),
+`return_token_ids` and, as in SGLang, `return_routed_experts` (see `answered.py`). `user` names the
+session.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from jaxmoe.serve.requests import Sampling
 _SHARED = (
     *("model", "stream", "stream_options", "n", "stop", "seed", "user", "logprobs", "max_tokens"),
     *("temperature", "top_p", "top_k", "min_p", "priority"),
-    "cache_salt",
+    *("cache_salt", "return_token_ids", "return_routed_experts"),
 )
 COMPLETION = ("prompt", *_SHARED)
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", *_SHARED)
 _MOST_STOPS, _MOST_ANSWERS, _MOST_PROMPTS = 16, 128, 128
+_SEEDS = 2**31 - 1 - _MOST_ANSWERS
+"""Seeds of a first answer; the engine takes 31 bits, and the i-th answer has seed + i."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +49,15 @@ class Asked:
     """Whether a stream ends with the counts of tokens."""
     num_logprobs: int | None
     """Alternatives of each token; None sends no log-probabilities."""
+    has_token_ids: bool
+    """Whether the ids of prompt and answer are sent."""
     given: dict[str, Any]
     """Further arguments of `Engine.submit`."""
+
+    @property
+    def tells_of_tokens(self) -> bool:
+        """Whether a stream has a part for each token, also for those without text of their own."""
+        return self.num_logprobs is not None or self.has_token_ids or self.sampling.has_experts
 
 
 def read_completion(body: Any, served: Served) -> Asked:
@@ -131,6 +141,14 @@ def _asked(
             f"={num_logprobs} exceeds the {served.max_logprobs} that the server was started with:"
             " start it with --engine.num_logprobs",
         )
+    has_experts = fields.flag("return_routed_experts")
+    if has_experts and not served.has_experts:
+        raise wrong(
+            "return_routed_experts",
+            "=True asks for the experts of each token, which this server does not record: start it"
+            " with --engine.has_experts True",
+            "unsupported_field",
+        )
     longest, most = max(map(len, prompts)), served.engine.facts.max_length
     room = most - longest
     limit = fields.integer("max_tokens", default or max(room, 1), 1)
@@ -142,17 +160,25 @@ def _asked(
             param="max_tokens" if room > 0 else "prompt",
             code="context_length_exceeded",
         )
-    options = Fields(fields.any("stream_options") or {}, ("include_usage",))
-    sampling = Sampling(
-        max_tokens=limit,
-        temperature=fields.number("temperature", 1.0, 0.0, 100.0),
-        top_k=max(fields.integer("top_k", 0, -1), 0),
-        top_p=fields.number("top_p", 1.0, 1e-9, 1.0),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        seed=fields.integer("seed", None, 0, 2**31 - 1 - _MOST_ANSWERS) or _seed(fields),
-        stop_ids=served.eos_ids,
-        num_logprobs=num_logprobs or 0,
-    )
+    options = fields.any("stream_options")
+    options = Fields({} if options is None else options, ("include_usage",), "stream_options")
+    drawn: dict[str, Any] = {
+        "temperature": fields.number("temperature", 1.0, 0.0, 100.0),
+        "top_k": max(fields.integer("top_k", 0, -1), 0),
+        "top_p": fields.number("top_p", 1.0, 1e-9, 1.0),
+        "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
+        "seed": _seed(fields),
+    }
+    try:
+        sampling = Sampling(
+            max_tokens=limit,
+            stop_ids=served.eos_ids,
+            num_logprobs=num_logprobs or 0,
+            has_experts=has_experts,
+            **drawn,
+        )
+    except ValueError as error:
+        raise HTTPError(400, str(error)) from error
     return Asked(
         model=model,
         prompts=prompts,
@@ -162,6 +188,7 @@ def _asked(
         streams=fields.flag("stream"),
         has_usage=options.flag("include_usage"),
         num_logprobs=num_logprobs,
+        has_token_ids=fields.flag("return_token_ids"),
         given={
             "adapter": adapter,
             "session": fields.text("user"),
@@ -172,5 +199,6 @@ def _asked(
 
 
 def _seed(fields: Fields) -> int:
-    """Return the seed 0 if it was given, else a random one."""
-    return 0 if "seed" in fields else secrets.randbelow(2**31 - 1 - _MOST_ANSWERS)
+    """Return the seed that was given, of 64 bits modulo `_SEEDS`, or a random one."""
+    given = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    return secrets.randbelow(_SEEDS) if given is None else given % _SEEDS

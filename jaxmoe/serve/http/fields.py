@@ -32,18 +32,23 @@ _NEUTRAL: dict[str, Any] = {
 class Fields:
     """Fields of one request; each is read by its type."""
 
-    def __init__(self, values: Any, names: Collection[str]):
+    def __init__(self, values: Any, names: Collection[str], param: str | None = None):
         """Take the fields of a body.
 
         Args:
             values: JSON value of the body.
             names: Fields that will be read.
+            param: Field of the body that these are the fields of; None for the body itself.
 
         Raises:
             HTTPError: The body is no object, or has a field that is not computed.
         """
         if not isinstance(values, Mapping):
-            raise HTTPError(400, f"the body must be a JSON object, found {type(values).__name__}")
+            raise HTTPError(
+                400,
+                f"{param or 'the body'} must be a JSON object, found {type(values).__name__}",
+                param=param,
+            )
         for name, value in values.items():
             if name in names:
                 continue
@@ -58,9 +63,6 @@ class Fields:
                     "unsupported_field",
                 )
         self._values = {name: value for name, value in values.items() if value is not None}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
 
     def any(self, name: str) -> Any:
         """Return a value of any type; None if it is missing or null."""
@@ -110,7 +112,13 @@ class Fields:
 
 
 def _bounds(low: float, high: float) -> str:
-    return f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+    text = f"from {_plain(low)} to {_plain(high)}"
+    return text if high < math.inf else f"of at least {_plain(low)}"
+
+
+def _plain(value: float) -> str:
+    """Return a number with all digits of an integer."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _short(value: Any) -> str:

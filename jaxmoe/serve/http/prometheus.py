@@ -2,19 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the numbers of an engine in the text format of Prometheus.
 
-Names begin with `jaxmoe_`. Times are quantiles of the last thousand answers, in seconds. With
-several instances the numbers of each have a label `instance`.
+Names begin with `jaxmoe_`. Times of answers are histograms, so that several servers add up:
+`histogram_quantile(0.99, sum by (le) (rate(jaxmoe_ttft_seconds_bucket[5m])))`. With several
+instances the numbers of each have a label `instance`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from jaxmoe.optional import require
 from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.metrics import BOUNDS
 
 _GAUGES = {
     "requests_waiting": ("num_waiting", "Requests in the queue."),
@@ -34,8 +35,11 @@ _COUNTERS = {
     "tokens_cached": ("tokens_cached", "Tokens of prompts that were found in the pool."),
     "tokens_generated": ("tokens_generated", "Tokens of answers."),
 }
-_TIMES = {"ttft": "Seconds to the first token.", "tpot": "Seconds of each further token."}
-_QUANTILES = (0.5, 0.9, 0.99)
+_TIMES = {
+    "ttft": "Seconds to the first token.",
+    "tpot": "Mean seconds of each further token.",
+    "total": "Seconds to the last token.",
+}
 
 
 def prometheus_text(served: Served) -> tuple[bytes, str]:
@@ -93,12 +97,13 @@ class _Collector:
                 ratio.add_metric([str(layer), self._model], float(load.max() / load.mean()))
         yield ratio
         for name, words in _TIMES.items():
-            found = self._core.GaugeMetricFamily(
-                f"jaxmoe_{name}_seconds", words, labels=[*self._labels, "quantile"]
+            found = self._core.HistogramMetricFamily(
+                f"jaxmoe_{name}_seconds", words, labels=self._labels
             )
             for labels, metrics in self._instances:
-                times = getattr(metrics, name)
-                for quantile in _QUANTILES if times else ():
-                    value = float(np.quantile(times, quantile))
-                    found.add_metric([*labels, str(quantile)], value)
+                times = getattr(metrics, f"times_{name}")
+                bounds = (*map(str, BOUNDS), "+Inf")
+                reached = itertools.accumulate(times.counts)
+                buckets = list(zip(bounds, reached, strict=True))
+                found.add_metric(labels, buckets, times.seconds)
             yield found

@@ -68,6 +68,12 @@ class Served:
     """How each adapter reads conversations, by its name; its model is called `<name>:<adapter>`."""
     max_logprobs: int = 0
     """Most likely tokens whose log-probabilities may be asked for."""
+    has_experts: bool = False
+    """Whether the experts of each token may be asked for."""
+    pool_bytes: int = 0
+    """Bytes of the pages of all instances."""
+    compile_seconds: float = 0.0
+    """Time of the compilation of their steps."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Time of the start, in seconds since 1970."""
 

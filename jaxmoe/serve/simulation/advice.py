@@ -106,8 +106,9 @@ def _preempted(cost: Roofline, length: int) -> Advice:
 def _weights(cost: Roofline, length: int) -> Advice:
     room = cost.chip.available * cost.num_chips
     needed = cost.weight_bytes + length * cost.sizes.kv_bytes
+    share = f"{cost.spilled:.0%} in host memory" if cost.spilled else "on the device"
     return Advice(
         subject="weights",
-        choice="on the device" if needed <= room else "partly in host memory",
+        choice=share,
         because=f"{needed / 1e9:.3g} GB with one request, {room / 1e9:.3g} GB of memory",
     )

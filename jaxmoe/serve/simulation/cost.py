@@ -17,8 +17,8 @@ are read once per nano-batch. A lane with share s of the device has s of its FLO
 part of the cores saturates the memory, s / 0.4 of its bandwidth at most all of it (0.4 is an
 assumption). A chip takes idle + (peak - idle) u f^3 watts at a clock of f times the full one, which
 scales its FLOP/s and not its bandwidth; u is the share of the FLOP/s or, if more, half the share of
-the bandwidth that a step reaches (an assumption). Weights that do not fit into the device are read
-from host memory, beside the rest.
+the bandwidth that a step reaches (an assumption). Weights that do not fit into nine tenths of the
+memory are read from host memory, beside the rest; pages have the last tenth (an assumption).
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.simulation.sizes import ModelSizes
 
 SATURATION = 0.4
 """Share of the cores that saturates the memory."""
+
+PAGES = 0.1
+"""Share of the memory for pages where the weights do not fit."""
 
 MEMORY_POWER = 0.5
 """Share of the power above idle that the memory takes at its full bandwidth."""
@@ -76,8 +81,8 @@ class Roofline:
     """Share of the memory bandwidth that is reached."""
     clock: float = 1.0
     """Clock as a share of the full one."""
-    loads: tuple[float, ...] = ()
-    """Share of the assignments of each expert; equal when empty."""
+    loads: tuple[tuple[float, ...], ...] = ()
+    """Share of the assignments of each expert in each MoE layer; equal when empty."""
 
     def __post_init__(self) -> None:
         if self.num_chips < 1:
@@ -91,19 +96,25 @@ class Roofline:
         return float(self.sizes.total * self.sizes.weight_bytes)
 
     @functools.cached_property
+    def _chosen(self) -> np.ndarray:
+        """Probability [L E] that a token chooses an expert, where the loads are known."""
+        return np.minimum(1.0, self.sizes.top_k * np.asarray(self.loads))
+
+    @functools.cached_property
     def spilled(self) -> float:
-        """Share of the weights that does not fit into the devices."""
-        room = self.chip.available * self.num_chips
+        """Share of the weights that does not fit into the devices, beside room for pages."""
+        room = (1.0 - PAGES) * self.chip.available * self.num_chips
         return max(0.0, 1.0 - room / self.weight_bytes)
 
     def num_pages(self, page_size: int, share: float = 0.9) -> int:
-        """Return the pages that fit beside the weights, at least one.
+        """Return the pages that fit beside the weights of the device, at least one.
 
         Args:
             page_size: Tokens of a page.
             share: Share of the remaining memory for pages.
         """
-        left = self.chip.available * self.num_chips - self.weight_bytes
+        held = (1.0 - self.spilled) * self.weight_bytes
+        left = self.chip.available * self.num_chips - held
         return max(int(share * left / (page_size * max(self.sizes.kv_bytes, 1))), 1)
 
     def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
@@ -213,7 +224,7 @@ class Roofline:
         return self.num_chips * (chip.peak_watts - chip.idle_watts) * busy * self.clock**3
 
     def distinct_experts(self, num_tokens: int) -> float:
-        """Return the expected number of experts of a layer that some tokens choose.
+        """Return the expected number of experts that some tokens choose, in the mean over layers.
 
         Args:
             num_tokens: T.
@@ -221,8 +232,8 @@ class Roofline:
         sizes = self.sizes
         if not self.loads:
             return sizes.num_experts * (1 - (1 - sizes.top_k / sizes.num_experts) ** num_tokens)
-        chosen = (min(1.0, sizes.top_k * load) for load in self.loads)
-        return sum(1 - (1 - p) ** num_tokens for p in chosen)
+        missed = (1.0 - self._chosen) ** num_tokens
+        return float((1.0 - missed).sum(axis=-1).mean())
 
     def _operations(self, parts: Sequence[Part]) -> Iterator[tuple[Operation, bool]]:
         """Yield the operations of a step, and whether they are those of the experts."""

@@ -32,6 +32,11 @@ def test_a_request_has_a_prompt():
         Request(id=3, prompt=())
 
 
+def test_a_salt_that_cannot_name_pages_is_refused():
+    with pytest.raises(ValueError, match="salt='.ud83d' must be text"):
+        Request(id=0, prompt=(1,), salt="\ud83d")
+
+
 @pytest.mark.parametrize(
     ("limit", "is_met"),
     [({}, True), ({"ttft": 0.5}, False), ({"tpot": 0.05}, False), ({"deadline": 2.9}, False)],

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the prompt with the least slack, and may leave it between layers for a more urgent one.
 
-Source: FlowPrefill: a prompt is one piece that can stop between operators, and decisions are made
-when a request arrives or a prompt is complete, not at every stop.
+Source: FlowPrefill (arXiv:2602.16603): a prompt is one piece that can stop between operators, and
+decisions are made when a request arrives or a prompt is complete, not at every stop.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves short and long prompts from two queues, so that short ones do not wait for long ones.
 
-Source: length-aware prefill scheduling (LAPS): short prompts are collected until a batch is full or
-the oldest has waited for some milliseconds, long ones get the rest of the time, in pieces.
+Source: length-aware prefill scheduling (LAPS, arXiv:2601.11589): short prompts are collected until
+a batch is full or the oldest has waited for some milliseconds, long ones get the rest of the time,
+in pieces.
 """
 
 from __future__ import annotations

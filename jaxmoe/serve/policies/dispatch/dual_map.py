@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps the beginning of a prompt to two instances, and takes the one with more of it cached.
 
-Source: DualMap: two hashes of the beginning give two candidates, so that equal beginnings meet and
-the load still spreads (the power of two choices). The candidate with the longer cached beginning
-serves, unless its predicted time to the first token breaks the promise: then the other. Requests
-that wait too long at one candidate move to the other.
+Source: DualMap (arXiv:2602.06502): two hashes of the beginning give two candidates, so that equal
+beginnings meet and the load still spreads (the power of two choices). The candidate with the longer
+cached beginning serves, unless its predicted time to the first token breaks the promise: then the
+other. Requests that wait too long at one candidate move to the other.
 """
 
 from __future__ import annotations

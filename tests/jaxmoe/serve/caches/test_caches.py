@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxmoe.planning.placement import RoutingTrace
 from jaxmoe.serve.caches import ITEM_CACHES, Use, expert_uses, replay
+from tests.support.traces import planted
 
 traces = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 quick = settings(max_examples=20, deadline=None)
@@ -34,7 +37,7 @@ def random_uses(items):
     ]
 
 
-@quick
+@settings(max_examples=200, deadline=None)
 @given(items=traces, capacity=st.integers(1, 7))
 def test_no_policy_loads_fewer_items_than_belady(items, capacity):
     trace = random_uses(items)
@@ -185,6 +188,29 @@ def test_experts_of_a_trace_are_used_once_a_step_and_layer():
     alone = expert_uses(trace, tokens=1)
     assert [use.item for use in alone] == [(0, 0), (0, 1), (1, 2), (1, 3), (0, 1), (1, 2), (1, 3)]
     assert alone[4].expected == ((1, 2), (1, 3))
+
+
+def test_experts_are_expected_by_the_tokens_of_the_step():
+    """Tokens 5 and 6 choose experts of their own; the step before has other tokens."""
+    chosen = {5: [0, 1], 6: [2, 3]}
+    tokens = np.array([5, 6, 5, 6])
+    ids = np.array([[chosen[token] for token in tokens.tolist()]] * 2)
+    found = expert_uses(RoutingTrace(token_ids=tokens, expert_ids=ids, num_experts=4), tokens=1)
+    expected = [use.expected for use in found if use.category == "0" and use.scores]
+    assert expected == [(), ((1, 0), (1, 1)), ((1, 0), (1, 1)), ((1, 2), (1, 3))]
+
+
+def test_tables_of_tokens_hide_more_loads_than_the_step_before():
+    trace = planted(0, num_layers=3, num_tokens=512, faithful=1.0)
+    found = expert_uses(trace, tokens=1)
+    stale, before = list(found), dict.fromkeys("012", found[0].expected)
+    for place, use in enumerate(found):
+        if use.scores:
+            following = before[str((int(use.category) + 1) % 3)]
+            stale[place] = dataclasses.replace(use, expected=following)
+            before[use.category] = tuple(one.item for one in found[place : place + 2])
+    hits = [sum(replay(one, ITEM_CACHES["predicted"](), 12).hits) for one in (found, stale)]
+    assert hits[0] > 1.3 * hits[1]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ computed: after a letter comes the next one."""
 
 import asyncio
 import json
+import re
+import socket
 import threading
 import time
 
@@ -37,6 +39,8 @@ def test_completions_of_openai(client):
     assert [one.text for one in several.choices] == ["b", "ceg", "y", ""]
     assert [one.finish_reason for one in several.choices] == ["stop", "length", "stop", "stop"]
     assert [one.index for one in several.choices] == [0, 1, 2, 3]
+    long = client.completions.create(model="speller", prompt="a", seed=7 * (2**31 - 129) + 1)
+    assert long.choices[0].text.startswith("ceg")  # that of seed 1
     ids = client.completions.create(model="speller", prompt=[97, 98], max_tokens=2, seed=0)
     assert ids.choices[0].text == "cd" and ids.usage.prompt_tokens == 2
 
@@ -73,6 +77,83 @@ def test_log_probabilities(client):
     first = talk.choices[0].logprobs.content[0]
     assert first.logprob == -0.5 and first.bytes == list(first.token.encode())
     assert [(one.token, one.logprob) for one in first.top_logprobs] == [("a", -0.5)]
+
+
+def test_experts_and_ids_of_tokens_are_sent_where_asked_for(client):
+    """Whole, they are those of prompt and answer but its last token; so are a stream's together."""
+    extra = {"return_routed_experts": True, "return_token_ids": True}
+    asked = {"model": "speller", "prompt": ["a", "xy"], "max_tokens": 3, "seed": 0}
+    whole = client.completions.create(**asked, n=2, stop="z", extra_body=extra)
+    assert [one.prompt_token_ids for one in whole.choices] == [[97]] * 2 + [[120, 121]] * 2
+    assert [one.token_ids for one in whole.choices] == [
+        list(b"bcd"), list(b"ceg"), list(b"z"), list(b"ace")
+    ]  # fmt: skip
+    experts = [one.routed_experts for one in whole.choices]
+    assert experts[1] == [[[i], [i + 100]] for i in range(3)]
+    assert [len(one) for one in experts] == [3, 3, 2, 4]
+    parts = list(client.completions.create(**asked, stop="z", stream=True, extra_body=extra))
+    for index, place in ((0, 0), (1, 2)):
+        own = [one.choices[0] for one in parts if one.choices[0].index == index]
+        assert sum((one.routed_experts for one in own), []) == experts[place]
+        assert sum((one.token_ids for one in own), []) == whole.choices[place].token_ids
+        given = [one.prompt_token_ids for one in own if hasattr(one, "prompt_token_ids")]
+        assert given == [whole.choices[place].prompt_token_ids]
+    talk = client.chat.completions.create(
+        model="speller", messages=[{"role": "user", "content": "a"}], max_tokens=2, extra_body=extra
+    )
+    (choice,) = talk.choices
+    assert len(choice.routed_experts) == len(choice.prompt_token_ids) + 1
+    plain = client.completions.create(**asked)
+    assert not hasattr(plain.choices[0], "routed_experts")
+
+
+def test_experts_that_are_not_recorded_are_refused_in_words():
+    with serving(has_experts=False) as (address, _, _):
+        asked = {"prompt": "a", "return_routed_experts": True}
+        found = httpx.post(f"{address}/v1/completions", json=asked)
+        assert found.status_code == 400
+        assert "start it with --engine.has_experts True" in found.json()["error"]["message"]
+
+
+def test_text_that_is_no_text_ends_no_server(address):
+    """Half of a surrogate pair cannot be encoded: not as a prompt, nor as the name of a page."""
+    for field in ("prompt", "cache_salt", "user", "stop", "model"):
+        body = json.dumps({"prompt": "a", "max_tokens": 1} | {field: "\ud83d"})
+        found = httpx.post(f"{address}/v1/completions", content=body.encode())
+        assert found.status_code == 400 and "half of a character" in found.text, field
+    whole = json.dumps({"prompt": "\U0001f600", "max_tokens": 1})
+    found = httpx.post(f"{address}/v1/completions", content=whole.encode())
+    assert found.json()["usage"]["prompt_tokens"] == 4
+    assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_what_no_route_expects_is_an_error_object(monkeypatch):
+    with serving() as (address, endpoint, _):
+        monkeypatch.setattr(endpoint._served.engine, "submit", None)
+        found = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
+        error = found.json()["error"]
+        assert (found.status_code, error["type"], error["code"]) == (
+            *(500, "server_error", "internal_error"),
+        )
+        assert "TypeError" in error["message"]
+
+
+def test_other_methods_are_refused_with_the_right_one(address):
+    found = httpx.get(f"{address}/v1/completions")
+    assert (found.status_code, found.headers["allow"]) == (405, "POST")
+    error = found.json()["error"]
+    assert error["message"] == "/v1/completions takes POST, not GET"
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_client_that_does_not_send_its_body_is_given_up():
+    with serving(body_seconds=0.2) as (address, _, _):
+        port = int(address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{"
+            connection.sendall(head.encode())
+            answer = connection.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 408") and "within 0.2 s" in answer
 
 
 def test_streams_end_with_usage(client):
@@ -120,10 +201,13 @@ def test_a_chat_ends_at_the_mark_of_its_template():
         ("completions", {"prompt": "a", "max_token": 1}, 400, "max_token is not a field"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be a"),
         ("completions", {"prompt": "a", "temperature": True}, 400, "temperature=True must be a"),
+        ("completions", {"prompt": "a", "temperature": 1e-9}, 400, "or at least 1e-05"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n=0 must be an integer from 1 to 128"),
         ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs=3 exceeds the 2"),
         ("completions", {"prompt": "a", "echo": True}, 400, "echo=True is not computed"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "none empty"),
+        ("completions", {"prompt": "a", "seed": 2**63}, 400, "to 9223372036854775807"),
+        ("completions", {"prompt": "a", "stream_options": 3}, 400, "stream_options must be a JSON"),
         ("completions", {"prompt": "a", "model": "x"}, 404, "the model 'x' does not exist"),
         ("completions", [1], 400, "the body must be a JSON object, found list"),
         ("completions", b"{", 400, "the body is not JSON"),
@@ -265,10 +349,20 @@ def test_numbers_and_the_page(address, client):
     text = httpx.get(f"{address}/metrics").text
     assert 'jaxmoe_tokens_generated_total{model="speller"}' in text
     assert 'jaxmoe_requests_ended_total{model="speller",reason="length"}' in text
-    assert 'jaxmoe_ttft_seconds{model="speller",quantile="0.5"}' in text
+    ended = int(re.search(r'reason="length"} (\d+)', text).group(1))
+    for name in ("ttft", "tpot", "total"):
+        series = rf'^jaxmoe_{name}_seconds_bucket{{le="([^"]+)",model="speller"}} (\d+)'
+        found = re.findall(series, text, re.MULTILINE)
+        reached = [int(count) for _, count in found]
+        assert reached == sorted(reached) and found[-1][0] == "+Inf"
+        assert f'jaxmoe_{name}_seconds_count{{model="speller"}} {reached[-1]}.0' in text
+        assert reached[-1] >= ended or name == "tpot"  # an answer of one token has none
     stats = httpx.get(f"{address}/stats").json()
     assert stats["pages_total"] == 64 and stats["has_chat"]
     assert stats["expert_load"] == [[1.0, 3.0], [2.0, 2.0]]
     assert 'jaxmoe_expert_load_ratio{layer="0",model="speller"} 1.5' in text
     assert "<title>jaxmoe</title>" in httpx.get(address).text
+    assert client.models.retrieve("speller").max_model_len == 128
+    with pytest.raises(openai.NotFoundError, match="the model 'none' does not exist"):
+        client.models.retrieve("none")
     assert [one.id for one in client.models.list()] == ["speller"]

@@ -65,10 +65,14 @@ def test_layers_of_a_piece_cost_their_share_and_the_head_is_paid_once():
 
 
 def test_uneven_loads_read_fewer_experts():
-    uneven = dataclasses.replace(COST, loads=(0.2, 0.2, *(0.6 / 30,) * 30))
+    layer = (0.2, 0.2, *(0.6 / 30,) * 30)
+    uneven = dataclasses.replace(COST, loads=(layer, layer))
     assert uneven.distinct_experts(8) < COST.distinct_experts(8)
-    even = dataclasses.replace(COST, loads=(1 / 32,) * 32)
+    even = dataclasses.replace(COST, loads=((1 / 32,) * 32,))
     assert even.distinct_experts(8) == pytest.approx(COST.distinct_experts(8))
+    mixed = dataclasses.replace(COST, loads=(layer, even.loads[0]))
+    each = (uneven.distinct_experts(8), even.distinct_experts(8))
+    assert mixed.distinct_experts(8) == pytest.approx(sum(each) / 2)
 
 
 def test_host_memory_that_is_not_needed_costs_nothing():
@@ -84,6 +88,10 @@ def test_host_memory_that_is_not_needed_costs_nothing():
     )
     assert 0 < slow.spilled < 1
     assert slow.seconds([Part(9, 9)]) > fast.seconds([Part(9, 9)]) > COST.seconds([Part(9, 9)])
+    held = (1 - slow.spilled) * slow.weight_bytes
+    pages = slow.num_pages(16, share=1.0) * 16 * SIZES.kv_bytes
+    assert held == pytest.approx(0.9 * 2**30)  # the rest is for pages
+    assert held + pages <= 2**30 < held + pages + 16 * SIZES.kv_bytes
 
 
 def test_more_chips_are_faster_and_send():
