@@ -26,6 +26,9 @@ preempted requests in host memory instead of computing them again.
 
 serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:chat` or the model.
 
+A run trained by masked diffusion fills in all tokens of an answer at once, in any order; they are
+sent from left to right. `--engine.steps_per_token 0.5` fills in two at a step on average.
+
 With the environment variable JAXMOE_API_KEY every request must bring that key. Ctrl-C or SIGTERM
 lets the answers end that have begun, for at most `--drain` seconds; a second signal ends the server
 at once.
@@ -58,7 +61,8 @@ from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
 from jaxmoe.run.conversion import Ends
-from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.run.serving.open import open_served
+from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
@@ -190,9 +194,6 @@ def _open(config: ServeConfig) -> Served:
 
 def _header(config: ServeConfig, served: Served) -> str:
     engine = config.engine
-    facts = served.engine.facts
-    single = f"{facts.max_running}x1"
-    shapes = [single, *(f"{single} + {p}x{c}" for p, c in engine.shapes.pieces)]
     talks = "chat and completions" if served.chat else "completions (no chat template)"
     fleet = ""
     if engine.instances > 1 or engine.scaling.name != "fixed":
@@ -203,10 +204,9 @@ def _header(config: ServeConfig, served: Served) -> str:
     return (
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
-        f"pages    {facts.num_pages} x {facts.page_size} tokens, {served.pool_bytes / 1e6:.4g} MB"
-        f" in all; {facts.max_length} tokens of a request\n"
-        f"shapes   {', '.join(shapes)} (compiled in {served.compile_seconds:.0f} s), batching"
-        f" {engine.batching.name}, retention {engine.retention.name}\n"
+        f"{served.engine.config.describe(served.engine.facts)}\n"
+        f"memory   {served.pool_bytes / 1e6:.4g} MB of pages in all; compiled in"
+        f" {served.compile_seconds:.0f} s\n"
         f"{fleet}"
         f"routes   {talks}"
     )

@@ -46,7 +46,7 @@ from jaxmoe.models.presets import PRESETS
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving.open import EngineSizesConfig
+from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.run.serving.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING

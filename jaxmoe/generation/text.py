@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +21,8 @@ from jaxmoe.models.sampling import SamplingConfig
 
 _AT_ONCE = 8
 """Tokens between two looks for stop strings, and two pieces of a stream."""
+STEPS_PER_TOKEN = 2.0
+"""Steps of masked diffusion for each token: two tokens are seldom filled in at once then."""
 _BROKEN = "\ufffd"
 """Replacement of bytes that are not UTF-8, such as the first ones of a character."""
 
@@ -275,20 +278,16 @@ def _fill_after(
             "model.attention.is_causal=False: this model continues prompts of one length together,"
             " and these have several: give them one at a time"
         )
-    if given.sampling.has_filters:
-        raise ValueError(
-            "model.attention.is_causal=False: this model samples with a temperature alone: leave"
-            " top_k, top_p and min_p out"
-        )
     rows, num_tokens = np.stack(prompts), given.length
     padding = ((0, 0), (0, num_tokens))
-    shared = {name: value for name, value in shared.items() if name != "num_tokens"}
+    seeds = [(given.seed + row) % 2**31 for row in range(len(rows))]
     filled = diffuse(
         *(model, params, jax.numpy.asarray(np.pad(rows, padding))),
         jax.numpy.asarray(np.pad(np.ones_like(rows, bool), padding)),
-        # With twice as many steps as tokens, two are seldom filled in at once.
-        num_steps=2 * num_tokens,
-        temperature=given.sampling.temperature,
-        **shared,
+        num_steps=math.ceil(STEPS_PER_TOKEN * num_tokens),
+        keys=jax.vmap(jax.random.key)(np.asarray(seeds, np.int32)),
+        sampling=given.sampling,
+        router_state=shared["router_state"],
+        execution=shared["execution"],
     )
     return np.asarray(filled)[:, rows.shape[1] :]

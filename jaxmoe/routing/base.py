@@ -67,6 +67,8 @@ class Traits:
     """In evaluation a token's experts and gates depend on no later token."""
     is_pointwise: bool = True
     """In evaluation they depend on no other token, nor on the token's place in the batch."""
+    is_rowwise: bool = True
+    """In evaluation they depend on no token of another row, nor on the row's place in the batch."""
     sees_others: bool = False
     """In training they depend on other tokens of a scope, later ones included."""
     has_own_gates: bool = False

@@ -28,7 +28,8 @@ from typing import Any
 
 from jaxmoe.generation.text import Codec
 from jaxmoe.serve.answers import Answer, TextStream
-from jaxmoe.serve.fleet.members import EngineConfig as EngineConfig
+from jaxmoe.serve.fleet.config import EngineConfig as EngineConfig
+from jaxmoe.serve.fleet.config import InstancesConfig
 from jaxmoe.serve.fleet.members import Executor as Executor
 from jaxmoe.serve.fleet.members import Member, Members
 from jaxmoe.serve.fleet.resharding import Layouts, Resharder
@@ -47,7 +48,7 @@ class Engine:
     def __init__(
         self,
         executors: Executor | Sequence[Executor],
-        config: EngineConfig | None = None,
+        config: InstancesConfig | None = None,
         *,
         codec: Codec | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -59,7 +60,7 @@ class Engine:
         Args:
             executors: Computes the steps of one instance; or one executor for each instance, with
                 the same model.
-            config: Queue and policies; defaults when None.
+            config: Queue, policies, and what an instance computes; `EngineConfig` when None.
             codec: Decoder of tokens, for text and stop strings; None serves tokens alone.
             clock: Seconds for the policies.
             hardware: Times of a step, such as `MeasuredSteps`, for a scaling policy that asks.
@@ -69,7 +70,7 @@ class Engine:
             ValueError: A policy needs what the executor lacks, or other instances; or executors
                 differ in their sizes.
         """
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
         given = executors if isinstance(executors, Sequence) else [executors]
         self.config, self._codec, self._clock = config, codec, clock
         self._streams: dict[int, Stream] = {}
@@ -342,6 +343,8 @@ class Engine:
             if isinstance(event, End):
                 self._end(stream, event, member)
                 continue
+            if stream.is_stopped:  # tokens of the same step behind a stop string
+                continue
             if stream.token(event):
                 self._publish(self._fleet.stop(event.id), member)
             self._release(event.id)
@@ -349,7 +352,8 @@ class Engine:
     def _begin(self, stream: Stream, after: Stream | None) -> None:
         if stream.id not in self._streams:  # cancelled
             return
-        if after is not None and after.id in self._streams and not after.has_begun:
+        shares = self._fleet.instances[0].has_sharing
+        if shares and after is not None and after.id in self._streams and not after.has_begun:
             self._followers.setdefault(after.id, []).append(stream)
             return
         self._members.scaling.arrive(stream.request)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
 from jaxmoe.serve.facts import Facts
@@ -47,7 +48,8 @@ class Instance:
         """Tokens computed in all layers."""
         self.num_cached = 0
         """Tokens taken from the pool at admissions instead."""
-        self._has_sharing = has_sharing
+        self.has_sharing = has_sharing
+        """Whether requests share the pages of equal beginnings."""
         self.flying: dict[int, Step] = {}
         """Steps that have started and not ended, by lane."""
         self.copies: list[tuple[int, int]] = []
@@ -154,7 +156,7 @@ class Instance:
             swapped=tuple(self.queues.swapped.values()),
             free_lanes=free_lanes,
             finished=tuple(self.queues.finished),
-            has_sharing=self._has_sharing,
+            has_sharing=self.has_sharing,
         )
 
     def start(self, plan: Plan, now: float) -> tuple[Step, ...]:
@@ -187,7 +189,7 @@ class Instance:
         self.flying |= {step.number: step for step in steps}
         return tuple(steps)
 
-    def apply(self, step: Step, results: Mapping[int, Result], now: float) -> tuple[Event, ...]:
+    def apply(self, step: Step, results: Mapping[int, Any], now: float) -> tuple[Event, ...]:
         """Take over what a step computed.
 
         Args:
@@ -294,7 +296,7 @@ class Instance:
 
     def _no_copies(self) -> HostCopies:
         """Return empty host memory; copies have names, by which only equal pages are shared."""
-        return HostCopies(self.facts.host_pages if self._has_sharing else 0)
+        return HostCopies(self.facts.host_pages if self.has_sharing else 0)
 
     def _admit(self, one: Sequence, hits: tuple[int, ...], now: float) -> None:
         self.queues.leave(one)
@@ -360,7 +362,7 @@ class Instance:
             return False
         one.layers_done = 0
         one.computed += len(work.tokens)
-        if self._has_sharing:
+        if self.has_sharing:
             names = one.names()
             for number in range(one.named, one.computed // self.facts.page_size):
                 self.pool.name(one.pages[number], names[number])

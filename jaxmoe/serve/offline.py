@@ -12,14 +12,23 @@ import numpy as np
 
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import Codec, GenerationConfig, Sample, continue_texts
+from jaxmoe.generation.text import (
+    STEPS_PER_TOKEN,
+    Codec,
+    GenerationConfig,
+    Sample,
+    continue_texts,
+)
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import why_not_served
+from jaxmoe.serve.diffusion.config import DiffusionConfig, DiffusionSizes
+from jaxmoe.serve.diffusion.executor import DiffusionExecutor, why_not_filled
 from jaxmoe.serve.engine import Engine, EngineConfig, Executor
+from jaxmoe.serve.fleet.config import InstancesConfig
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import EndReason, Sampling
 
@@ -76,7 +85,10 @@ def sizes_for(*, max_length: int, batch_size: int, page_size: int = 16) -> Execu
 
 
 def answer_all(
-    executor: Executor, prompts: Iterable[Prompt], codec: Codec | None = None
+    executor: Executor,
+    prompts: Iterable[Prompt],
+    codec: Codec | None = None,
+    config: InstancesConfig | None = None,
 ) -> list[WholeAnswer]:
     """Return the answers to prompts of any lengths, computed together.
 
@@ -84,12 +96,13 @@ def answer_all(
         executor: Computes the steps.
         prompts: Prompts.
         codec: Decoder of tokens; None gives no text.
+        config: What an instance computes; `EngineConfig` when None. All prompts may wait.
 
     Raises:
         ServingError: A prompt is too long, or a step failed.
     """
     given = list(prompts)
-    config = EngineConfig(max_waiting=max(len(given), 1))
+    config = dataclasses.replace(config or EngineConfig(), max_waiting=max(len(given), 1))
     with Engine(executor, config, codec=codec) as engine:
         streams = [engine.submit(one.tokens, one.sampling, stop=one.stop) for one in given]
         return [_whole(list[Any](stream)) for stream in streams]
@@ -122,15 +135,21 @@ def continue_together(
         precision: Formats of weights and cache, for the samples.
     """
     execution = execution or ExecutionConfig()
-    if why_not_served(model, execution, None) is not None:
+    longest = max(len(prompt) for prompt in prompts) + given.length
+    length = -(-longest // _LENGTHS) * _LENGTHS
+    rows = min(1 << (len(prompts) - 1).bit_length(), _MOST)
+    given_model: Any = (model, params, router_state or None)
+    if why_not_served(model, execution, None) is None:
+        sizes = sizes_for(max_length=length, batch_size=rows)
+        executor = ModelExecutor(*given_model, config=sizes, execution=execution)
+        config = EngineConfig()
+    elif why_not_filled(model, execution) is None:
+        sizes = DiffusionSizes(rows=rows, lengths=(length,))
+        executor = DiffusionExecutor(*given_model, config=sizes, execution=execution)
+        config = DiffusionConfig(steps_per_token=STEPS_PER_TOKEN)
+    else:
         settings: dict[str, Any] = {"execution": execution, "precision": precision}
         return continue_texts(model, codec, params, router_state, prompts, given, **settings)
-    longest = max(len(prompt) for prompt in prompts) + given.length
-    sizes = sizes_for(
-        max_length=-(-longest // _LENGTHS) * _LENGTHS,
-        batch_size=min(1 << (len(prompts) - 1).bit_length(), _MOST),
-    )
-    executor = ModelExecutor(model, params, router_state or None, config=sizes, execution=execution)
     asked = [
         Prompt(
             tokens=tuple(map(int, prompt)),
@@ -146,7 +165,7 @@ def continue_together(
             precision=precision,
             token_ids=tuple(token for token in answer.tokens if token not in given.eos_ids),
         )
-        for prompt, answer in zip(prompts, answer_all(executor, asked, codec), strict=True)
+        for prompt, answer in zip(prompts, answer_all(executor, asked, codec, config), strict=True)
     ]
 
 

@@ -112,6 +112,26 @@ class Request:
             raise ValueError(f"salt={self.salt!r} must be text that UTF-8 can hold") from error
 
 
+def check_numbers(request: Request, num_ids: int) -> None:
+    """Raise if a request has numbers that no executor of a model computes.
+
+    Args:
+        request: Request.
+        num_ids: Ids that a prompt of the model may have.
+
+    Raises:
+        ValueError: An id outside the vocabulary, or a seed out of range.
+    """
+    least, most = min(request.prompt), max(request.prompt)
+    if least < 0 or most >= num_ids:
+        raise ValueError(
+            f"prompt holds the ids {least} to {most}, and the model has ids 0 to {num_ids - 1}: use"
+            " its tokenizer"
+        )
+    if not 0 <= request.sampling.seed < 2**31:
+        raise ValueError(f"seed={request.sampling.seed} must be from 0 to {2**31 - 1}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
     """What a step drew for one sequence."""

@@ -42,6 +42,11 @@ class Stream:
         """Whether there is a token."""
         return self._num_generated > 0
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._text.is_stopped
+
     def __iter__(self) -> Iterator[Answer]:
         while True:
             event = self._events.get()

@@ -28,7 +28,8 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.run.serving.open import open_served
+from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.answers import Generated, whole_experts
 from jaxmoe.serve.requests import Sampling
 from jaxmoe.training.state import state_around

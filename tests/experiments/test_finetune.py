@@ -15,7 +15,8 @@ from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
-from jaxmoe.run.serving.open import EngineSizesConfig, open_served
+from jaxmoe.run.serving.open import open_served
+from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve import Sampling
 from tests.support.runs import finished_flags, logged_losses, saved_leaves
 

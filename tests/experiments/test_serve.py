@@ -13,9 +13,12 @@ import sys
 import httpx2 as httpx
 import pytest
 
-from experiments import serve
+from experiments import pretrain, serve
 from experiments.cli.flags import ExitCode
 from experiments.serving import load
+from jaxmoe.run import Run
+from jaxmoe.run.serving.timing import measure_run
+from jaxmoe.serve.diffusion.config import DiffusionSizes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SIZES = ("--engine.max_sequences", "2", "--engine.pieces", "1x16", "--engine.num_logprobs", "1")
@@ -61,6 +64,68 @@ def test_a_run_is_served_until_a_signal_drains_it(fleet, finished, tmp_path):
     assert (seen["requests"], seen["failed"], seen["measures"]["finished"]) == (20, 0, 20)
     assert seen["cached_tokens"] <= summary["tokens_cached"]
     assert seen["written_tokens"] + 8 == summary["tokens_generated"]
+
+
+@pytest.mark.slow
+def test_a_run_of_masked_diffusion_is_served_as_it_is_continued(tmp_path, capsys):
+    run = tmp_path / "run"
+    small = (
+        *("--model.num_layers", "1", "--model.embed_dim", "16", "--model.moe.expert_dim", "16"),
+        *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
+        *("--training.steps", "4", "--evaluation.every", "0", "--evaluation.batches", "1"),
+        *("--tracking.trackers", "tensorboard"),
+    )
+    assert pretrain.main(["diffusion", "--run.directory", str(run), *small]) == ExitCode.DONE
+    prompts = [[1, 2, 3], [0, 1]]
+    alone = Run.open(run).generate([" ".join(map(str, one)) for one in prompts], length=5, seed=3)
+    words = ["--run.directory", str(run), "--port", "0", "--to", str(tmp_path)]
+    words += ["--engine.max_sequences", "2", "--engine.steps_per_token", "2"]
+    command = [sys.executable, "-m", "experiments.serve", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            printed = []
+            while "ready at" not in (line := process.stdout.readline()):
+                assert line, "\n".join(printed)
+                printed.append(line)
+            assert "rows     2 x 32 tokens, steps per token 2" in "".join(printed)
+            address = re.search(r"http://\S+", line).group()
+            for row, (prompt, wanted) in enumerate(zip(prompts, alone, strict=True)):
+                asked = {"prompt": prompt, "max_tokens": 5, "seed": 3 + row, "temperature": 0.8}
+                found = httpx.post(f"{address}/completions", json=asked, timeout=60).json()
+                assert found["choices"][0]["text"] == wanted.text
+            words = ["--url", address, "--run.directory", str(tmp_path / "load"), "--vocab", "4"]
+            words += ["--requests", "20", "--workload.rate", "50", "--workload.prompt_median", "6"]
+            assert load.main([*words, "--workload.answer_median", "3"]) == ExitCode.DONE
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == ExitCode.DONE
+        finally:
+            process.kill()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["num_ended"] == {"length": 22} and summary["pages_used"] == 0
+    for more, message in (
+        (["--engine.instances", "2"], "engine.instances=2 is of models that write from left to"),
+        (["--engine.pages", "9"], "engine.pages=9 is of models"),
+        (["--adapters", f"a={run}"], "is served on one device and without adapters"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            serve.main(["--run.directory", str(run), "--port", "0", *more])
+        assert ended.value.code == ExitCode.BAD_CONFIGURATION
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the simulator plans pages"):
+        measure_run(str(run), serve.EngineSizesConfig(), 1)
+
+
+def test_sizes_of_rows_and_of_pages_refuse_each_other():
+    sizes = serve.EngineSizesConfig(max_sequences=3, max_length=64, logit_budget=7)
+    assert sizes.rows(32) == DiffusionSizes(rows=3, lengths=(64,), budget=7)
+    assert serve.EngineSizesConfig().rows(2048).lengths == (512, 2048)
+    with pytest.raises(ValueError, match=r"engine\.logit_budget=7 is of masked-diffusion models"):
+        sizes.executor(32)
+    with pytest.raises(ValueError, match=r"engine\.page_size=4 is of models that write from left"):
+        serve.EngineSizesConfig(page_size=4).rows(32)
+    with pytest.raises(ValueError, match=r"engine\.steps_per_token=0\.0 must be above 0"):
+        serve.EngineSizesConfig(steps_per_token=0.0)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ class Speller:
 @contextlib.contextmanager
 def serving(
     executor=None,
+    config=None,
     *,
     max_waiting=8,
     has_chat=True,
@@ -114,7 +115,7 @@ def serving(
     """Yield the address, the endpoint and the executor of a server in a thread."""
     executor = executor or Speller()
     chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
-    config = EngineConfig(max_waiting=max_waiting)
+    config = config or EngineConfig(max_waiting=max_waiting)
     engine = Engine(executor, config, codec=Text(), layouts=layouts)
     given = {"codec": Text(), "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given["has_experts"] = has_experts

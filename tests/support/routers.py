@@ -316,6 +316,11 @@ def on_eight_devices(case: Case, x: jax.Array, mask: Any, *, train: bool) -> Any
     return dense.reshape(TOKENS, EXPERTS), statistics, state
 
 
+def dense_of(output: Any) -> jax.Array:
+    """Return the weight [T E] of each expert in each of `TOKENS` tokens."""
+    return _dense(output, _gates(output.selection), TOKENS)
+
+
 def _gates(selection: Any) -> jax.Array:
     """Return the router's scores as gates."""
     return jnp.exp(selection.scores)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import jax
 
 from jaxmoe.adapters import check_together, together
 from jaxmoe.data.chat import TemplateName
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.conversion import Ends, end_ids, length_of
@@ -23,125 +23,33 @@ from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.chat import chat_format
 from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.run.serving.instances import device_groups, executors_on, reachable
-from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.resharding import MeshLayouts
 from jaxmoe.serve.device.timing import MeasuredSteps
-from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.diffusion.config import DiffusionConfig, DiffusionSizes
+from jaxmoe.serve.diffusion.executor import DiffusionExecutor
+from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.fleet.config import EngineConfig, InstancesConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
-from jaxmoe.serve.plan import Shapes
-from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
-from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
-from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
-from jaxmoe.serve.policies.scaling import FixedConfig, ScalingUnion
 from sharding.mesh import MeshConfig
-
-_LONGEST = 4096
-"""Tokens of a request by default, where a model allows more."""
-_SHORT = 512
-"""Tokens of a request up to which attention reads a shorter table."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSizesConfig:
-    """Sizes of an engine: what is compiled and allocated at the start."""
-
-    max_sequences: int = 16
-    """Requests that are computed together; the others wait."""
-    pieces: tuple[str, ...] = ("1x256", "4x64")
-    """Shapes of the parts of prompts in a step, number x tokens; one program is compiled for each,
-    and one for a step without."""
-    max_length: int | None = None
-    """Tokens of a request, its answer included; what the model was trained for, at most 4096, when
-    None."""
-    pages: int | None = None
-    """Pages of keys and values; enough for all sequences at half of the length when None."""
-    page_size: int = 16
-    """Tokens of a page."""
-    max_waiting: int = 256
-    """Requests that may wait; further ones are refused."""
-    num_logprobs: int = 5
-    """Most likely tokens whose log-probabilities a request may ask for."""
-    has_experts: bool = False
-    """Whether a request may ask for the experts of each token, which are then kept in host memory
-    for every token in a page."""
-    batching: BatchingUnion = SplitFuseConfig()
-    """What a step computes."""
-    instances: int = 1
-    """Instances of the model, each on devices of its own; all share the devices where there are
-    enough for one only."""
-    dispatch: DispatchUnion = LeastLoadedConfig()
-    """Which instance answers a request, and what moves between them."""
-    retention: RetentionUnion = LRUConfig()
-    """Which pages a request gets, and what becomes of those of a preempted one."""
-    scaling: ScalingUnion = FixedConfig()
-    """How many instances take requests, and on how many devices each is."""
-
-    def __post_init__(self):
-        fields = ("max_sequences", "max_length", "pages", "page_size", "max_waiting", "instances")
-        for field in fields:
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"engine.{field}={value} must be at least 1")
-        if self.num_logprobs < 0:
-            raise ValueError(f"engine.num_logprobs={self.num_logprobs} must be 0 or more")
-        roles = self.dispatch.roles(self.instances)
-        self.scaling.check(roles=roles, has_power=False, has_objectives=False)
-        if not self.pieces:
-            raise ValueError("engine.pieces is empty: name a shape for prompts, such as 1x256")
-        for piece in self.pieces:
-            if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", piece):
-                raise ValueError(
-                    f"engine.pieces={piece} must be number x tokens, such as 4x64: 4 prompts, 64"
-                    " tokens of each"
-                )
-
-    @property
-    def shapes(self) -> Shapes:
-        """Compiled shapes of a step."""
-        pieces = (tuple(map(int, piece.split("x"))) for piece in self.pieces)
-        return Shapes(
-            singles=self.max_sequences, pieces=tuple((count, size) for count, size in pieces)
-        )
-
-    def executor(self, length: int) -> ExecutorConfig:
-        """Return the sizes of the executor.
-
-        Args:
-            length: Tokens of a sequence that the model was trained for.
-
-        Raises:
-            ValueError: The pages hold no whole request.
-        """
-        most = self.max_length or min(length, _LONGEST)
-        each = num_pages(most, self.page_size)
-        pages = self.pages or max(each, self.max_sequences * each // 2)
-        if pages < each:
-            raise ValueError(
-                f"engine.pages={pages} x engine.page_size={self.page_size} hold no request of"
-                f" {most} tokens: set engine.pages to at least {each}, or a shorter"
-                " engine.max_length"
-            )
-        return ExecutorConfig(
-            num_pages=pages,
-            page_size=self.page_size,
-            shapes=self.shapes,
-            context_lengths=(_SHORT, most) if most > 2 * _SHORT else (most,),
-            num_logprobs=self.num_logprobs,
-            has_experts=self.has_experts,
-        )
 
 
 class Opened(NamedTuple):
     """Executors of a checkpoint."""
 
-    executors: list[ModelExecutor]
+    executors: list[Any]
     """One for each instance."""
+    config: InstancesConfig
+    """Queue, and what an instance computes."""
     assembly: Assembly
     """The run, with its tokens."""
     chats: dict[str, ChatFormat | None]
     """How each adapter reads conversations."""
+    hardware: MeasuredSteps | None = None
+    """Times of a step, where the scaling policy asks for them."""
+    layouts: MeshLayouts | None = None
+    """Meshes that the instances may have; None keeps them."""
 
 
 def open_executors(
@@ -177,6 +85,19 @@ def open_executors(
     is_alone = len(groups) == 1 and (mesh is None or assembly.mesh.size == 1)
     if is_alone:
         params, router_state = jax.device_get((params, router_state))
+    length = length_of(RunDirectory(path), assembly.plan.config)
+    if not model.attention.is_causal:
+        rows = sizes.rows(length)
+        if not is_alone or adapters:
+            raise ValueError(
+                f"run.directory={path} fills rows by masked diffusion, which is served on one"
+                f" device and without adapters; run.mesh={mesh}, adapters={[*(adapters or ())]}:"
+                " leave them out"
+            )
+        config = DiffusionConfig(
+            steps_per_token=sizes.steps_per_token, max_waiting=sizes.max_waiting
+        )
+        return Opened([_filling(assembly, params, router_state, rows)], config, assembly, {})
     if adapters and not is_alone:
         raise ValueError(
             f"adapters: several of them are served on one device, and engine.instances="
@@ -184,14 +105,25 @@ def open_executors(
         )
     if adapters:
         model, params, chats = _adapted(path, step, model, params, adapters, template)
-    most = sizes.executor(length_of(RunDirectory(path), assembly.plan.config))
-    given: dict[str, Any] = {"config": most, "execution": assembly.execution}
+    given: dict[str, Any] = {"config": sizes.executor(length), "execution": assembly.execution}
+    config = EngineConfig(
+        batching=sizes.batching,
+        dispatch=sizes.dispatch,
+        retention=sizes.retention,
+        scaling=sizes.scaling,
+        max_waiting=sizes.max_waiting,
+    )
     if len(groups) > 1:
         executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
-        return Opened(executors, assembly, chats)
-    params = jax.device_put(params) if is_alone else params
-    given |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
-    return Opened([ModelExecutor(model, params, router_state, **given)], assembly, chats)
+    else:
+        params = jax.device_put(params) if is_alone else params
+        given |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
+        executors = [ModelExecutor(model, params, router_state, **given)]
+    first, times = executors[0], None
+    if sizes.scaling.needs_hardware:
+        times = MeasuredSteps.of(first, math.prod(first.mesh.sizes))
+    layouts = MeshLayouts(reachable(groups), times)
+    return Opened(executors, config, assembly, chats, times, layouts)
 
 
 def open_served(
@@ -224,7 +156,7 @@ def open_served(
     Raises:
         ValueError: There is no such run, it cannot be served, or an adapter is of another model.
     """
-    executors, assembly, chats = open_executors(
+    opened = open_executors(
         path,
         sizes,
         step=step,
@@ -233,31 +165,44 @@ def open_served(
         template=template,
         adapters=adapters,
     )
+    assembly, executors = opened.assembly, opened.executors
     config, directory = assembly.plan.config, RunDirectory(path)
-    engine_config = EngineConfig(
-        batching=sizes.batching,
-        dispatch=sizes.dispatch,
-        retention=sizes.retention,
-        scaling=sizes.scaling,
-        max_waiting=sizes.max_waiting,
+    engine = Engine(
+        executors,
+        opened.config,
+        codec=assembly.source,
+        hardware=opened.hardware,
+        layouts=opened.layouts,
     )
-    first, times = executors[0], None
-    if sizes.scaling.needs_hardware:
-        times = MeasuredSteps.of(first, math.prod(first.mesh.sizes))
-    groups = reachable(device_groups(sizes.instances, mesh))
-    given: dict[str, Any] = {"hardware": times, "layouts": MeshLayouts(groups, times)}
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),
-        engine=Engine(executors, engine_config, codec=assembly.source, **given),
+        engine=engine,
         codec=assembly.source,
         chat=_chat(assembly, directory, template),
-        adapters=chats,
+        adapters=opened.chats,
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
         has_experts=sizes.has_experts,
         pool_bytes=sum(one.pool_bytes for one in executors),
-        compile_seconds=sum(p.seconds for one in executors for p in one.programs),
+        compile_seconds=sum(one.compile_seconds for one in executors),
     )
+
+
+def _filling(
+    assembly: Assembly, params: Any, router_state: Any, sizes: DiffusionSizes
+) -> DiffusionExecutor:
+    """Return the executor of a masked-diffusion model on one device.
+
+    Args:
+        assembly: The run.
+        params: Its parameters as host arrays.
+        router_state: State of its routers.
+        sizes: Sizes of what is compiled.
+    """
+    params, router_state = jax.device_put((params, router_state))
+    execution = ExecutionConfig(precision=assembly.execution.precision)
+    model = assembly.plan.model
+    return DiffusionExecutor(model, params, router_state, config=sizes, execution=execution)
 
 
 def _adapted(

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving.open import EngineSizesConfig, open_executors
+from jaxmoe.run.serving.open import open_executors
+from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.device.timing import Timing, measure_steps
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.simulation import ModelSizes, Roofline
@@ -58,6 +59,11 @@ def measure_run(
     """
     opened = open_executors(path, dataclasses.replace(sizes, instances=1))
     executor, assembly = opened.executors[0], opened.assembly
+    if executor.facts(max_waiting=1).fills_rows:
+        raise ValueError(
+            f"run.directory={path} fills rows by masked diffusion, and the simulator plans pages of"
+            " keys and values: measure a run that writes from left to right"
+        )
     timings = measure_steps(executor, executor.config, repeats)
     platform = jax.default_backend()
     if source == "auto":

@@ -38,7 +38,7 @@ from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
 from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.requests import Request, Result
+from jaxmoe.serve.requests import Request, Result, check_numbers
 from jaxmoe.serve.step import Step
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import PageTables
@@ -147,6 +147,11 @@ class ModelExecutor:
     def host_bytes(self) -> int:
         """Bytes of keys and values in host memory, for swapped sequences and kept copies."""
         return self._host.nbytes
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time of compilation of all programs."""
+        return sum(program.seconds for program in self.programs)
 
     def run(self, step: Step) -> dict[int, Result]:
         """Compute a step, and return the tokens of the sequences that draw one.
@@ -275,14 +280,8 @@ class ModelExecutor:
             ValueError: An id outside the vocabulary, a seed out of range, an adapter, or more
                 log-probabilities or experts than are compiled.
         """
-        sampling, vocab_size = request.sampling, self.model.vocab_size
-        if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
-            raise ValueError(
-                f"prompt holds the ids {min(request.prompt)} to {max(request.prompt)}, and the"
-                f" model has ids 0 to {vocab_size - 1}: use its tokenizer"
-            )
-        if not 0 <= sampling.seed < 2**31:
-            raise ValueError(f"seed={sampling.seed} must be from 0 to {2**31 - 1}")
+        check_numbers(request, self.model.vocab_size)
+        sampling = request.sampling
         if sampling.num_logprobs > self.config.num_logprobs:
             raise ValueError(
                 f"num_logprobs={sampling.num_logprobs} exceeds the {self.config.num_logprobs} that"

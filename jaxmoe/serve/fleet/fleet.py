@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxmoe.serve.fleet.migration import Copy, Migration
 from jaxmoe.serve.instance import Instance
@@ -24,7 +25,7 @@ from jaxmoe.serve.moves import transfer_waiting
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
 from jaxmoe.serve.policies.dispatch import DispatchConfig, FleetView, Move, Route
-from jaxmoe.serve.requests import End, Event, Request, Result
+from jaxmoe.serve.requests import End, Event, Request
 from jaxmoe.serve.step import Step
 
 
@@ -210,14 +211,14 @@ class Fleet:
         return plan, instance.start(plan, now)
 
     def apply(
-        self, number: int, step: Step, results: Mapping[int, Result], now: float
+        self, number: int, step: Step, results: Mapping[int, Any], now: float
     ) -> tuple[Event, ...]:
         """Take over what a step computed; sequences with a first token are handed over.
 
         Args:
             number: Instance.
             step: Step of `start`.
-            results: Result of every work of the step that draws, by request.
+            results: What the executor has returned, by request.
             now: Seconds on the fleet's clock.
 
         Returns:

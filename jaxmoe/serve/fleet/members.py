@@ -16,16 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.fleet.autoscaling import EngineScaling
+from jaxmoe.serve.fleet.config import InstancesConfig
 from jaxmoe.serve.fleet.fleet import Fleet
 from jaxmoe.serve.fleet.migration import Copy
 from jaxmoe.serve.fleet.resharding import Layouts, Resharder
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.metrics import EngineMetrics, Meter
-from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
-from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
-from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
-from jaxmoe.serve.policies.scaling import FixedConfig, ScalingUnion
-from jaxmoe.serve.requests import Event, Request, Result, Token
+from jaxmoe.serve.requests import Event, Request, Token
 from jaxmoe.serve.step import Step
 
 logger = logging.getLogger(__name__)
@@ -45,8 +42,9 @@ class Executor(Protocol):
         """Raise ValueError if the executor cannot compute a request."""
         ...
 
-    def run(self, step: Step) -> dict[int, Result]:
-        """Compute a step and return the drawn tokens by request."""
+    def run(self, step: Step) -> dict[int, Any]:
+        """Compute a step and return the drawn tokens by request, each a `Result`; or a `FilledRow`
+        where the instance fills rows."""
         ...
 
     def reset(self) -> None:
@@ -71,28 +69,6 @@ class PageMover(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """How requests are queued and batched."""
-
-    batching: BatchingUnion = SplitFuseConfig()
-    """What a step computes."""
-    dispatch: DispatchUnion = LeastLoadedConfig()
-    """Which instance serves a request, where there are several."""
-    retention: RetentionUnion = LRUConfig()
-    """Which pages a request gets, and what becomes of those of a preempted one."""
-    scaling: ScalingUnion = FixedConfig()
-    """How many instances take requests, and on how many devices each is."""
-    max_waiting: int = 256
-    """Requests in the queue of an instance at most; further ones are refused."""
-    shares_prefixes: bool = True
-    """Whether requests of one tenant share the pages of equal beginnings."""
-
-    def __post_init__(self):
-        if self.max_waiting < 1:
-            raise ValueError(f"max_waiting={self.max_waiting} must be at least 1")
-
-
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class Member:
     """One instance with what executes and counts its steps."""
@@ -108,20 +84,19 @@ class Member:
     """Numbers after the last step."""
 
     @classmethod
-    def of(cls, number: int, executor: Executor, config: EngineConfig) -> Member:
+    def of(cls, number: int, executor: Executor, config: InstancesConfig) -> Member:
         """Return an instance of an executor, without requests.
 
         Args:
             number: Place in the fleet.
             executor: Computes its steps.
-            config: Queue and batching.
+            config: Queue, and what the instance computes.
         """
-        facts = config.retention.facts(executor.facts(max_waiting=config.max_waiting))
-        config.batching.check(facts)
+        instance = config.instance(executor.facts(max_waiting=config.max_waiting))
         config.dispatch.check(has_moves=isinstance(executor, PageMover))
         return cls(
             number=number,
-            instance=Instance(facts, config.batching.name, has_sharing=config.shares_prefixes),
+            instance=instance,
             executor=executor,
             thread=ThreadPoolExecutor(1, thread_name_prefix=_THREAD),
         )
@@ -156,7 +131,7 @@ class Members:
     def __init__(
         self,
         executors: Sequence[Executor],
-        config: EngineConfig,
+        config: InstancesConfig,
         *,
         clock: Callable[[], float],
         post: Callable[[Callable[[], None]], None],
@@ -183,7 +158,7 @@ class Members:
         """
         self.all = [Member.of(number, one, config) for number, one in enumerate(executors)]
         instances = [member.instance for member in self.all]
-        policies = [config.batching.build(instance.facts) for instance in instances]
+        policies = [config.policy(instance.facts) for instance in instances]
         check_equal([instance.facts for instance in instances])
         self.fleet = Fleet(instances, policies, config.dispatch)
         self.resharder = Resharder(layouts, lambda: [one.executor for one in self.all], exchange)

@@ -42,8 +42,8 @@ def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     wanted = diffuse(
         *(MODEL, params, rows, jnp.arange(5)[None, :] < jnp.full((2, 1), 2)),
         num_steps=6,
-        key=jax.random.key(5),
-        temperature=0.8,
+        keys=jnp.stack([jax.random.key(5), jax.random.key(6)]),
+        sampling=SamplingConfig(temperature=0.8),
     )
     assert [sample.token_ids for sample in found] == [tuple(row) for row in wanted[:, 2:].tolist()]
     assert [sample.prompt for sample in found] == ["1 2", "3 4"]
@@ -53,9 +53,10 @@ def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     assert seen[-1] == one
     with pytest.raises(ValueError, match="continues prompts of one length together"):
         continue_texts(MODEL, Numbers(), params, None, [prompts[0], prompts[1][:1]], given)
-    filtered = GenerationConfig(length=3, sampling=SamplingConfig(top_k=2))
-    with pytest.raises(ValueError, match="samples with a temperature alone"):
-        continue_texts(MODEL, Numbers(), params, None, prompts, filtered)
+    first = GenerationConfig(length=3, sampling=SamplingConfig(top_k=1), seed=5)
+    likely = GenerationConfig(length=3, sampling=SamplingConfig(temperature=0.0), seed=5)
+    two = [continue_texts(MODEL, Numbers(), params, None, prompts, one) for one in (first, likely)]
+    assert two[0] == two[1]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.support.routers import (
     TRAINING_FAST,
     WIDTH,
     build,
+    dense_of,
     drawn,
     given,
     initial,
@@ -212,6 +213,21 @@ def test_a_pointwise_router_ignores_other_tokens_and_the_place(case):
     is_equal = all(np.array_equal(rows, found[0][0]) for rows, _ in found)
     is_equal &= found[0][1] is None
     assert is_equal == case.config.traits.is_pointwise
+
+
+@every_router
+def test_a_rowwise_router_ignores_other_rows_and_the_place_of_its_row(case):
+    """Other rows flipped, and all rows numbered as elsewhere in the batch: one stays as it is."""
+    x, row = drawn(7), slice(LENGTH, 2 * LENGTH)
+    flipped = (5.0 * x[:, ::-1] + 1.0).at[row].set(x[row])
+    inputs = given(x)
+    moved = {**inputs.context, "index": inputs.context["index"] + 2 * LENGTH}
+    run = jax.jit(functools.partial(build(case).route, train=False, key=None))
+    found = [
+        dense_of(run(*initial(case), dataclasses.replace(inputs, x=rows, context=context)))[row]
+        for rows, context in ((x, inputs.context), (flipped, moved))
+    ]
+    assert np.allclose(*found, atol=1e-5) == case.config.traits.is_rowwise
 
 
 @every_router

@@ -12,6 +12,7 @@ from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.routing import UniformRandomConfig
 from jaxmoe.serve import Sampling
 from jaxmoe.serve.offline import Prompt, ServingError, answer_all, continue_together, sizes_for
+from tests.support.diffusion import POINTWISE
 from tests.support.serving import MODEL, Smaller, check_answers, params
 from tests.support.texts import Letters
 
@@ -55,3 +56,15 @@ def test_texts_continued_together_equal_each_alone():
     found = continue_together(other, Letters(), params(other), {}, PROMPTS, given, **settings)
     wanted = continue_texts(other, Letters(), params(other), {}, PROMPTS, given, **settings)
     assert found == wanted
+
+
+@pytest.mark.slow
+def test_texts_filled_in_together_equal_each_alone():
+    given = GenerationConfig(
+        length=4, sampling=SamplingConfig(temperature=0.9, top_p=0.9), seed=3, stop=("q",)
+    )
+    weights, prompts = params(POINTWISE), [[1, 2, 3], [4], [5, 6]]
+    together = continue_together(POINTWISE, Letters(), weights, {}, prompts, given)
+    for row, (prompt, sample) in enumerate(zip(prompts, together, strict=True)):
+        own = dataclasses.replace(given, seed=3 + row)
+        assert [sample] == continue_texts(POINTWISE, Letters(), weights, {}, [prompt], own)

@@ -22,6 +22,7 @@ from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.diffuse import ancestral, diffuse
+from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
@@ -263,7 +264,7 @@ def test_the_mask_is_never_predicted():
         jnp.zeros((4, LENGTH), jnp.int32),
         jnp.zeros((4, LENGTH), bool),
         num_steps=4,
-        key=jax.random.key(0),
+        keys=jax.random.split(jax.random.key(0), 4),
     )
     assert np.asarray(filled).max() < SYMBOLS
 
@@ -335,15 +336,17 @@ def total_variation_and_its_error(rows, language):
 
 def test_samples_of_a_perfect_denoiser_have_the_law_of_the_language():
     number, given = 512, np.zeros((512, LENGTH), bool)
+    denoise = perfect_denoiser(LANGUAGE)
     sampler = jax.jit(
         lambda tokens, is_given, key: ancestral(
-            perfect_denoiser(LANGUAGE),
+            lambda tokens, ratio: (denoise(tokens, ratio), None),
+            lambda logits: logits,
             tokens,
             is_given,
             mask_token=SYMBOLS,
-            num_steps=128,
-            key=key,
-            temperature=jnp.float32(1.0),
+            num_steps=jnp.int32(128),
+            keys=jax.random.split(key, number),
+            limits=SamplingConfig().limits(SYMBOLS + 1),
         )
     )
     tokens = jnp.zeros((number, LENGTH), jnp.int32)
@@ -408,8 +411,10 @@ def test_what_does_not_fit_is_refused():
         "cannot write from left to right",
         lambda: generate(MODEL, {}, tokens, num_tokens=1, key=key),
     )
-    refused("cannot fill it", lambda: diffuse(CAUSAL, {}, tokens, none, num_steps=1, key=key))
-    refused("num_steps=0", lambda: diffuse(MODEL, {}, tokens, none, num_steps=0, key=key))
+    given = {"num_steps": 1, "keys": key[None]}
+    refused("cannot fill it", lambda: diffuse(CAUSAL, {}, tokens, none, **given))
+    refused("num_steps=0", lambda: diffuse(MODEL, {}, tokens, none, **given | {"num_steps": 0}))
+    refused("budget=0", lambda: diffuse(MODEL, {}, tokens, none, **given, budget=0))
     refused(
         "a cache of them would be wrong",
         lambda: Transformer(MODEL).apply(
@@ -461,7 +466,7 @@ def test_a_trained_model_is_near_the_entropy_and_its_samples_have_the_law():
         none.astype(jnp.int32),
         none,
         num_steps=4 * length,
-        key=jax.random.key(1),
+        keys=jax.random.split(jax.random.key(1), 512),
         router_state=state.router_state,
     )
     # As many rows of the language itself are 0.009 away by chance, and independent symbols 0.22.

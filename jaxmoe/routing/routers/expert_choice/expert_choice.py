@@ -110,7 +110,7 @@ class ExpertChoiceConfig(RouterBase):
     @property
     def traits(self) -> Traits:
         """Not causal; its scores are the gates, and its load is even."""
-        return EXPERT_TRAITS
+        return dataclasses.replace(EXPERT_TRAITS, is_rowwise=self.scope == "sequence")
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ExpertChoice:
         """Return the router for these sizes.

@@ -31,7 +31,7 @@ class ForcedBalanceConfig(UnlearnedBase):
     @property
     def traits(self) -> Traits:
         """Experts by the token's place in the batch."""
-        return Traits(is_pointwise=False, is_learned=False)
+        return Traits(is_pointwise=False, is_rowwise=False, is_learned=False)
 
     def choose(
         self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key

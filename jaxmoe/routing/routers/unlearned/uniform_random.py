@@ -33,7 +33,7 @@ class UniformRandomConfig(UnlearnedBase):
     @property
     def traits(self) -> Traits:
         """Causal; draws random numbers; nothing is learned."""
-        return Traits(is_pointwise=False, needs_key=True, is_learned=False)
+        return Traits(is_pointwise=False, is_rowwise=False, needs_key=True, is_learned=False)
 
     def choose(
         self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key

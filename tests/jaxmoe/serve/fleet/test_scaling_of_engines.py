@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxmoe.run.serving.instances import reachable
-from jaxmoe.run.serving.open import EngineSizesConfig
+from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve import BATCHING, Objective, Request, Sampling
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.fleet.resharding import BusyError

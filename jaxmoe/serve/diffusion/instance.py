@@ -1,0 +1,139 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""State machine of an instance that fills rows: requests, rows, steps. Runs nothing itself.
+
+A row is the one page of its sequence, as long as the longest request: queue, cancellation, ends,
+numbers and the law that none is lost are those of `Instance`. A request stands at a step of its
+own; each step of the instance takes all rows one step further. Filled positions never change, so
+that a token is written as soon as all positions before it are filled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.instance import Instance
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.step import Step, Work
+from jaxmoe.serve.view import InstanceView
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowWork(Work):
+    """One step of one row; `tokens` is the prompt and what is filled in, `pages` its row."""
+
+    is_filled: tuple[bool, ...]
+    """Which of the tokens are there; the others are masked."""
+    done: int
+    """Steps that the row has passed."""
+    num_steps: int
+    """Steps of the row."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FilledRow:
+    """What a step has made of one row."""
+
+    tokens: np.ndarray
+    """Ids of prompt and answer."""
+    is_filled: np.ndarray
+    """Which of them are there."""
+    logprobs: np.ndarray
+    """Log-probability of those that the step has filled in; 0 elsewhere."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Row:
+    """A request between its steps."""
+
+    held: FilledRow
+    num_steps: int
+    done: int = 0
+
+
+def plan_rows(view: InstanceView) -> Plan:
+    """Return the plan of a step: free rows are taken in the order of the queue, all go on."""
+    admitted = [one.id for one in view.waiting[: view.pool.num_free]]
+    return Plan.of([*(one.id for one in view.running), *admitted], admit=admitted)
+
+
+class RowsInstance(Instance):
+    """Requests of one instance from submission to their end."""
+
+    def __init__(self, facts: Facts, *, steps_per_token: float = 1.0):
+        super().__init__(facts, "rows", has_sharing=False)
+        self._steps_per_token = steps_per_token
+        self._rows: dict[int, _Row] = {}
+
+    def start(self, plan: Plan, now: float) -> tuple[Step, ...]:
+        """Take rows, and return the step of all that are planned.
+
+        Args:
+            plan: Plan of `plan_rows` for the state as it is.
+            now: Seconds on the instance's clock.
+        """
+        waiting = {one.id: one for one in self.queues.waiting}
+        for id_ in plan.admit:
+            self._admit(waiting[id_], (), now)
+            self._rows[id_] = self._begun(waiting[id_].request)
+        works = tuple(self._row_work(id_) for lane in plan.lanes for id_ in lane.singles)
+        steps = (Step(singles=works, pieces=()),) if works else ()
+        self.flying |= {step.number: step for step in steps}
+        return steps
+
+    def end(self, one: Sequence, reason: EndReason, message: str = "") -> End:
+        """End a sequence that no step computes, and free its row."""
+        self._rows.pop(one.id, None)
+        return super().end(one, reason, message)
+
+    def _begun(self, request: Request) -> _Row:
+        prompt = len(request.prompt)
+        length = min(prompt + request.sampling.max_tokens, self.facts.max_length)
+        tokens = np.zeros(length, np.int32)
+        tokens[:prompt] = request.prompt
+        held = FilledRow(tokens, np.arange(length) < prompt, np.zeros(length, np.float32))
+        return _Row(held, math.ceil(self._steps_per_token * (length - prompt)))
+
+    def _row_work(self, id_: int) -> RowWork:
+        one, row = self.queues.running[id_], self._rows[id_]
+        self._grow(one, 1)
+        one.is_busy = True
+        return RowWork(
+            id=id_,
+            tokens=tuple(row.held.tokens.tolist()),
+            start=0,
+            pages=tuple(one.pages),
+            draws=True,
+            index=one.num_written,
+            sampling=one.request.sampling,
+            is_filled=tuple(row.held.is_filled.tolist()),
+            done=row.done,
+            num_steps=row.num_steps,
+        )
+
+    def _advance(self, one: Sequence, work: Work) -> bool:
+        self._rows[one.id].done += 1
+        return True
+
+    def _write(self, one: Sequence, result: Any, now: float) -> tuple[Event, ...]:
+        row, events = self._rows[one.id], list[Event]()
+        logprobs = row.held.logprobs + result.logprobs
+        row.held = dataclasses.replace(result, logprobs=logprobs)
+        length = len(result.tokens)
+        while len(one.tokens) < length and result.is_filled[len(one.tokens)]:
+            place = len(one.tokens)
+            token = int(result.tokens[place])
+            events.append(Token(one.id, one.num_written, Result(token, float(logprobs[place]))))
+            one.tokens.append(token)
+            one.last = now
+            one.first = now if one.first is None else one.first
+            if token in one.request.sampling.stop_ids:
+                return (*events, self.end(one, "stop"))
+        return (*events, self.end(one, "length")) if len(one.tokens) == length else tuple(events)
