@@ -31,6 +31,7 @@ def test_programs_are_compiled_at_the_start_and_copy_no_pages_and_no_experts():
     size = SIZES.num_pages * page_bytes(MODEL, found.execution, SIZES.page_size)
     assert found.pool_bytes == size
     big = ExecutorConfig(num_pages=4096, page_size=16, shapes=SIZES.shapes, context_lengths=(32,))
+    assert MODEL.moe is not None
     moe = dataclasses.replace(MODEL.moe, expert_dim=256)
     wide = dataclasses.replace(MODEL, embed_dim=128, dense_layers=(), moe=moe)
     larger = ModelExecutor(wide, params(wide), config=big)
