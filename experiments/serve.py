@@ -42,6 +42,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -196,7 +197,7 @@ def _header(config: ServeConfig, served: Served) -> str:
     engine = config.engine
     talks = "chat and completions" if served.chat else "completions (no chat template)"
     fleet = ""
-    if engine.instances > 1 or engine.scaling.name != "fixed":
+    if engine.instances > 1 or math.isfinite(engine.scaling.seconds):
         fleet = (
             f"fleet    {engine.instances} instances, dispatch {engine.dispatch.name}, scaling"
             f" {engine.scaling.name}\n"

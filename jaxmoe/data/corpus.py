@@ -151,8 +151,9 @@ class Corpus:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """Return the text of the bytes; invalid UTF-8 becomes U+FFFD."""
-        return bytes(np.asarray(tokens).tolist()).decode("utf-8", errors="replace")
+        """Return the text of the bytes; invalid UTF-8 becomes U+FFFD, ids above 255 have none."""
+        ids = np.asarray(tokens)
+        return bytes(ids[ids < 256].tolist()).decode("utf-8", errors="replace")
 
 
 def _read_documents() -> list[bytes]:

@@ -15,7 +15,8 @@ from jaxmoe.serve.view import InstanceView
 class Draft:
     """A plan under construction, for policies to add work to.
 
-    Swapped sequences return first, the oldest first, while their pages and one more fit.
+    Swapped sequences return first, in the order of their rank, while their pages and one more fit;
+    requests of a later rank are admitted when none waits.
     """
 
     def __init__(self, view: InstanceView):
@@ -28,6 +29,7 @@ class Draft:
         self._used: set[int] = set()
         self._admitted: list[int] = []
         self._restored: list[int] = []
+        self._away = list[Sequence]()
         self._lanes: dict[int, tuple[list[int], list[Piece]]] = {}
         self._restore()
 
@@ -120,6 +122,8 @@ class Draft:
         view, size = self.view, self.view.facts.page_size
         if self.num_running >= view.facts.max_running:
             return False
+        if any(other.rank < one.rank for other in self._away):
+            return False
         hits = view.hits(one)
         needed = num_pages(len(one.tokens) + 1, size) - len(hits)
         self._ledger.share(hits)
@@ -153,11 +157,12 @@ class Draft:
         return Plan(lanes, *moves, wake)
 
     def _restore(self) -> None:
-        facts = self.view.facts
-        for one in self.view.swapped:
+        facts, swapped = self.view.facts, self.view.swapped
+        for number, one in enumerate(swapped):
             pages = num_pages(one.computed, facts.page_size)
             is_alone = self.num_running == 0
             if self.num_running >= facts.max_running or self._ledger.free < pages + (not is_alone):
+                self._away = [*swapped[number:]]
                 return
             self._ledger.take(pages)
             self._restored.append(one.id)
@@ -187,6 +192,7 @@ class Draft:
             del self._running[victim.id]
             self._ledger.give(victim.pages)
             self.evicted.append(Eviction(victim.id, kind))
+            self._away += [victim] if kind == "swap" else []
             if victim is one:
                 return False
         self._ledger.take(needed)

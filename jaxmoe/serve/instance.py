@@ -153,7 +153,7 @@ class Instance:
             running=tuple(one for one in running if not one.is_busy),
             busy=tuple(one for one in running if one.is_busy),
             waiting=tuple(self.queues.waiting),
-            swapped=tuple(self.queues.swapped.values()),
+            swapped=tuple(sorted(self.queues.swapped.values(), key=lambda one: one.rank)),
             free_lanes=free_lanes,
             finished=tuple(self.queues.finished),
             has_sharing=self.has_sharing,

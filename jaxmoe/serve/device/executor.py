@@ -220,11 +220,13 @@ class ModelExecutor:
         with self._in_mesh():
             own = stacked(self._params)
         params = weights_on(self.model, own, ServedConfig.of(execution), mesh)
+        weight_bytes = received_bytes(own, params)
+        del own  # a copy, where the layers are apart
         state = self._router_state
         state = None if state is None else replicated_on(state, mesh)
         given: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
         other = ModelExecutor(self.model, params, state, **given)
-        other._weight_bytes = received_bytes(own, params)
+        other._weight_bytes = weight_bytes
         return other
 
     def adopt(self, other: ModelExecutor) -> Resharding:
@@ -240,6 +242,7 @@ class ModelExecutor:
             raise ValueError(f"the executors differ in their sizes: {other.config}, {self.config}")
         begun = time.perf_counter()
         places = jax.tree.map(lambda part: part.sharding, self._pools)
+        self._pools = {}  # empty pages, whose memory the others need
         self._pools = jax.block_until_ready(jax.device_put(other._pools, places))
         self._host, self._load = other._host.copy(), other._load
         self._experts.adopt(other._experts)

@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmoe.serve.blocks import num_pages
@@ -40,8 +40,13 @@ class Timing:
         return singles + [Part(length, max(self.context_length - length, 0))] * number
 
 
-def measure_steps(executor: Any, config: ExecutorConfig, repeats: int = 5) -> list[Timing]:
-    """Return the median time of every compiled shape of an executor that is idle.
+def measure_steps(
+    executor: Any,
+    config: ExecutorConfig,
+    repeats: int = 5,
+    pick: Callable[[Sequence[float]], float] = statistics.median,
+) -> list[Timing]:
+    """Return the time of every compiled shape of an executor that serves nothing.
 
     The keys and values in the executor's pages are overwritten.
 
@@ -49,6 +54,7 @@ def measure_steps(executor: Any, config: ExecutorConfig, repeats: int = 5) -> li
         executor: `Executor` with compiled programs.
         config: Its sizes.
         repeats: Steps of each shape that are timed, after one that is not.
+        pick: Returns the time of a shape from those of its steps.
     """
     found = []
     for pieces, length in itertools.product(
@@ -65,7 +71,7 @@ def measure_steps(executor: Any, config: ExecutorConfig, repeats: int = 5) -> li
                 singles=config.shapes.singles,
                 pieces=pieces,
                 context_length=length,
-                seconds=statistics.median(seconds[1:]),
+                seconds=pick(seconds[1:]),
             )
         )
     return found
@@ -141,16 +147,23 @@ class MeasuredSteps:
         found.measure(executor, num_chips, repeats)
         return found
 
-    def measure(self, executor: Any, num_chips: int, repeats: int = 3) -> None:
+    def measure(
+        self,
+        executor: Any,
+        num_chips: int,
+        repeats: int = 3,
+        pick: Callable[[Sequence[float]], float] = statistics.median,
+    ) -> None:
         """Measure the steps on another number of devices, if that is not known yet.
 
         Args:
             executor: Executor on these devices, which serves nothing.
             num_chips: Their number.
             repeats: Steps of each shape that are timed.
+            pick: Returns the time of a shape from those of its steps.
         """
         if num_chips not in self._tables:
-            self._tables[num_chips] = measure_steps(executor, executor.config, repeats)
+            self._tables[num_chips] = measure_steps(executor, executor.config, repeats, pick)
             executor.reset()
 
     def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
@@ -163,7 +176,7 @@ class MeasuredSteps:
         """
         del share, nano_batches
         known = self._num_chips in self._tables
-        nearest = self._num_chips if known else min(self._tables, key=self._distance)
+        nearest = self._num_chips if known else min([*self._tables], key=self._distance)
         table = self._tables[nearest]
         found = timing_of(self._shapes, table, parts)
         if found is not None:

@@ -53,6 +53,7 @@ class EngineScaling(FleetScaling):
         given = {"has_hardware": hardware is not None, "has_layouts": has_layouts}
         config.check(roles=fleet.roles, has_power=False, **given)
         self._times, self._resharder, self._is_elastic = hardware, resharder, config.changes_chips
+        self._has_mesh = has_layouts and config.needs_hardware
         self._clock, self._post = clock, post
         super().__init__(fleet, config, clock())
         self._next = clock() + self.interval
@@ -68,13 +69,13 @@ class EngineScaling(FleetScaling):
 
     @property
     def hardware(self) -> Any:
-        """Times of an instance on its devices; of the given ones unless the policy changes them."""
-        return self._times.on_chips(self.num_chips) if self._is_elastic else self._times
+        """Times of an instance on its devices; as given where its mesh cannot change."""
+        return self._times.on_chips(self.num_chips) if self._has_mesh else self._times
 
     @property
     def num_chips(self) -> int:
         """Devices of an instance; 1 where no policy asks."""
-        return math.prod(self._resharder.mesh.sizes) if self._is_elastic else 1
+        return math.prod(self._resharder.mesh.sizes) if self._has_mesh else 1
 
     def turn(self) -> float | None:
         """Decide when it is time.
@@ -86,27 +87,32 @@ class EngineScaling(FleetScaling):
             return None
         now = self._clock()
         if now >= self._next:
-            while self._next <= now:
-                self._next += self.interval
+            self._next += self.interval * (1 + (now - self._next) // self.interval)
             if (wanted := self.decide(now)) is not None:
                 self._begin(now, wanted)
         return self._next - now
 
     def _begin(self, now: float, wanted: Wanted) -> None:
         """Carry a decision out, at once or when new programs are compiled."""
-        if wanted.num_chips in (None, self.num_chips):
+        if (number := wanted.num_chips) is None:
+            self.change(now, wanted)
+            return
+        mesh, present = self._resharder.of_size(number), self.num_chips
+        if self._resharder.is_on(mesh):
             self.change(now, wanted)
             return
         try:
-            done = self._resharder.begin(self._resharder.of_size(wanted.num_chips))
+            done = self._resharder.begin(mesh)
         except (ValueError, BusyError) as error:
-            logger.warning("no change to %d devices: %s", wanted.num_chips, error)
+            logger.warning("no change to %d devices: %s", number, error)
             self.change(now, wanted)
             return
 
         def end(done: Future[Any]) -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
-                logger.warning("no change to %s devices: %r", wanted.num_chips, error)
+                logger.warning("no change to %d devices: %r", number, error)
+                if number > present:  # there may be no memory for it
+                    self.most_chips = present
             self.change(self._clock(), wanted)
 
         done.add_done_callback(lambda done: self._post(lambda: end(done)))

@@ -107,6 +107,10 @@ class Resharder:
         others = math.prod(mesh.sizes) // mesh.expert
         return dataclasses.replace(mesh, expert=max(num_chips // others, 1))
 
+    def is_on(self, mesh: Any) -> bool:
+        """Return whether all instances have a mesh."""
+        return all(one.mesh == mesh for one in self._executors())
+
     def with_sizes(self, sizes: Mapping[str, int]) -> Any:
         """Return the present mesh with some axes of other sizes.
 
@@ -159,19 +163,31 @@ class Resharder:
 
     def _require_layouts(self) -> Layouts:
         if self._layouts is None:
-            raise ValueError("the mesh of this engine is fixed: make it with layouts=MeshLayouts")
+            raise ValueError(
+                "the mesh of this engine is fixed: in Python give it layouts, as MeshLayouts; rows"
+                " of masked diffusion stay on one device"
+            )
         return self._layouts
 
     def _change(self, mesh: Any) -> Resharded:
-        layouts = self._require_layouts()
-        begun, found = time.perf_counter(), []
-        for number, executor in enumerate(self._executors()):
-            if executor.mesh != mesh:
-                other = layouts.laid_out(number, executor, mesh)
-                found.append(_done(self._exchange(other, number)))
+        begun, numbers = time.perf_counter(), range(len(self._executors()))
+        try:
+            moved = [self._moved(number, mesh) for number in numbers]
+        except BaseException as error:
+            # Frames of the traceback hold the weights of the executor that was not made.
+            raise error.with_traceback(None) from None
+        found = [one for one in moved if one is not None]
         return Resharded(
             seconds=time.perf_counter() - begun,
             pause_seconds=max((one.seconds for one in found), default=0.0),
             weight_bytes=sum(one.weight_bytes for one in found),
             page_bytes=sum(one.page_bytes for one in found),
         )
+
+    def _moved(self, number: int, mesh: Any) -> Any:
+        """Change one instance; return what it has cost, None if it has the mesh already."""
+        executor = self._executors()[number]
+        if executor.mesh == mesh:
+            return None
+        other = self._require_layouts().laid_out(number, executor, mesh)
+        return _done(self._exchange(other, number))

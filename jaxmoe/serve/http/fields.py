@@ -81,7 +81,7 @@ class Fields:
 
         def fits(value: Any) -> bool:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return is_number and math.isfinite(value) and low <= value <= high
+            return is_number and low <= value <= high and math.isfinite(value)
 
         return float(self._typed(name, default, fits, f"a number {_bounds(low, high)}"))
 

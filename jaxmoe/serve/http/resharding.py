@@ -39,13 +39,13 @@ async def change_mesh(values: Any, resharder: Resharder) -> dict[str, Any]:
     try:
         mesh = resharder.with_sizes(sizes)
         done = await asyncio.to_thread(resharder.begin, mesh)
-        # The change goes on if the client goes away.
-        found = await asyncio.shield(asyncio.wrap_future(done))
     except ValueError as error:
         raise HTTPError(400, str(error)) from error
     except BusyError as error:
         raise HTTPError(409, str(error), code="busy", retry_after=30) from error
-    except RuntimeError as error:
+    try:  # the change goes on if the client goes away
+        found = await asyncio.shield(asyncio.wrap_future(done))
+    except (ValueError, RuntimeError) as error:
         message = f"the change of the mesh has failed: {type(error).__name__}: {error}"
         raise HTTPError(500, message, code="engine_error") from error
     shape = {axis: getattr(mesh, axis) for axis in _AXES}

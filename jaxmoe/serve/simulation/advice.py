@@ -112,5 +112,8 @@ def _weights(cost: Roofline, length: int) -> Advice:
     return Advice(
         subject="weights",
         choice=share,
-        because=f"{needed / 1e9:.3g} GB with one request, {room / 1e9:.3g} GB of memory",
+        because=(
+            f"{needed / 1e9:.3g} GB with one request, {room / 1e9:.3g} GB of memory"
+            + (", of which a tenth is for pages" if cost.spilled else "")
+        ),
     )

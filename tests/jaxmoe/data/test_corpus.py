@@ -77,6 +77,7 @@ def test_corpus_text_round_trip(corpus):
     text = "def f(x):\n    return 'caf\u00e9'\n"
     assert corpus.decode(corpus.encode(text)) == text
     assert corpus.decode(np.array([0x66, 0xFF])) == "f\ufffd"
+    assert corpus.decode(np.array([0x66, 511, 0x67])) == "fg"
     assert corpus.vocab_size == 256 and corpus.bytes_per_token == 1.0
     assert corpus.entropy_bits_per_token(8) is None
 

@@ -5,7 +5,7 @@
 Source: FastSwitch (arXiv:2411.18424). Pages of a sequence are taken in groups side by side, so that
 a swap is one copy per group rather than per page. The copy of pages that have returned stays in
 host memory: when the sequence, or a later turn with the same beginning, is swapped again, only the
-pages since then travel. What is computed and when is that of `lru`.
+pages since then travel. Sequences in host memory return before later requests are admitted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class SwapGroupsConfig(RetentionConfig):
     group: int = 8
     """Pages side by side that are taken for one sequence while there are such."""
     host: float = 4.0
-    """Pages in host memory, as a multiple of those of the device."""
+    """Pages whose copies stay in host memory after their return, as a multiple of those of the
+    device."""
 
     def __post_init__(self) -> None:
         if self.group < 1 or not self.host >= 0:

@@ -42,6 +42,18 @@ def test_every_request_is_answered_and_all_pages_are_free_again(name):
         assert tuple(written) == one.request.prompt + one.answer
 
 
+@pytest.mark.parametrize("batching", ["split_fuse", "prefill_first"])
+def test_no_request_is_admitted_before_an_earlier_one_that_is_swapped(batching):
+    given = arrivals(rate=4000.0, answer_median=100.0, requests=24)
+    config, away = BATCHING[batching](), set()
+    simulation = Simulation(given, TIGHT, config, COST, retention=SwapGroupsConfig()).run()
+    for _, plan in simulation.plans:
+        away |= {one.id for one in plan.evict if one.kind == "swap"}
+        away -= set(plan.restore)
+        assert all(one < min(away, default=one + 1) for one in plan.admit)
+    assert simulation.num_copies > 0 and not away
+
+
 def test_swap_groups_need_fewer_copies_and_fewer_bytes():
     _, grouped = swapping(SwapGroupsConfig())
     _, single = swapping(SwapGroupsConfig(group=1, host=0))
