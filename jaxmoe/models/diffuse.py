@@ -85,7 +85,7 @@ def diffuse(
     execution: ExecutionConfig | None = None,
     budget: int = BUDGET,
 ) -> Int[Array, "B S"]:
-    """Fill the positions of rows that are not given; each row as if it were alone.
+    """Fill the positions of rows that are not given; each row as if alone, up to rounding.
 
     Args:
         model: Config of a model trained by masked diffusion; its last id is the mask.

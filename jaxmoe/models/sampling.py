@@ -20,6 +20,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+_COLDEST = 1e-5
+"""Smallest temperature above 0."""
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that no logits can be divided by.
+
+    Args:
+        temperature: Divisor of the logits; 0 takes the most likely token.
+
+    Raises:
+        ValueError: It is negative, infinite, or so small that float32 does not hold the quotients.
+    """
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be 0 (greedy) or above")
+    if 0.0 < temperature < _COLDEST:
+        raise ValueError(
+            f"temperature={temperature} must be 0, which takes the most likely token, or at least"
+            f" {_COLDEST}: float32 does not hold logits divided by less"
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
@@ -35,8 +56,7 @@ class SamplingConfig:
     """Smallest probability of a token to choose from, divided by the largest; all when None."""
 
     def __post_init__(self):
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        check_temperature(self.temperature)
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:

@@ -7,12 +7,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from jaxmoe.models.sampling import check_temperature
+
 EndReason = Literal["stop", "length", "cancelled", "refused", "error"]
 """Why a stream ended: a stop id, the token limit, the client, the limits, a failed step."""
-
-
-_COLDEST = 1e-5
-"""Smallest temperature above 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +28,8 @@ class Sampling:
     min_p: float = 0.0
     """Tokens below this share of the largest probability are not drawn."""
     seed: int = 0
-    """Seed of the request; token i is drawn with `fold_in(key(seed), i)`."""
+    """Seed of the request; token i is drawn with `fold_in(key(seed), i)`, rows of masked diffusion
+    are filled with a key of each step and position."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the text; the id itself is written."""
     num_logprobs: int = 0
@@ -41,13 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be 0 or more")
-        if 0 < self.temperature < _COLDEST:
-            raise ValueError(
-                f"temperature={self.temperature} must be 0, which takes the most probable token, or"
-                f" at least {_COLDEST}: float32 does not hold logits divided by less"
-            )
+        check_temperature(self.temperature)
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:

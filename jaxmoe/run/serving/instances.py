@@ -95,9 +95,14 @@ def executors_on(
     """
     params, routers = jax.device_get((params, router_state))
     if mesh is None or math.prod(mesh.sizes) == 1:
-        held = {device: jax.device_put(params, device) for device in {one[0] for one in groups}}
         given: dict[str, Any] = {"config": config, "execution": execution}
-        return [ModelExecutor(model, held[one[0]], routers, **given) for one in groups]
+        found, first = list[ModelExecutor](), dict[Any, ModelExecutor]()
+        for device, *_ in groups:  # those on one device have its arrays together
+            own = first[device].params if device in first else params
+            with jax.default_device(device):
+                found.append(ModelExecutor(model, own, routers, **given))
+            first.setdefault(device, found[-1])
+        return found
     execution = dataclasses.replace(execution, mesh=mesh)
     found = []
     for devices in groups:

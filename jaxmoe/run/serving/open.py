@@ -116,7 +116,6 @@ def open_executors(
     if len(groups) > 1:
         executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
     else:
-        params = jax.device_put(params) if is_alone else params
         given |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
         executors = [ModelExecutor(model, params, router_state, **given)]
     first, times = executors[0], None

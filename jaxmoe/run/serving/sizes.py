@@ -10,7 +10,7 @@ import re
 from jaxmoe.models.diffuse import BUDGET
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.diffusion.config import DiffusionSizes
+from jaxmoe.serve.diffusion.config import DiffusionSizes, check_steps
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
@@ -73,8 +73,7 @@ class EngineSizesConfig:
                 raise ValueError(f"engine.{field}={value} must be at least 1")
         if self.num_logprobs < 0:
             raise ValueError(f"engine.num_logprobs={self.num_logprobs} must be 0 or more")
-        if not self.steps_per_token > 0:
-            raise ValueError(f"engine.steps_per_token={self.steps_per_token} must be above 0")
+        check_steps("engine.steps_per_token", self.steps_per_token)
         roles = self.dispatch.roles(self.instances)
         self.scaling.check(roles=roles, has_power=False, has_objectives=False)
         if not self.pieces:
@@ -151,9 +150,10 @@ class EngineSizesConfig:
             "is of models that write from left to right, and this one fills rows by masked"
             " diffusion; its sizes are max_sequences, max_length and logit_budget",
         )
-        return DiffusionSizes(
-            rows=self.max_sequences, lengths=self._lengths(length), budget=self.logit_budget
-        )
+        lengths = self._lengths(length)
+        if lengths[-1] < 2:
+            raise ValueError("engine.max_length=1 must be at least 2: a prompt and an answer")
+        return DiffusionSizes(rows=self.max_sequences, lengths=lengths, budget=self.logit_budget)
 
     def _lengths(self, length: int) -> tuple[int, ...]:
         most = self.max_length or min(length, _LONGEST)

@@ -106,7 +106,6 @@ class ModelExecutor:
         """Bytes of pages that went to host memory and back, for swaps and moves."""
         self.num_transfers = 0
         """Calls that moved them."""
-        self._load: np.ndarray | None
         self._move = make_transfers(self.execution)
         self.reset()
         self.programs = tuple(self._compile(one) for one in self._shapes())
@@ -121,11 +120,18 @@ class ModelExecutor:
             params: Parameters, laid out as those that the executor was made with.
             router_state: State of the routers; fresh when None.
         """
+        self._params = None  # its memory is free for the others
         self._params, self._router_state = self._laid_out(params), router_state
+
+    @property
+    def params(self) -> Any:
+        """Parameters as a step reads them, for another executor on the same device too."""
+        return self._params
 
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
-        self._host, self._load = HostPages(), None
+        self._host = HostPages()
+        self._load: np.ndarray | None = None
         size = self.config.num_pages, self.config.page_size
         self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
         with self._in_mesh():
@@ -222,8 +228,7 @@ class ModelExecutor:
         params = weights_on(self.model, own, ServedConfig.of(execution), mesh)
         weight_bytes = received_bytes(own, params)
         del own  # a copy, where the layers are apart
-        state = self._router_state
-        state = None if state is None else replicated_on(state, mesh)
+        state = replicated_on(self._router_state, mesh)
         given: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
         other = ModelExecutor(self.model, params, state, **given)
         other._weight_bytes = weight_bytes
@@ -375,10 +380,11 @@ class ModelExecutor:
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
         if self._mesh is None:
-            params = jax.device_put(params)
-            self._device = next(iter(jax.tree.leaves(params)[0].devices()))
+            own = jax.device_put(apart(self.model, params) if self._is_apart else params)
+            self._device = next(iter(jax.tree.leaves(own)[0].devices()))
+            return own
         with self._in_mesh():
-            if self._mesh is not None and self.execution.precision.weights == "floating":
+            if self.execution.precision.weights == "floating":
                 params = lay_out(self.model, params, rules=self.execution.axis_rules)
             return apart(self.model, params) if self._is_apart else params
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe.models.config import ModelConfig
 
@@ -39,21 +40,31 @@ def longest_loop(model: ModelConfig) -> int:
 
 
 def apart(model: ModelConfig, params: Any) -> Any:
-    """Return the parameters with a tuple of the layers in place of each stack of them; copies.
+    """Return the parameters with a tuple of the layers in place of each stack of them.
+
+    Layers of arrays on devices are copies, those of NumPy arrays are views; parameters that are
+    apart already are returned as they are.
 
     Args:
         model: Layers.
-        params: Parameters, stacked, on one device or laid out on the current mesh.
+        params: Parameters of either form, on the host, on one device or laid out on the current
+            mesh.
     """
 
-    def layer(stack: Any, number: int) -> Any:
-        return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, number, keepdims=False), stack)
+    def slice_of(leaf: Any, number: int) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf[number]
+        return jax.lax.index_in_dim(leaf, number, keepdims=False)
 
-    own = {
-        scan.name: tuple(layer(params[scan.name], number) for number in range(scan.length))
-        for scan in model.scans
-    }
-    return {**params, **own}
+    def layers(stack: Any, length: int) -> tuple[Any, ...]:
+        if isinstance(stack, tuple):
+            return stack
+        return tuple(
+            jax.tree.map(lambda leaf, n=number: slice_of(leaf, n), stack)
+            for number in range(length)
+        )
+
+    return {**params, **{s.name: layers(params[s.name], s.length) for s in model.scans}}
 
 
 def stacked(params: Any) -> Any:

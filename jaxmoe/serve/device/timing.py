@@ -22,7 +22,7 @@ from jaxmoe.serve.step import Step, Work
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Median time of one compiled shape."""
+    """Time of one compiled shape."""
 
     singles: int
     """Single tokens of the step."""
@@ -130,7 +130,7 @@ class MeasuredSteps:
         Args:
             shapes: Compiled shapes.
             tables: Time of each shape by the number of devices.
-            num_chips: Number of devices of the instance; it is in `tables`.
+            num_chips: Number of devices of the instance; the nearest in `tables` is scaled to it.
         """
         self._shapes, self._tables, self._num_chips = shapes, tables, num_chips
 

@@ -15,6 +15,9 @@ from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.fleet.config import InstancesConfig
 from jaxmoe.serve.policies.batching import Batching
 
+_MOST_STEPS = 1000
+"""Steps of a token at most."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionSizes:
@@ -37,6 +40,20 @@ class DiffusionSizes:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
 
 
+def check_steps(field: str, steps_per_token: float) -> None:
+    """Refuse a number of steps that no request needs.
+
+    Args:
+        field: Name of the field, for the message.
+        steps_per_token: Steps for each token of an answer.
+
+    Raises:
+        ValueError: It is not above 0 and at most 1,000.
+    """
+    if not 0.0 < steps_per_token <= _MOST_STEPS:
+        raise ValueError(f"{field}={steps_per_token} must be above 0 and at most {_MOST_STEPS}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionConfig(InstancesConfig):
     """How requests of a masked-diffusion model are queued and filled in."""
@@ -47,8 +64,7 @@ class DiffusionConfig(InstancesConfig):
 
     def __post_init__(self):
         InstancesConfig.__post_init__(self)
-        if not 0.0 < self.steps_per_token < float("inf"):
-            raise ValueError(f"steps_per_token={self.steps_per_token} must be above 0")
+        check_steps("steps_per_token", self.steps_per_token)
 
     def instance(self, facts: Facts) -> RowsInstance:
         """Return an instance with rows."""

@@ -173,7 +173,7 @@ class Resharder:
         begun, numbers = time.perf_counter(), range(len(self._executors()))
         try:
             moved = [self._moved(number, mesh) for number in numbers]
-        except BaseException as error:
+        except (RuntimeError, ValueError) as error:
             # Frames of the traceback hold the weights of the executor that was not made.
             raise error.with_traceback(None) from None
         found = [one for one in moved if one is not None]

@@ -32,6 +32,14 @@ def test_instances_have_devices_of_their_own_or_share_those_of_one():
         device_groups(2, MeshConfig(expert=-1), devices)
 
 
+def test_instances_on_one_device_have_its_weights_once():
+    groups, given = [jax.devices()[1:2]] * 2, {"config": SIZES, "execution": PLAIN, "mesh": None}
+    first, second = executors_on(groups, MODEL, params(), None, **given)
+    assert jax.tree.leaves(first.params)[0].devices() == {jax.devices()[1]}
+    pairs = zip(jax.tree.leaves(first.params), jax.tree.leaves(second.params), strict=True)
+    assert all(one.unsafe_buffer_pointer() == two.unsafe_buffer_pointer() for one, two in pairs)
+
+
 @pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", [PAIR, None])

@@ -13,8 +13,8 @@ from jaxmoe.serve import Objective, Request, Sampling, Shapes
     ("field", "value", "rule"),
     [
         ("max_tokens", 0, "at least 1"),
-        ("temperature", -0.1, "0 or more"),
-        ("temperature", float("nan"), "0 or more"),
+        ("temperature", -0.1, "0 .greedy. or above"),
+        ("temperature", float("nan"), "0 .greedy. or above"),
         ("top_k", -1, "0 .all tokens. or more"),
         ("top_p", 0.0, r"lie in \(0, 1\]"),
         ("top_p", 1.1, r"lie in \(0, 1\]"),

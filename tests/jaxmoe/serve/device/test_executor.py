@@ -4,6 +4,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -43,6 +44,12 @@ def test_programs_are_compiled_at_the_start_and_copy_no_pages_and_no_experts():
 
 def test_weights_of_layers_apart_are_the_stacked_ones():
     held = apart(MODEL, params())
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, apart(MODEL, held), held))
+    host = jax.device_get(params())
+    views = apart(MODEL, host)
+    chex.assert_trees_all_equal(views, held)
+    own = jax.tree.leaves(host[MODEL.scans[0].name])[0]
+    assert np.shares_memory(own, jax.tree.leaves(views[MODEL.scans[0].name][0])[0])
     assert [len(held[scan.name]) for scan in MODEL.scans] == [scan.length for scan in MODEL.scans]
     again = stacked(held)
     assert jax.tree.structure(again) == jax.tree.structure(params())
