@@ -50,7 +50,7 @@ def _git(root: pathlib.Path, *arguments: str) -> str:
 
 
 def state_of(root: pathlib.Path) -> tuple[set[str], int]:
-    """Return what the last RECENT_COMMITS commits changed, and the commit count.
+    """Return what the last RECENT_COMMITS commits changed, merges not counted, and the commit count.
 
     Of a source file it is the package, of a file of tests the file.
 
@@ -58,7 +58,7 @@ def state_of(root: pathlib.Path) -> tuple[set[str], int]:
         subprocess.CalledProcessError: The root is not a git checkout.
     """
     count = int(_git(root, "rev-list", "--count", "HEAD"))
-    first = f"HEAD~{min(RECENT_COMMITS, count - 1)}"
-    files = _git(root, "diff", "--name-only", first, "HEAD").split()
+    log = ("log", f"-n{RECENT_COMMITS}", "--no-merges", "--format=", "--name-only")
+    files = _git(root, *log).split()
     is_test = {file: file.startswith("tests/") for file in files if file.endswith(".py")}
     return {file if test else package_of(file) for file, test in is_test.items()}, count
