@@ -80,5 +80,11 @@ def test_rotation_runs_every_long_proof_within_three_commits():
     assert all(rotation.is_due(path, {"sharding"}, count) for count in (7, 8, 9))
     assert all(rotation.is_due(path, {path}, count) for count in (7, 8, 9))
     assert all(rotation.is_due("tests/faults/test_kills.py", {"jaxmoe/run"}, n) for n in range(3))
+    command = "tests/experiments/test_serve.py"
+    assert all(rotation.is_due(command, {"experiments/serve"}, number) for number in range(3))
+    assert sum(rotation.is_due(command, {"experiments/rl"}, number) for number in range(3)) == 1
+    assert rotation.package_of("experiments/serve.py") == "experiments/serve"
+    assert rotation.package_of("experiments/checkpoint/verify.py") == "experiments/checkpoint"
+    assert rotation.package_of("jaxmoe/run/serving/open.py") == "jaxmoe/run/serving"
     assert rotation.package_of("jaxmoe/routing/routers/token_choice/kmeans.py") == "jaxmoe/routing"
     assert rotation.package_of("tests/jaxmoe/routing/test_gates.py") == "jaxmoe/routing"

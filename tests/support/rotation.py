@@ -5,9 +5,9 @@
     pytest --rotate -m slow        what is due at this commit
     pytest -m slow                 all of them
 
-A file of tests belongs to the package that it mirrors; one that has changed itself is due, without
-the others of its package. The third is chosen by the number of commits and a checksum of the path,
-so that every file is due once in three commits.
+A file of tests belongs to the package or command that it mirrors; one that has changed itself is
+due, without the others of its package. The third is chosen by the number of commits and a checksum
+of the path, so that every file is due once in three commits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,31 @@ import zlib
 RECENT_COMMITS = 10
 PARTS = 3
 
-# Folders of tests that mirror no package, and the packages whose changes they cover.
-COVERS = {"faults": ("jaxmoe/checkpoint", "jaxmoe/resilience", "jaxmoe/run", "jaxmoe/training")}
+# Sub-packages that the rest of theirs does not need.
+APART = ("jaxmoe/run/serving",)
+
+# What tests cover beside the package that their path names.
+COVERS = {
+    "faults": ("jaxmoe/checkpoint", "jaxmoe/resilience", "jaxmoe/run", "jaxmoe/training"),
+    "jaxmoe/run": APART,
+    "experiments/convert": ("experiments/checkpoint",),
+    "experiments/gates": ("experiments/studies",),
+    "experiments/precision": ("experiments/studies",),
+    "experiments/routers": ("experiments/studies",),
+    "experiments/transfer": ("experiments/studies",),
+}
 
 
 def package_of(path: str) -> str:
-    """Return the package of a source or test file: its first two folders."""
-    parts = pathlib.PurePosixPath(path.removeprefix("tests/")).parent.parts
-    return "/".join(parts[:2])
+    """Return the package of a source or test file: its first two folders, or its command."""
+    given = pathlib.PurePosixPath(path.removeprefix("tests/"))
+    if given.parts[0] == "experiments":
+        name = given.parts[1].removesuffix(".py").removeprefix("test_")
+        return f"experiments/{name}"
+    for package in APART:
+        if given.is_relative_to(package):
+            return package
+    return "/".join(given.parent.parts[:2])
 
 
 def is_due(path: str, changed: set[str], num_commits: int) -> bool:
@@ -38,9 +55,15 @@ def is_due(path: str, changed: set[str], num_commits: int) -> bool:
         num_commits: Number of commits up to this one.
     """
     package = package_of(path)
-    if changed & {path, package, *COVERS.get(package, ())}:
+    covered = [one for name, names in COVERS.items() if _is_of(package, name) for one in names]
+    if path in changed or changed & {*covered} or any(_is_of(package, one) for one in changed):
         return True
     return zlib.crc32(path.encode()) % PARTS == num_commits % PARTS
+
+
+def _is_of(package: str, name: str) -> bool:
+    """Return whether tests are of a package or command: `serve` has test_serve_*.py too."""
+    return package == name or package.startswith(f"{name}_")
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str:
@@ -50,9 +73,9 @@ def _git(root: pathlib.Path, *arguments: str) -> str:
 
 
 def state_of(root: pathlib.Path) -> tuple[set[str], int]:
-    """Return what the last RECENT_COMMITS commits changed, merges not counted, and the commit count.
+    """Return what the last RECENT_COMMITS commits changed, and the commit count.
 
-    Of a source file it is the package, of a file of tests the file.
+    Merges are not counted. Of a source file it is the package, of a file of tests the file.
 
     Raises:
         subprocess.CalledProcessError: The root is not a git checkout.
