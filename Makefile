@@ -1,8 +1,11 @@
 # make demo        set up and train the default recipe; the same command resumes
-# make test        set up and run the tests (about 10 minutes on 2 cores)
+# make test        set up and run the tests of the core, and a row of each vertical (10 minutes on 2 cores)
+# make test-all    every test that is not a long proof
+# make test-due    the verticals and long proofs that are due: what changed since they ran, then the oldest
 # make test-slow   the long proofs; of their tables one row
-# make test-rotating  the long proofs that are due at this commit: changed packages, a third of the others
 # make test-large  the other rows, and models of billions compiled for TPU pods: an hour and more
+# make costs       what each test of the last `make test` cost
+# make hashes      numbers of a table of features, to be compared after a move: make hashes-compare
 # make lint        ruff, pyright, codespell
 # make docs        build the documentation site into .docs/_build/html; a warning is an error
 # make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)
@@ -29,21 +32,27 @@ comma := ,
 # Python compiles what it imports; compiling all that is installed takes twelve seconds.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-slow test-rotating test-large bench lint docs docs-packages format clean
+# What Python compiles is kept, outside of the sources: commands start in half the time.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/python
+
+.PHONY: demo test test-all test-due test-slow test-large hashes hashes-compare costs bench lint docs docs-packages proof-packages format clean
 
 demo: $(TRAIN)
 	$(BIN)/python -m experiments.pretrain
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not accelerator and not large"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --ring core --costs .cache/costs/test.json -m "not slow and not accelerator and not large"
+
+test-all: $(DEV)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --costs .cache/costs/test-all.json -m "not slow and not accelerator and not large"
+
+test-due: $(HF)
+	$(BIN)/python -m tests.support.due --record
 
 test-slow: $(HF)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and trains and not large and not accelerator"
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not trains and not large and not accelerator"
-
-test-rotating: $(HF)
-	$(BIN)/python -m pytest -n $(WORKERS) --rotate -m "slow and trains and not large and not accelerator" || test $$? -eq 5
-	$(BIN)/python -m pytest -n $(WORKERS) --rotate -m "slow and not trains and not large and not accelerator" || test $$? -eq 5
 
 test-large: $(HF)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "large and not trains and not accelerator"
@@ -61,6 +70,20 @@ lint: $(DEV)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs-packages: $(DOCS)
+
+proof-packages: $(HF)
+
+# Losses, gradients, states, tokens and collectives of a table of features: before and after a move.
+hashes: $(HF)
+	$(BIN)/python -m tests.support.hashes take .cache/hashes/$$(git rev-parse --short HEAD).json --workers $(WORKERS)
+
+# make hashes-compare OLD=FILE NEW=FILE
+hashes-compare: $(HF)
+	$(BIN)/python -m tests.support.hashes compare $(OLD) $(NEW)
+
+# What each test of the last `make test` cost.
+costs: $(DEV)
+	$(BIN)/python -m tests.support.costs .cache/costs/test.json
 
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html .docs .docs/_build/html

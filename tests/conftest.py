@@ -3,9 +3,11 @@
 """Configures pytest: devices, strictness, seeds, golden files, rotation, and a summary of skips.
 
     pytest                       what is neither slow nor large and needs no accelerator
+    pytest --ring core           the same of the core, and one row of each vertical
+    pytest --ring verticals      the other rows of verticals (support/verticals.py)
     pytest --slow                the long proofs as well, of their tables some rows
     pytest -m slow               any other choice; nothing else is left out then
-    pytest --rotate -m slow      the long proofs that CI runs at this commit (support/rotation.py)
+    pytest --costs FILE          records what each test costs (support/costs.py)
     pytest --regenerate-golden   writes tests/golden anew, to be reviewed as a diff
 
 Everything runs on 8 devices of the CPU. The environment is set before JAX is imported and reaches
@@ -17,7 +19,9 @@ rows run, evenly spaced; the others are large (`make test-large`). The suite of 
 To add an exception to "warnings are errors": a line in WARNINGS, with its reason.
 """
 
+import gc
 import importlib
+import json
 import os
 import pathlib
 import sys
@@ -46,6 +50,10 @@ _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # accelerator tests: JAX_PLATFORMS=cuda,cpu pytest -m accelerator
     "NPROC": "32",  # threads: kernels in TPU interpret mode hang with fewer than devices
     "TF_CPP_MIN_LOG_LEVEL": "1",
+    # The places of operations in source files cost 4% of the suite, and no test reads them.
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    # What Python compiles is kept, outside of the sources: commands start in half the time.
+    "PYTHONPYCACHEPREFIX": str(ROOT / ".cache" / "python"),
     # JAX's key holds its version, the program, the flags and the devices, so that Pythons and
     # workers may share one directory; for the race between workers see WARNINGS.
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
@@ -54,6 +62,11 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
+# Tracing makes and drops many small objects: looking for cycles among them less often saves 4%.
+gc.set_threshold(200_000, 50, 1000)
 
 import jax  # noqa: E402  (after the environment that it reads)
 import jaxtyping  # noqa: E402
@@ -94,8 +107,10 @@ WARNINGS = (
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the long proofs as well")
     parser.addoption(
-        "--rotate", action="store_true", help="of the long proofs, those due at this commit"
+        "--ring", choices=("core", "verticals"), help="one row of each vertical, or the others"
     )
+    parser.addoption("--proofs", metavar="FILE", help="write what `make test` leaves out, as JSON")
+    parser.addoption("--costs", metavar="FILE", help="record what each test costs, as JSON")
     parser.addoption(
         "--regenerate-golden", action="store_true", help="write tests/golden instead of comparing"
     )
@@ -104,6 +119,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     for line in WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+    if config.getoption("--costs"):
+        costs = importlib.import_module("tests.support.costs")
+        config.pluginmanager.register(costs.Recorder(), "costs")
     if not config.option.markexpr:
         is_slow = config.getoption("--slow")
         config.option.markexpr = "not accelerator and not large" + (not is_slow) * " and not slow"
@@ -124,13 +142,6 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--rotate"):
-        rotation = importlib.import_module("tests.support.rotation")
-        changed, count = rotation.state_of(ROOT)
-        for item in items:
-            path = item.path.relative_to(ROOT).as_posix()
-            if item.get_closest_marker("slow") and not rotation.is_due(path, changed, count):
-                item.add_marker("large")
     tables: dict[tuple[str, int | None], list[pytest.Item]] = {}
     for item in items:
         asked, is_slow = item.get_closest_marker("rows"), item.get_closest_marker("slow")
@@ -148,6 +159,48 @@ def pytest_collection_modifyitems(config, items):
             kept = {round(number * apart) for number in range(most)}
             for number in {*range(len(rows))} - kept:
                 rows[number].add_marker("large")
+    ring = config.getoption("--ring")
+    if ring or config.getoption("--proofs"):
+        verticals = importlib.import_module("tests.support.verticals")
+        smoke = {row.smoke for row in verticals.VERTICALS.values()}
+        outside = [item for item in items if vertical_of(item) and item.nodeid not in smoke]
+        if ring == "core":
+            _deselected["verticals"] = sum(kind_of(item, True) == "fast" for item in outside)
+        if path := config.getoption("--proofs"):
+            write_proofs(pathlib.Path(path), items, {item.nodeid for item in outside})
+        if ring:
+            ids = {item.nodeid for item in outside}
+            items[:] = [item for item in items if (item.nodeid in ids) == (ring == "verticals")]
+
+
+def kind_of(item: pytest.Item, is_outside: bool) -> str | None:
+    """Return the kind of proof that a test belongs to (support/due.py), None for `make test`."""
+    is_slow, is_large, needs_device, trains = map(
+        bool, map(item.get_closest_marker, ("slow", "large", "accelerator", "trains"))
+    )
+    if is_large or needs_device:
+        return None
+    if is_slow:
+        return "trains" if trains else "slow"
+    return "fast" if is_outside else None
+
+
+def write_proofs(path: pathlib.Path, items: list[pytest.Item], outside: set[str]) -> None:
+    """Write the kind, file and vertical of each proof among some tests."""
+    rows = {}
+    for item in items:
+        if kind := kind_of(item, item.nodeid in outside):
+            file = item.path.relative_to(ROOT).as_posix()
+            rows[kind, file] = {"kind": kind, "path": file, "vertical": vertical_of(item)}
+    path.write_text(json.dumps([rows[key] for key in sorted(rows)]))
+
+
+def vertical_of(item: pytest.Item) -> str | None:
+    """Return the vertical that a test or row belongs to, None for the core."""
+    verticals = importlib.import_module("tests.support.verticals")
+    if mark := item.get_closest_marker("vertical"):
+        return mark.args[0]
+    return verticals.vertical_of(item.path.relative_to(ROOT).as_posix())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -194,22 +247,26 @@ _deselected: dict[str, int] = {}
 
 
 def pytest_deselected(items):
-    _deselected["here"] = _deselected.get("here", 0) + len(items)
+    _deselected["choice"] = _deselected.get("choice", 0) + len(items)
 
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["deselected"] = _deselected.get("here", 0)
+        session.config.workeroutput["deselected"] = _deselected
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     # Every worker collects, and leaves out, the same tests.
-    _deselected["here"] = getattr(node, "workeroutput", {}).get("deselected", 0)
+    _deselected.update(getattr(node, "workeroutput", {}).get("deselected", {}))
 
 
 def pytest_terminal_summary(terminalreporter, config):
     """How many ran, and what did not and why."""
+    if recorder := config.pluginmanager.get_plugin("costs"):
+        costs = importlib.import_module("tests.support.costs")
+        seconds = terminalreporter._session_start.elapsed().seconds
+        costs.write(pathlib.Path(config.getoption("--costs")), recorder, seconds)
     stats = terminalreporter.stats
     outcomes = ("passed", "failed", "xfailed", "xpassed")
     ran = sum(len(stats.get(outcome, ())) for outcome in outcomes)
@@ -220,6 +277,10 @@ def pytest_terminal_summary(terminalreporter, config):
         reasons[reason] = reasons.get(reason, 0) + 1
     parts = [f"{ran} ran, {sum(reasons.values())} skipped"]
     parts += [f"{count} skipped: {reason}" for reason, count in sorted(reasons.items())]
-    if left_out := _deselected.get("here", 0):
+    if left_out := _deselected.get("choice", 0):
         parts.append(f"{left_out} left out by -m '{config.option.markexpr}' or -k")
+    if left_out := _deselected.get("verticals", 0):
+        parts.append(f"{left_out} of verticals left out: make test-all")
+    seconds = terminalreporter._session_start.elapsed().seconds
+    parts.append(f"{seconds // 60:.0f} min {seconds % 60:.0f} s")
     terminalreporter.write_line("tests: " + "; ".join(parts))

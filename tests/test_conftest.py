@@ -13,7 +13,6 @@ import pytest
 from jaxmoe.layers.norms import rms_norm
 from pallas_kernels import grouped_matmul
 from sharding.expert_parallel.permute import permute_rows
-from tests.support import rotation
 from tests.support.tolerances import assert_close
 
 WRONG_CALLS = {
@@ -72,19 +71,3 @@ def test_tolerances_see_structures_values_and_nan():
     ):
         with pytest.raises(AssertionError):
             assert_close(actual, desired, "elementwise")
-
-
-def test_rotation_runs_every_long_proof_within_three_commits():
-    path = "tests/sharding/test_fold.py"
-    assert sum(rotation.is_due(path, set(), count) for count in (7, 8, 9)) == 1
-    assert all(rotation.is_due(path, {"sharding"}, count) for count in (7, 8, 9))
-    assert all(rotation.is_due(path, {path}, count) for count in (7, 8, 9))
-    assert all(rotation.is_due("tests/faults/test_kills.py", {"jaxmoe/run"}, n) for n in range(3))
-    command = "tests/experiments/test_serve.py"
-    assert all(rotation.is_due(command, {"experiments/serve"}, number) for number in range(3))
-    assert sum(rotation.is_due(command, {"experiments/rl"}, number) for number in range(3)) == 1
-    assert rotation.package_of("experiments/serve.py") == "experiments/serve"
-    assert rotation.package_of("experiments/checkpoint/verify.py") == "experiments/checkpoint"
-    assert rotation.package_of("jaxmoe/run/serving/open.py") == "jaxmoe/run/serving"
-    assert rotation.package_of("jaxmoe/routing/routers/token_choice/kmeans.py") == "jaxmoe/routing"
-    assert rotation.package_of("tests/jaxmoe/routing/test_gates.py") == "jaxmoe/routing"

@@ -99,6 +99,12 @@ def rows_of(table, in_short):
     return [pytest.param(name, marks=() if name == in_short else slow) for name in table]
 
 
+def members(table):
+    """Return names for `pytest.mark.parametrize`; adapters of the vertical are marked as such."""
+    vertical = pytest.mark.vertical("adapter_members")
+    return [pytest.param(n, marks=() if n in ("lora", "select") else vertical) for n in table]
+
+
 def adapted(model, adapter):
     return dataclasses.replace(model, adapter=adapter)
 
@@ -149,7 +155,7 @@ def test_factors_equal_their_sum_with_the_weights(name):
     assert adapted_paths and all(float(jnp.abs(gradients[p]).max()) > 0 for p in adapted_paths)
 
 
-@pytest.mark.parametrize("name", [name for name in ADAPTERS if name not in ROUNDED_OR_NEW])
+@pytest.mark.parametrize("name", members([n for n in ADAPTERS if n not in ROUNDED_OR_NEW]))
 def test_an_adapter_begins_as_the_model_it_adapts(name):
     """Bitwise where experts are not adapted: those are multiplied in another order. Choices of bits
     begin as the rounded model, a shared store has no other."""

@@ -1,0 +1,458 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Names the verticals: capabilities that most users never switch on, and the tests of each.
+
+`make test` runs the tests of the core and one smoke row of each vertical. The other tests of a
+vertical run in `make test-all`, and in CI when the vertical changed: its own files, its tests, or
+the sockets of the core that it acts through. A single test or row of a file of the core belongs to
+a vertical by `pytest.mark.vertical("name")`.
+
+To add a vertical: a row in VERTICALS. Globs are relative to the root; `*` crosses folders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vertical:
+    """A capability and its tests.
+
+    Attributes:
+        sources: Globs of its own files.
+        tests: Globs of the files of tests that are of it alone.
+        smoke: The test that runs with the core's; `file::name`, a parameter in brackets.
+        sockets: Globs of files of the core whose changes make its tests due.
+    """
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+    smoke: str
+    sockets: tuple[str, ...] = ()
+
+
+_STEP = ("jaxmoe/training/step.py", "jaxmoe/training/state.py", "jaxmoe/training/gradients.py")
+_LAYERS = ("jaxmoe/models/transformer.py", "jaxmoe/layers/block.py", "jaxmoe/layers/records.py")
+_RUN = ("jaxmoe/run/run.py", "jaxmoe/run/train.py", "jaxmoe/run/config.py")
+_ENGINE = ("jaxmoe/serve/engine.py", "jaxmoe/serve/instance.py", "jaxmoe/serve/plan.py")
+
+VERTICALS = {
+    "adapter_members": Vertical(
+        sources=(
+            "jaxmoe/contrib/adapters/*",
+            "jaxmoe/adapters/adalora.py",
+            "jaxmoe/adapters/mixed.py",
+            "jaxmoe/adapters/average.py",
+            "jaxmoe/adapters/task_lora.py",
+            "jaxmoe/adapters/sparse.py",
+            "jaxmoe/adapters/moments.py",
+            "jaxmoe/layers/mixing.py",
+            "sharding/products/mixtures.py",
+            "jaxmoe/training/repeated/*",
+        ),
+        tests=(
+            "tests/jaxmoe/contrib/adapters/*",
+            "tests/jaxmoe/adapters/test_adalora.py",
+            "tests/jaxmoe/adapters/test_average.py",
+            "tests/jaxmoe/adapters/test_mixed.py",
+            "tests/jaxmoe/adapters/test_hooks.py",
+            "tests/sharding/test_mixtures.py",
+            "tests/experiments/test_finetune_mixtures.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/contrib/adapters/test_switch_lora.py"
+            "::test_a_swap_leaves_the_effective_weight"
+        ),
+        sockets=(
+            "jaxmoe/adapters/base.py",
+            "jaxmoe/adapters/lora.py",
+        )
+        + _STEP,
+    ),
+    "depth": Vertical(
+        sources=(
+            "jaxmoe/models/loop.py",
+            "jaxmoe/models/halves.py",
+            "jaxmoe/models/streams.py",
+            "jaxmoe/layers/hyper_connections.py",
+            "jaxmoe/layers/product_keys.py",
+            "jaxmoe/training/pipeline/skipping.py",
+            "sharding/pipeline/paths.py",
+            "jaxmoe/training/measures/size_oracle.py",
+            "jaxmoe/contrib/layers/*",
+        ),
+        tests=(
+            "tests/jaxmoe/contrib/layers/*",
+            "tests/jaxmoe/layers/test_hyper_connections.py",
+            "tests/jaxmoe/models/test_halves.py",
+            "tests/jaxmoe/models/test_loop.py",
+            "tests/jaxmoe/training/pipeline/test_skipping.py",
+            "tests/jaxmoe/run/test_skipping.py",
+            "tests/sharding/pipeline/test_paths.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/models/test_loop.py::test_one_turn_of_all_layers_is_bitwise_the_stack"
+        ),
+        sockets=_LAYERS,
+    ),
+    "diffusion": Vertical(
+        sources=(
+            "jaxmoe/training/masked_diffusion.py",
+            "jaxmoe/models/diffuse.py",
+            "jaxmoe/serve/diffusion/*",
+        ),
+        tests=(
+            "tests/jaxmoe/serve/diffusion/*",
+            "tests/jaxmoe/models/test_diffuse.py",
+            "tests/jaxmoe/training/test_masked_diffusion.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/training/test_masked_diffusion.py"
+            "::test_the_bound_of_a_perfect_denoiser_is_the_entropy[counted]"
+        ),
+        sockets=("jaxmoe/training/loss.py",) + _ENGINE,
+    ),
+    "elastic": Vertical(
+        sources=(
+            "jaxmoe/run/elastic/*",
+            "experiments/resize.py",
+        ),
+        tests=(
+            "tests/jaxmoe/run/test_resize*.py",
+            "tests/faults/test_elastic.py",
+            "tests/faults/test_resize_processes.py",
+            "tests/faults/test_shrink.py",
+            "tests/experiments/test_resize.py",
+            "tests/jaxmoe/run/test_refused_meshes.py",
+        ),
+        smoke="tests/jaxmoe/run/test_resize.py::test_every_refusal_says_what_fits",
+        sockets=_RUN,
+    ),
+    "ensembles": Vertical(
+        sources=(
+            "jaxmoe/run/ensemble/*",
+            "jaxmoe/data/clusters.py",
+            "jaxmoe/data/partition.py",
+        ),
+        tests=(
+            "tests/jaxmoe/run/test_ensemble.py",
+            "tests/experiments/test_ensemble.py",
+            "tests/jaxmoe/data/test_clusters.py",
+            "tests/jaxmoe/data/test_partition.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/run/test_ensemble.py"
+            "::test_the_mixture_equals_sums_of_probabilities[1-parts0]"
+        ),
+        sockets=("jaxmoe/data/loader.py",) + _RUN,
+    ),
+    "estimators": Vertical(
+        sources=(
+            "jaxmoe/training/estimators/*",
+            "jaxmoe/contrib/training/*",
+        ),
+        tests=(
+            "tests/jaxmoe/training/estimators/*",
+            "tests/jaxmoe/contrib/training/*",
+        ),
+        smoke=(
+            "tests/jaxmoe/training/estimators/test_evolution.py"
+            "::test_linear_fitness_recovers_the_gradient"
+        ),
+        sockets=_STEP,
+    ),
+    "few_bits": Vertical(
+        sources=(
+            "jaxmoe/models/bitstack.py",
+            "pallas_kernels/halo/*",
+            "sharding/products/halo.py",
+            "experiments/checkpoint/bitstack.py",
+        ),
+        tests=(
+            "tests/jaxmoe/models/test_bitstack.py",
+            "tests/pallas_kernels/halo/*",
+            "tests/experiments/test_convert_bitstack.py",
+        ),
+        smoke="tests/jaxmoe/models/test_bitstack.py::test_prefix_is_the_truncated_sum",
+        sockets=(
+            "jaxmoe/models/quantize.py",
+            "jaxmoe/precision.py",
+        ),
+    ),
+    "fleet": Vertical(
+        sources=(
+            "jaxmoe/serve/fleet/*",
+            "jaxmoe/serve/policies/dispatch/*",
+            "jaxmoe/serve/policies/scaling/*",
+            "jaxmoe/serve/policies/retention/*",
+            "jaxmoe/serve/moves.py",
+            "jaxmoe/serve/http/resharding.py",
+            "jaxmoe/serve/device/resharding.py",
+        ),
+        tests=(
+            "tests/jaxmoe/serve/fleet/*",
+            "tests/jaxmoe/serve/http/test_resharding.py",
+            "tests/jaxmoe/serve/policies/test_dispatch.py",
+            "tests/jaxmoe/serve/test_moves.py",
+            "tests/jaxmoe/serve/policies/test_retention.py",
+            "tests/jaxmoe/serve/policies/test_scaling.py",
+            "tests/jaxmoe/run/test_served_instances.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/serve/fleet/test_fleet.py"
+            "::test_a_fleet_makes_the_placements_moves_and_plans_of_the_simulator[least_loaded]"
+        ),
+        sockets=_ENGINE,
+    ),
+    "foreign_models": Vertical(
+        sources=(
+            "jaxmoe/training/fit.py",
+            "sharding/foreign.py",
+        ),
+        tests=(
+            "tests/jaxmoe/training/test_fit.py",
+            "tests/sharding/test_foreign.py",
+        ),
+        smoke="tests/sharding/test_foreign.py::test_one_sum_per_block[2-llama]",
+        sockets=_STEP,
+    ),
+    "layerwise": Vertical(
+        sources=(
+            "jaxmoe/models/layerwise/*",
+            "jaxmoe/training/layer_paths/*",
+            "jaxmoe/run/diagnostics/depth.py",
+            "jaxmoe/tracking/depth_plot.py",
+            "experiments/depth.py",
+            "experiments/layer_paths.py",
+        ),
+        tests=(
+            "tests/jaxmoe/models/layerwise/*",
+            "tests/jaxmoe/training/test_layer_paths.py",
+            "tests/jaxmoe/run/test_depth.py",
+            "tests/experiments/test_depth.py",
+            "tests/experiments/test_layer_paths.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/models/layerwise/test_chain.py"
+            "::test_a_chain_is_bitwise_the_whole_model[uniform]"
+        ),
+        sockets=_LAYERS,
+    ),
+    "levels": Vertical(
+        sources=(
+            "jaxmoe/data/levels/*",
+            "sharding/sequence_parallel/by_level.py",
+            "jaxmoe/training/measures/levels.py",
+            "jaxmoe/planning/levels.py",
+            "experiments/levels.py",
+        ),
+        tests=(
+            "tests/jaxmoe/data/levels/*",
+            "tests/sharding/sequence_parallel/test_by_level.py",
+            "tests/jaxmoe/training/test_levels.py",
+            "tests/experiments/test_levels.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/data/levels/test_assign.py"
+            "::test_every_document_once_within_capacity_and_buffer[buckets]"
+        ),
+        sockets=(
+            "jaxmoe/data/loader.py",
+            "jaxmoe/data/packing.py",
+        ),
+    ),
+    "mkor": Vertical(
+        sources=(
+            "jaxmoe/optim/mkor.py",
+            "jaxmoe/layers/probes.py",
+            "sharding/products/probed.py",
+            "sharding/products/observed.py",
+        ),
+        tests=("tests/jaxmoe/optim/test_mkor.py",),
+        smoke="tests/jaxmoe/optim/test_mkor.py::test_probes_change_no_value_and_measure_sums",
+        sockets=_STEP,
+    ),
+    "offload": Vertical(
+        sources=(
+            "jaxmoe/training/optimizer_files/*",
+            "jaxmoe/training/optimizer_parts.py",
+        ),
+        tests=(
+            "tests/jaxmoe/training/test_optimizer_*.py",
+            "tests/faults/test_optimizer_files.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/training/test_optimizer_parts.py"
+            "::test_an_update_in_parts_is_that_of_the_whole[adamw]"
+        ),
+        sockets=_STEP,
+    ),
+    "placement": Vertical(
+        sources=(
+            "jaxmoe/planning/placement/*",
+            "experiments/place.py",
+        ),
+        tests=(
+            "tests/jaxmoe/planning/test_placement.py",
+            "tests/jaxmoe/planning/test_relocate.py",
+            "tests/experiments/test_place.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/planning/test_placement.py"
+            "::test_a_planted_structure_is_found_and_holds_for_other_tokens[0]"
+        ),
+    ),
+    "rl": Vertical(
+        sources=(
+            "jaxmoe/rl/*",
+            "jaxmoe/training/policy_gradient/*",
+            "jaxmoe/run/serving/rollouts.py",
+            "experiments/rl/*",
+        ),
+        tests=(
+            "tests/jaxmoe/rl/*",
+            "tests/jaxmoe/training/test_policy_gradient.py",
+            "tests/experiments/test_rl.py",
+            "tests/jaxmoe/training/test_replayed_steps.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/training/test_policy_gradient.py"
+            "::test_loss_and_gradient_equal_grpo_with_loops[grpo-sequence]"
+        ),
+        sockets=("jaxmoe/training/loss.py",) + _STEP + _RUN,
+    ),
+    "serving_lab": Vertical(
+        sources=(
+            "jaxmoe/serve/simulation/*",
+            "jaxmoe/serve/caches/*",
+            "jaxmoe/serve/http/load.py",
+            "jaxmoe/serve/http/client.py",
+            "jaxmoe/serve/device/timing.py",
+            "jaxmoe/serve/expert_slots.py",
+            "jaxmoe/run/serving/timing.py",
+            "experiments/serving*",
+        ),
+        tests=(
+            "tests/jaxmoe/serve/simulation/*",
+            "tests/jaxmoe/serve/caches/*",
+            "tests/jaxmoe/serve/test_expert_slots.py",
+            "tests/experiments/test_serving*.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/serve/simulation/test_simulation.py"
+            "::test_a_faster_chip_and_more_instances_never_lower_goodput[split_fuse]"
+        ),
+        sockets=_ENGINE,
+    ),
+    "slow_links": Vertical(
+        sources=(
+            "jaxmoe/replicas/*",
+            "jaxmoe/islands/*",
+            "jaxmoe/training/workers/*",
+            "jaxmoe/run/replicas/*",
+            "sharding/workers.py",
+            "jaxmoe/optim/received_momentum.py",
+            "experiments/outer.py",
+        ),
+        tests=(
+            "tests/jaxmoe/replicas/*",
+            "tests/jaxmoe/islands/*",
+            "tests/jaxmoe/training/workers/*",
+            "tests/jaxmoe/run/test_workers.py",
+            "tests/faults/test_island*.py",
+            "tests/faults/test_replicas.py",
+            "tests/faults/test_peers.py",
+            "tests/experiments/test_outer.py",
+            "tests/jaxmoe/training/test_desynchronised.py",
+        ),
+        smoke=("tests/jaxmoe/replicas/test_methods.py::test_a_saved_state_goes_on_bitwise[diloco]"),
+        sockets=_STEP + _RUN,
+    ),
+    "survival": Vertical(
+        sources=(
+            "jaxmoe/resilience/snapshot*.py",
+            "jaxmoe/resilience/parity.py",
+            "jaxmoe/resilience/links/*",
+            "jaxmoe/resilience/shared_*.py",
+            "jaxmoe/resilience/recompute.py",
+            "jaxmoe/resilience/pieces.py",
+            "jaxmoe/resilience/relayout.py",
+            "jaxmoe/checkpoint/surviving.py",
+            "jaxmoe/run/recovery.py",
+            "jaxmoe/training/pipeline/recovery.py",
+        ),
+        tests=(
+            "tests/jaxmoe/resilience/test_links.py",
+            "tests/jaxmoe/resilience/test_parity.py",
+            "tests/jaxmoe/run/test_recovery.py",
+            "tests/faults/test_snapshots.py",
+            "tests/faults/test_recompute.py",
+            "tests/faults/test_lost_stage.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/run/test_recovery.py"
+            "::test_a_lost_stage_is_the_weighted_mean_of_its_neighbours[1-sources0]"
+        ),
+        sockets=_RUN,
+    ),
+    "telemetry": Vertical(
+        sources=(
+            "jaxmoe/layers/indicators.py",
+            "jaxmoe/training/measures/indicators.py",
+            "jaxmoe/training/measures/dispersion.py",
+            "jaxmoe/routing/telemetry/geometry.py",
+            "jaxmoe/routing/telemetry/congestion.py",
+            "jaxmoe/routing/telemetry/detailed.py",
+            "jaxmoe/tracking/indicators.py",
+            "jaxmoe/tracking/congestion.py",
+        ),
+        tests=(
+            "tests/jaxmoe/tracking/test_congestion.py",
+            "tests/jaxmoe/tracking/test_indicators.py",
+            "tests/jaxmoe/training/test_dispersion.py",
+            "tests/experiments/test_router_details.py",
+        ),
+        smoke=(
+            "tests/jaxmoe/tracking/test_congestion.py"
+            "::test_gamma_eff_of_a_run_is_recorded_with_its_interval"
+        ),
+        sockets=("jaxmoe/routing/telemetry/*",),
+    ),
+    "token_routes": Vertical(
+        sources=(
+            "pallas_kernels/token_ring_attention/*",
+            "sharding/sequence_parallel/token_ring.py",
+            "sharding/expert_parallel/token_*.py",
+            "sharding/expert_parallel/least_loaded*.py",
+            "sharding/expert_parallel/borrowed_weights.py",
+        ),
+        tests=(
+            "tests/pallas_kernels/token_ring_attention/*",
+            "tests/sharding/expert_parallel/test_least_loaded*.py",
+            "tests/sharding/expert_parallel/test_token_shuffle.py",
+            "tests/jaxmoe/layers/test_moved_tokens.py",
+        ),
+        smoke=(
+            "tests/sharding/expert_parallel/test_token_shuffle.py"
+            "::test_the_more_confident_table_decides"
+        ),
+        sockets=(
+            "sharding/expert_parallel/dispatch.py",
+            "pallas_kernels/flash_attention/*",
+        ),
+    ),
+}
+
+
+def matches(path: str, globs: tuple[str, ...]) -> bool:
+    """Return whether a path matches one of some globs."""
+    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+
+@functools.cache
+def vertical_of(path: str) -> str | None:
+    """Return the vertical whose file of tests this is, None for one of the core."""
+    return next((name for name, row in VERTICALS.items() if matches(path, row.tests)), None)
