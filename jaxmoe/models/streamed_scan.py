@@ -87,7 +87,9 @@ def stream_layers(
         A function of parameters stacked over layers, the stream, inputs stacked over layers, and
         inputs of all layers. The gradient of the parameters is in their memory.
     """
-    numbers = jnp.arange(length, dtype=jnp.int32)
+
+    def layer_numbers() -> Int[Array, " length"]:
+        return jnp.arange(length, dtype=jnp.int32)
 
     def forward(
         params: Any, stream: Stream, inputs: Any, tokens: TokenInputs, *, keeps: bool
@@ -100,7 +102,7 @@ def stream_layers(
             return (after, coming), (outputs, kept, _others(stream) if keeps else None)
 
         begun = (stream, _fetch(params, jnp.int32(0)))
-        given = (numbers, inputs)
+        given = (layer_numbers(), inputs)
         (stream, last), (outputs, *kept) = jax.lax.scan(body, begun, given, unroll=unroll)
         return stream, outputs, last, kept
 
@@ -132,7 +134,7 @@ def stream_layers(
 
         after, outputs = gradients
         begun = (_gradients_of_floats(after), last)
-        given = (numbers, inputs, *kept, _gradients_of_floats(outputs))
+        given = (layer_numbers(), inputs, *kept, _gradients_of_floats(outputs))
         (gradient, _), of_params = jax.lax.scan(body, begun, given, reverse=True, unroll=unroll)
         of_stream = _merged(first, gradient, [None] * len(_others(first)))
         return of_params, of_stream, None, None

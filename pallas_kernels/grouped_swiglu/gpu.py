@@ -13,6 +13,7 @@ an activation in its epilogue would not. Rows past the last group have z = 0.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -53,30 +54,48 @@ def _activate(z: Array) -> Array:
     return (jax.nn.silu(gate) * up).astype(z.dtype)
 
 
-def _experts(products: Products, rows: Array, w_in: Any, w_out: Any, group_sizes: Array) -> Array:
-    @jax.custom_vjp
-    def run(rows, w_in, w_out):
-        return forward(rows, w_in, w_out)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts(
+    products: Products,
+    rows: Array,
+    w_in: Array | QuantizedArray,
+    w_out: Array | QuantizedArray,
+    group_sizes: Array,
+) -> Array:
+    """Return the rows through the experts; both matrices are [G k n]."""
+    return _forward(products, rows, w_in, w_out, group_sizes)[0]
 
-    def multiply(rows: Array, weights: Any, *, is_turned: bool = False) -> Array:
-        dtype = rows.dtype
-        return products.multiply(rows, weights, group_sizes, is_turned=is_turned, out_dtype=dtype)
 
-    def forward(rows, w_in, w_out):
-        z = multiply(rows, w_in)
-        return multiply(_activate(z), w_out), (rows, z, w_in, w_out)
+def _forward(products, rows, w_in, w_out, group_sizes):
+    z = _multiply(products, rows, w_in, group_sizes)
+    out = _multiply(products, _activate(z), w_out, group_sizes)
+    return out, (rows, z, w_in, w_out, group_sizes)
 
-    def contract(rows: Array, others: Array, weights: Any) -> Array | None:
-        if isinstance(weights, QuantizedArray):
-            return None
-        return products.contract(rows, others, group_sizes, out_dtype=weights.dtype)
 
-    def backward(residuals, d_out):
-        rows, z, w_in, w_out = residuals
-        hidden, pull = jax.vjp(_activate, z)
-        (d_z,) = pull(multiply(d_out, w_out, is_turned=True))
-        d_rows = multiply(d_z, w_in, is_turned=True)
-        return d_rows, contract(rows, d_z, w_in), contract(hidden, d_out, w_out)
+def _backward(products, residuals, d_out):
+    rows, z, w_in, w_out, group_sizes = residuals
+    hidden, pull = jax.vjp(_activate, z)
+    (d_z,) = pull(_multiply(products, d_out, w_out, group_sizes, is_turned=True))
+    d_rows = _multiply(products, d_z, w_in, group_sizes, is_turned=True)
+    d_in = _contract(products, rows, d_z, w_in, group_sizes)
+    return d_rows, d_in, _contract(products, hidden, d_out, w_out, group_sizes), None
 
-    run.defvjp(forward, backward)
-    return run(rows, w_in, w_out)
+
+_experts.defvjp(_forward, _backward)
+
+
+def _multiply(
+    products: Products, rows: Array, weights: Any, group_sizes: Array, *, is_turned: bool = False
+) -> Array:
+    """Return the product in the dtype of the rows."""
+    dtype = rows.dtype
+    return products.multiply(rows, weights, group_sizes, is_turned=is_turned, out_dtype=dtype)
+
+
+def _contract(
+    products: Products, rows: Array, others: Array, weights: Any, group_sizes: Array
+) -> Array | None:
+    """Return the gradient of the weights, None where they are quantised."""
+    if isinstance(weights, QuantizedArray):
+        return None
+    return products.contract(rows, others, group_sizes, out_dtype=weights.dtype)
