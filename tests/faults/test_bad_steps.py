@@ -106,6 +106,14 @@ def _limits(norms, ratio=10.0):
     return limits
 
 
+@pytest.mark.parametrize("count", range(3, guard.WINDOW + 1))
+def test_the_limit_is_a_multiple_of_the_median_the_lower_of_two(count):
+    norms = np.zeros(guard.WINDOW, np.float32)
+    norms[-count:] = np.random.default_rng(count).permutation(count) + 1.0
+    limit = float(guard.norm_limit(jnp.asarray(norms), 10.0))
+    assert limit == 10.0 * sorted(norms[-count:])[(count - 1) // 2]
+
+
 def test_the_bound_is_of_the_last_accepted_steps():
     assert _limits([1, 2, 4, 1000, 4]) == [math.inf, math.inf, math.inf, 20.0, 20.0]
     assert _limits([1, 2, 4, math.nan, math.inf, 1]) == [math.inf] * 3 + [20.0] * 3

@@ -88,6 +88,13 @@ def test_long_documents_are_counted_and_left_out():
     assert all(plan.is_long.tolist() == [False, True, True] for plan in plans.values())
 
 
+def test_a_document_that_fills_a_row_is_not_long():
+    """A row of 4 predictions holds 5 tokens."""
+    documents = _documents([[1] * 5, [1] * 6])
+    plan = BestFit(documents, sequence_length=4, seed=0, file=None, long="cut")
+    assert plan.is_long.tolist() == [False, True]
+
+
 def test_concatenation_of_weighted_documents_is_refused():
     with pytest.raises(DataError, match="data.packing=concatenate .* Choose best_fit or levels"):
         Concatenated(_documents([[0, 1]]), sequence_length=4, seed=0, separator=None)

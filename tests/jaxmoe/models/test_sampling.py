@@ -56,6 +56,13 @@ def test_filters_equal_the_slow_reference(seed, temperature, top_k, top_p, min_p
     assert (kept >= np.logical_and(*borders)).all() and (kept <= np.logical_or(*borders)).all()
 
 
+def test_tokens_whose_sum_is_exactly_top_p_are_enough():
+    """Probabilities 1/2, 1/4 and 1/4, which float32 holds: the first alone reaches 1/2."""
+    logits = jnp.asarray([[np.log(2.0), 0.0, 0.0]], jnp.float32)
+    limits = SamplingConfig(temperature=1.0, top_p=0.5).limits(3)
+    assert np.isfinite(np.asarray(KEEP(logits, limits))).tolist() == [[True, False, False]]
+
+
 @pytest.mark.slow
 def test_filters_equal_those_of_transformers():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")

@@ -246,3 +246,11 @@ def test_the_check_finds_a_broken_pool(break_it, message):
     break_it(pool)
     with pytest.raises(AssertionError, match=message):
         pool.check([table])
+
+
+def test_a_page_is_written_by_one_table_and_before_it_has_a_name():
+    pool = BlockPool(3, SIZE)
+    own, shared, named = pool.take(3)
+    pool.share([shared])
+    pool.name(named, page_name(root_name(), [0, 1]))
+    assert [pool.is_writable(page) for page in (own, shared, named)] == [True, False, False]
