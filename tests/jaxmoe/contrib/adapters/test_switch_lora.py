@@ -74,6 +74,26 @@ def test_a_swap_leaves_the_effective_weight():
     assert set(changed) == {f"{path}{end}" for path in adapted for end in ("", ":down", ":up")}
 
 
+def test_candidates_have_the_deviations_of_the_paper():
+    """Of A ((sqrt(out) r) / in^1.5)^(1/4), of B (r / sqrt(in out))^(1/4)."""
+    config = dataclasses.replace(CONFIG, candidates=2000)
+    model = dataclasses.replace(TINY, adapter=config)
+    table = parameter_table(model)
+    shapes = {row.path: jax.ShapeDtypeStruct(row.shape, jnp.float32) for row in table}
+    params = traverse_util.unflatten_dict(shapes, sep="/")
+    state = flat(config.first_state(params, table, jax.random.key(0)))
+    rows = [row for row in table if f"{row.path}:down" in shapes]
+    assert rows
+    for row in rows:
+        rank = shapes[f"{row.path}:down"].shape[-1]
+        fan_in, fan_out = row.declaration.fan(0), row.declaration.fan(1)
+        of_a = (fan_out**0.5 * rank / fan_in**1.5) ** 0.25
+        of_b = (rank / (fan_in * fan_out) ** 0.5) ** 0.25
+        for name, deviation in (("down", of_a), ("up", of_b)):
+            candidates = np.asarray(state[f"{row.path}:{name}/waiting"])
+            np.testing.assert_allclose(candidates.std(), deviation, rtol=0.03)
+
+
 def test_vectors_and_candidates_change_places():
     state = begun(CONFIG)
     after = followed(CONFIG, state)
