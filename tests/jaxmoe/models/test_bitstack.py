@@ -123,3 +123,10 @@ def test_bytes_are_those_of_the_formula(stacks):
 def test_scales_follow_the_norms():
     scales = scales_of(np.asarray([[4.0, 16.0], [0.0, 0.0]]))
     np.testing.assert_allclose(scales, np.asarray([[2 / 3, 4 / 3], [1.0, 1.0]]) + 1e-3)
+
+
+def test_a_block_of_full_rank_is_the_matrix():
+    """Signs times |W| is W, but for the rounding of the factors to float16."""
+    matrix = jax.random.normal(jax.random.key(0), (2, 7, 5))
+    _, norms = decompose(matrix, jnp.ones((2, 7)), count=1, rank=5)
+    assert float(norms[0]) < 2e-3

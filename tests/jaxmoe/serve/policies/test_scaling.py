@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 
 import pytest
 
@@ -13,7 +14,8 @@ from jaxmoe.serve import BATCHING, Objective
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.policies.dispatch import DISPATCH
 from jaxmoe.serve.policies.scaling import SCALING, PolcaConfig
-from jaxmoe.serve.policies.scaling.base import rate_within
+from jaxmoe.serve.policies.scaling.base import ScalingView, rate_within
+from jaxmoe.serve.policies.scaling.slo import SLOConfig
 from jaxmoe.serve.simulation import Simulation, measure
 from jaxmoe.serve.simulation.measures import latency
 from tests.support.simulated import COST, FACTS, arrivals
@@ -207,3 +209,31 @@ def test_energy_is_that_of_idling_and_of_every_step():
 def test_instances_with_roles_cannot_join():
     with pytest.raises(ValueError, match="scaling='slo' lets instances join and drain"):
         scaled("slo", [], dispatch="dist_serve")
+
+
+@pytest.mark.parametrize(
+    ("rates", "present", "instances"),
+    [
+        ((5.0,), 3, 2),
+        ((15.0, 15.0), 2, 2),
+        ((20.0, 20.0), 1, 2),
+        ((5.0, 10.0), 1, 2),
+        ((10.0, 5.0), 1, 1),
+        ((90.0, 90.0), 4, 4),
+    ],
+)
+def test_slo_follows_the_predicted_rate_by_one_instance(rates, present, instances, monkeypatch):
+    """An instance serves 10 requests a second; there are at most 4."""
+    monkeypatch.setattr(SLOConfig, "rate", lambda self, hardware, view: 10.0)
+    decide = SLOConfig().build()
+    for rate in rates:
+        # Annotations are those of views of a fleet, of which the policy reads a few fields.
+        view = object.__new__(ScalingView)
+        fields = {"arrived": (None,) * int(rate), "seconds": 1.0, "num_instances": 4}
+        fields["fleet"] = types.SimpleNamespace(members=range(present))
+        fields["hardware"] = types.SimpleNamespace(loading_seconds=lambda: 0.5)
+        for name, value in fields.items():
+            object.__setattr__(view, name, value)
+        wanted = decide(view)
+    assert wanted.instances == instances
+    assert wanted.delay == 0.5 * (instances > present)
