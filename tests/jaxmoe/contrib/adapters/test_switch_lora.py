@@ -75,7 +75,7 @@ def test_a_swap_leaves_the_effective_weight():
 
 
 def test_candidates_have_the_deviations_of_the_paper():
-    """Of A ((sqrt(out) r) / in^1.5)^(1/4), of B (r / sqrt(in out))^(1/4)."""
+    """A has ((sqrt(out) r) / in^1.5)^(1/4), and B (r / sqrt(in out))^(1/4)."""
     config = dataclasses.replace(CONFIG, candidates=2000)
     model = dataclasses.replace(TINY, adapter=config)
     table = parameter_table(model)
