@@ -9,7 +9,7 @@
 `take` computes the rows of tests/support/hashes/rows and writes their hashes; a row that fails is
 named at the end, and the exit code is 1. `compare` names every row and part that differs, and every
 row that only one file has; the exit code is 1 if there is one. A PATTERN is that of a shell, such
-as 'router/*'. What rows print is in .cache/hashes/logs.
+as 'router/*'. What rows print is in .cache/hashes/logs/FILE.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _take(path: pathlib.Path, names: list[str], workers: int) -> int:
         failure = f"  FAILED {parts[files.ERROR]}" if files.ERROR in parts else ""
         print(f"{name}  {seconds:.1f}{failure}", flush=True)
 
-    logs = environment.ROOT / ".cache" / "hashes" / "logs"
+    logs = environment.ROOT / ".cache" / "hashes" / "logs" / path.stem
     rows = processes.compute_all(names, workers=workers, logs=logs, report=report)
     files.write(path, environment.describe(), rows)
     failures = files.errors(rows)
@@ -80,8 +80,8 @@ def _compare(old: pathlib.Path, new: pathlib.Path) -> int:
     for line in files.environment_differences(old_environment, new_environment):
         print(f"environment: {line}")
     lines = files.differences(old_rows, new_rows)
-    same = len(old_rows.keys() & new_rows.keys()) - sum("only in OLD" not in x for x in lines)
-    print("\n".join([*lines, f"{len(lines)} rows differ, {max(same, 0)} are equal"]))
+    equal = len(old_rows.keys() | new_rows.keys()) - len(lines)
+    print("\n".join([*lines, f"{len(lines)} rows differ, {equal} are equal"]))
     return 1 if lines else 0
 
 

@@ -39,6 +39,8 @@ def rows() -> Iterator[tuple[str, Row]]:
             f"data/chat_on_{train_on}",
             functools.partial(_batches, {"train_on": train_on}, "chat"),
         )
+    parts = {"partition": "1/2"}
+    yield "data/partition", functools.partial(_batches, parts, "language_mixture")
     yield "data/two_hosts", _two_hosts
 
 

@@ -144,6 +144,10 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "seed_pool": ("training.gradients:seed_pool", "--training.gradients.seeds", "16"),
     "evolution": ("training.gradients:evolution", "--training.clip", "None"),
     "snapshots": ("--checkpoint.snapshot_every", "2"),
+    "optimizer_in_files": (
+        *("--execution.optimizer_memory", "files", "--execution.optimizer_parts", "2"),
+        *TWO_LAYERS,
+    ),
     "recomputed": ("--checkpoint.recompute", "2"),
     "blocking_saves": ("--checkpoint.capture", "blocking", "--checkpoint.every", "2"),
     "layer_norms": ("--checkpoint.on_lost_stage", "average"),
@@ -209,10 +213,14 @@ def _moved(directory: pathlib.Path) -> dict[str, str]:
 
 
 def _rolled_back(directory: pathlib.Path) -> dict[str, str]:
-    """Every step is refused after the checkpoint of step 2, once; their batches are skipped."""
-    flags = ("--checkpoint.every", "2", "--training.max_skipped", "1")
-    train(directory / "run", *flags, "--training.max_norm_ratio", "1.02", steps=8)
-    return parts_of_run(directory / "run")
+    """Two steps are refused, and the run goes back to a checkpoint and skips their rows."""
+    from tests.support.faults import poisoned
+
+    flags = ("--checkpoint.every", "3", "--training.max_skipped", "2")
+    with poisoned(lambda row: 8 * 4 <= row < 8 * 6):
+        train(directory / "run", *flags, steps=9)
+    skipped = json.loads((directory / "run" / "skipped.json").read_text())
+    return parts_of_run(directory / "run") | {"skipped rows": digest_of_record(skipped)}
 
 
 def _finetuned(directory: pathlib.Path) -> dict[str, str]:
