@@ -147,8 +147,9 @@ def test_decoded_tokens_are_those_of_the_whole_forward():
     prompts = [
         row[:count].tolist() for row, count in zip(batch_of()["tokens"], (5, 9, 1, 12), strict=True)
     ]
-    found = written(params_of(), prompts)
-    whole = jax.jit(lambda tokens: Transformer(MODEL).apply({"params": params_of()}, tokens).logits)
+    params = params_of()
+    found = written(params, prompts)
+    whole = jax.jit(lambda tokens: Transformer(MODEL).apply({"params": params}, tokens).logits)
     for prompt, new in zip(prompts, np.asarray(found), strict=True):
         text = np.zeros((1, 16), np.int32)
         text[0, : len(prompt) + 4] = [*prompt, *new]

@@ -169,10 +169,10 @@ def test_decoding_with_a_cache_per_mixer_equals_the_whole_forward():
     }
 
     @jax.jit
-    def step(new, first, cache):
+    def step(params, new, first, cache):
         places = first + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
         output = Transformer(MODEL).apply(
-            {"params": params_of(MODEL)},
+            {"params": params},
             new,
             positions=jnp.broadcast_to(places, new.shape),
             cache=cache,
@@ -181,7 +181,8 @@ def test_decoding_with_a_cache_per_mixer_equals_the_whole_forward():
 
     found = []
     for first in range(0, LENGTH, 2):
-        logits, cache = step(given[:, first : first + 2], jnp.int32(first), cache)
+        new = given[:, first : first + 2]
+        logits, cache = step(params_of(MODEL), new, jnp.int32(first), cache)
         found.append(logits)
     whole, rows = on_one_device()[0][1][0], np.array([0, 3])
     assert_close(jnp.concatenate(found, axis=1)[rows], whole[rows], "end_to_end")

@@ -142,14 +142,14 @@ def test_decoding_step_by_step_equals_the_whole():
     execution, tokens = ExecutionConfig(), tokens_of()
 
     @jax.jit
-    def step(tokens, positions, cache):
-        output = forward(MODEL, execution, params_of(), tokens, positions=positions, cache=cache)
+    def step(params, tokens, positions, cache):
+        output = forward(MODEL, execution, params, tokens, positions=positions, cache=cache)
         return output.logits, output.cache
 
     cache, found, first = initial_cache(MODEL, execution, batch=BATCH, length=LENGTH), [], 0
     for count in (4, 1, 1):
         positions = jnp.broadcast_to(first + jnp.arange(count, dtype=jnp.int32), (BATCH, count))
-        logits, cache = step(tokens[:, first : first + count], positions, cache)
+        logits, cache = step(params_of(), tokens[:, first : first + count], positions, cache)
         found.append(logits)
         first += count
     whole = logits_of(MODEL)(params_of(), tokens)

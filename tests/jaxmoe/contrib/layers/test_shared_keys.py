@@ -124,14 +124,14 @@ def test_decoding_step_by_step_equals_the_whole():
     whole = value_and_gradient(MODEL, train=False)(params_of(), tokens, None)[0][1]
 
     @jax.jit
-    def step(tokens, positions, cache):
-        output = forward(MODEL, execution, params_of(), tokens, positions=positions, cache=cache)
+    def step(params, tokens, positions, cache):
+        output = forward(MODEL, execution, params, tokens, positions=positions, cache=cache)
         return output.logits, output.cache
 
     cache, found, first = initial_cache(MODEL, execution, batch=BATCH, length=LENGTH), [], 0
     for count in (6, 1, 1):
         positions = jnp.broadcast_to(first + jnp.arange(count, dtype=jnp.int32), (BATCH, count))
-        logits, cache = step(tokens[:, first : first + count], positions, cache)
+        logits, cache = step(params_of(), tokens[:, first : first + count], positions, cache)
         found.append(logits)
         first += count
     assert_close(jnp.concatenate(found, axis=1), whole, "end_to_end")
