@@ -216,9 +216,9 @@ class _Start:
         """Wait until all processes have ended, by themselves or because one was lost.
 
         Args:
-            seconds: Time after which they are asked to save and end.
+            seconds: Time from now on after which they are asked to save and end.
         """
-        asked = self._began + seconds
+        asked = time.monotonic() + seconds
         while True:
             if time.monotonic() > asked:
                 asked = float("inf")

@@ -15,6 +15,7 @@ import pytest
 
 from experiments.cli.flags import ExitCode
 from experiments.launch import __main__ as launch
+from experiments.launch import supervise
 from tests.support.runs import ROOT
 
 # Process 1 of the first start does what it is told; every other one waits, or is done.
@@ -130,7 +131,16 @@ def test_fewer_processes_are_tried_where_two_cannot_share_the_batch(tmp_path):
     assert code == ExitCode.DONE and starts == [(137, 3), (137, 3), (2, 2), (0, 1)]
 
 
-def test_all_processes_are_tried_again_after_a_while(tmp_path, capsys):
+@pytest.mark.parametrize("spawning", [0.0, 0.2])
+def test_all_processes_are_tried_again_after_a_while(tmp_path, capsys, monkeypatch, spawning):
+    """Also where starting the processes takes part of the while."""
+
+    class Slow(subprocess.Popen):
+        def __init__(self, *args, **options):
+            time.sleep(spawning)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(supervise.subprocess, "Popen", Slow)
     more = ("--elastic.retry", "2")
     code, starts = _shrink(tmp_path, "0", "waits", more=more)
     assert code == ExitCode.DONE and starts == [(137, 3), (137, 3), (75, 2), (0, 3)]
