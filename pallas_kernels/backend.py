@@ -10,8 +10,9 @@ same signature:
     pallas_tpu   Pallas kernels for TPUs
     pallas_gpu   Pallas kernels for GPUs
 
-A requested implementation runs or raises. None picks the first of `PREFERENCE` that exists and runs
-here; `Operation.choose` names it. There is no silent fallback.
+A requested implementation runs or raises. None picks the first of `PREFERENCE` that exists, runs
+here, takes the arguments and has not been found wrong on this device (`distrust`);
+`Operation.choose` names it and says why.
 
 "Here" is the platform that a program is traced for: that of the devices of the mesh in context,
 which may be only described (so that a plan for TPUs has the kernels of a run on TPUs), or without a
@@ -29,17 +30,17 @@ from typing import Any, Literal
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import measured
+
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
-PREFERENCE: tuple[Implementation, ...] = ("pallas_tpu", "xla", "pallas_gpu", "reference")
-"""Implementations from best to worst.
-
-The GPU kernels are interpreted and compiled in the tests and have never run on a GPU, where the
-interpreters do not show every fault; until they have, they run on request only.
-"""
+PREFERENCE: tuple[Implementation, ...] = ("pallas_tpu", "pallas_gpu", "xla", "reference")
+"""Implementations from best to worst, where `pallas_kernels.measured` has no row."""
 
 # Implementations without an entry run on every platform.
 PLATFORMS: dict[Implementation, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+
+_FASTEST = "the fastest one that runs on this platform"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,11 @@ class Operation:
 
     name: str
     implementations: Mapping[Implementation, Callable[..., Any]]
+    refusals: Mapping[Implementation, Callable[..., str | None]] = dataclasses.field(
+        default_factory=dict
+    )
+    """Functions of the first arguments that return why an implementation does not take them, or
+    None; those without an entry take all."""
 
     def runnable(self) -> list[Implementation]:
         """Return the implementations that run here, best first."""
@@ -64,11 +70,13 @@ class Operation:
     def _ordered(self) -> list[Implementation]:
         return [name for name in PREFERENCE if name in self.implementations]
 
-    def choose(self, requested: Implementation | None = None) -> Choice:
+    def choose(self, requested: Implementation | None = None, *arguments: Any) -> Choice:
         """Return the implementation that runs for `implementation=requested`, and why.
 
         Args:
             requested: Name of an implementation, or None for the best that runs here.
+            *arguments: First arguments of the operation, for None: shapes and dtypes count. Without
+                them the choice is that for arguments which every implementation takes.
 
         Returns:
             The choice.
@@ -77,9 +85,7 @@ class Operation:
             ValueError: `requested` is no implementation of this operation, or cannot run here.
         """
         if requested is None:
-            # Lazy: the platform is not queried where a better one runs everywhere.
-            best: Implementation = next(name for name in self._ordered() if _runs_here(name))
-            return Choice(implementation=best, reason="the fastest one that runs on this platform")
+            return self._best(arguments)
         if requested in self.implementations and _runs_here(requested):
             return Choice(implementation=requested, reason="asked for by name")
         if requested not in typing.get_args(Implementation):
@@ -93,9 +99,50 @@ class Operation:
             f"Choose one of {', '.join(map(repr, self.runnable()))}, or None for the best of them."
         )
 
-    def function(self, requested: Implementation | None = None) -> Callable[..., Any]:
-        """Return the function of `choose(requested)`."""
-        return self.implementations[self.choose(requested).implementation]
+    def function(
+        self, requested: Implementation | None = None, *arguments: Any
+    ) -> Callable[..., Any]:
+        """Return the function of `choose(requested, *arguments)`."""
+        return self.implementations[self.choose(requested, *arguments).implementation]
+
+    def _best(self, arguments: tuple[Any, ...]) -> Choice:
+        against: list[str] = []
+        for name in self._ordered():
+            if not _runs_here(name):
+                continue
+            if (reason := self._against(name, arguments)) is None:
+                words = measured.words(self.name, name, device_kind) or _FASTEST
+                return Choice(implementation=name, reason="; ".join([words, *against]))
+            against.append(f"not {name}: {reason}")
+        raise ValueError(f"{self.name}: no implementation runs here: {'; '.join(against)}")
+
+    def _against(self, name: Implementation, arguments: tuple[Any, ...]) -> str | None:
+        """Return why None does not choose an implementation that runs here; None if it may."""
+        if name == "pallas_gpu":
+            # Imported on use: it imports this module.
+            from pallas_kernels.gpu.capability import capability_or_none
+            from pallas_kernels.gpu.choice import reason_against_gpu
+
+            if (reason := reason_against_gpu(capability_or_none())) is not None:
+                return reason
+        if _WRONG and (reason := _WRONG.get((self.name, name, device_kind()))) is not None:
+            return reason
+        refusal = self.refusals.get(name)
+        return refusal(*arguments) if refusal is not None and arguments else None
+
+
+_WRONG: dict[tuple[str, Implementation, str], str] = {}
+
+
+def distrust(operation: str, implementation: Implementation, reason: str) -> None:
+    """Keep None from choosing an implementation on this kind of device, in this process.
+
+    Args:
+        operation: Name of the operation.
+        implementation: Name of the implementation.
+        reason: What was wrong, for `Choice.reason`.
+    """
+    _WRONG[operation, implementation, device_kind()] = reason
 
 
 def platform() -> str:

@@ -46,6 +46,7 @@ OPERATION = Operation(
         else functools.partial(kernels.flash_attention, kernels=one)
         for name, one in KERNELS.items()
     },
+    refusals={"pallas_gpu": lambda q, k, v, *_: pallas_gpu.reason_against_kernel(q, v)},
 )
 
 
@@ -102,4 +103,4 @@ def flash_attention(
     tokens = Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
     arrays = (q, k, v, tokens)
     q, k, v, tokens = match_varying(arrays, arrays)
-    return OPERATION.function(implementation)(q, k, v, tokens, rules)
+    return OPERATION.function(implementation, q, k, v)(q, k, v, tokens, rules)

@@ -24,6 +24,15 @@ _CAPABILITIES: dict[str, tuple[int, int]] = {
 }
 
 
+def capability_or_none() -> tuple[int, int] | None:
+    """Return the compute capability of the GPU that the program is for; None where it is not known
+    or there is none."""
+    try:
+        return device_capability("")
+    except ValueError:
+        return None
+
+
 def device_capability(operation: str) -> tuple[int, int] | None:
     """Return the compute capability of the GPU that the program is for.
 

@@ -71,7 +71,7 @@ def check_call(
             " those depend on the documents of the whole sequence: give positions, laid out by the"
             " order that laid out the tokens."
         )
-    kernels = KERNELS[OPERATION.choose(implementation).implementation]
+    kernels = KERNELS[OPERATION.choose(implementation, *arrays[:3]).implementation]
     check_transport(name, transport, kernels)
     if transport == "remote_dma" and not isinstance(axis_name, str):
         raise ValueError(

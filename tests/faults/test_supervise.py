@@ -15,7 +15,6 @@ import pytest
 
 from experiments.cli.flags import ExitCode
 from experiments.launch import __main__ as launch
-from experiments.launch import supervise
 from tests.support.runs import ROOT
 
 # Process 1 of the first start does what it is told; every other one waits, or is done.
@@ -135,12 +134,13 @@ def test_fewer_processes_are_tried_where_two_cannot_share_the_batch(tmp_path):
 def test_all_processes_are_tried_again_after_a_while(tmp_path, capsys, monkeypatch, spawning):
     """Also where starting the processes takes part of the while."""
 
-    class Slow(subprocess.Popen):
-        def __init__(self, *args, **options):
-            time.sleep(spawning)
-            super().__init__(*args, **options)
+    begin = subprocess.Popen.__init__
 
-    monkeypatch.setattr(supervise.subprocess, "Popen", Slow)
+    def slow(self, *args, **options):
+        time.sleep(spawning)
+        begin(self, *args, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", slow)
     more = ("--elastic.retry", "2")
     code, starts = _shrink(tmp_path, "0", "waits", more=more)
     assert code == ExitCode.DONE and starts == [(137, 3), (137, 3), (75, 2), (0, 3)]

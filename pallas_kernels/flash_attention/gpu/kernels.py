@@ -68,6 +68,19 @@ def kernel_for(
     return choose_kernel(capability, against)
 
 
+def reason_against_kernel(q: Array, v: Array) -> str | None:
+    """Return why XLA would run the forward pass; None if a kernel does.
+
+    Args:
+        q: Queries, whose dtype and width count.
+        v: Values, whose width counts.
+    """
+    capability = device_capability("flash_attention")
+    widths = q.shape[-1], v.shape[-1]
+    choice = kernel_for(capability, q.dtype, *widths, backward=False, cuda=cuda_version())
+    return choice.reason if choice.kernel == "xla" else None
+
+
 def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
     return _kernels_for(operands, backward=False).attend(operands)

@@ -51,14 +51,20 @@ def kernel_for(
         raise ValueError(
             f"grouped_matmul: implementation='pallas_gpu': {against_gpu}: choose 'xla'."
         )
-    for dtype in (rows, weights):
-        if jnp.dtype(dtype).itemsize > 4:
-            raise ValueError(
-                f"grouped_matmul: no kernel of 'pallas_gpu' multiplies {jnp.dtype(dtype).name}: "
-                "cast it to float32, or choose 'xla'."
-            )
+    if (against_dtypes := reason_against_dtypes(rows, weights)) is not None:
+        raise ValueError(
+            f"grouped_matmul: {against_dtypes}: cast it to float32, or choose 'xla'."
+        )
     against = reason_against(rows, weights, block_size, is_contraction=is_contraction)
     return choose_kernel(capability, against)
+
+
+def reason_against_dtypes(*dtypes: Any) -> str | None:
+    """Return why no kernel multiplies factors of these dtypes; None if one does."""
+    for dtype in dtypes:
+        if jnp.dtype(dtype).itemsize > 4:
+            return f"no kernel of 'pallas_gpu' multiplies {jnp.dtype(dtype).name}"
+    return None
 
 
 def multiply(
