@@ -140,6 +140,12 @@ def pytest_configure(config):
         )
 
 
+def pytest_runtestloop(session):
+    """Start the devices before the first test, which may change the environment for a command."""
+    if not session.config.option.collectonly and session.items:
+        jax.devices()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     tables: dict[tuple[str, int | None], list[pytest.Item]] = {}
