@@ -60,8 +60,8 @@ class Operation:
     refusals: Mapping[Implementation, Callable[..., str | None]] = dataclasses.field(
         default_factory=dict
     )
-    """Functions of the first arguments that return why an implementation does not take them, or
-    None; those without an entry take all."""
+    """Functions that return why None does not choose an implementation on this device, for these
+    first arguments where there are any, or None; those without an entry take all."""
 
     def runnable(self) -> list[Implementation]:
         """Return the implementations that run here, best first."""
@@ -118,17 +118,10 @@ class Operation:
 
     def _against(self, name: Implementation, arguments: tuple[Any, ...]) -> str | None:
         """Return why None does not choose an implementation that runs here; None if it may."""
-        if name == "pallas_gpu":
-            # Imported on use: it imports this module.
-            from pallas_kernels.gpu.capability import capability_or_none
-            from pallas_kernels.gpu.choice import reason_against_gpu
-
-            if (reason := reason_against_gpu(capability_or_none())) is not None:
-                return reason
         if _WRONG and (reason := _WRONG.get((self.name, name, device_kind()))) is not None:
             return reason
         refusal = self.refusals.get(name)
-        return refusal(*arguments) if refusal is not None and arguments else None
+        return None if refusal is None else refusal(*arguments)
 
 
 _WRONG: dict[tuple[str, Implementation, str], str] = {}

@@ -46,7 +46,7 @@ OPERATION = Operation(
         else functools.partial(kernels.flash_attention, kernels=one)
         for name, one in KERNELS.items()
     },
-    refusals={"pallas_gpu": lambda q, k, v, *_: pallas_gpu.reason_against_kernel(q, v)},
+    refusals={"pallas_gpu": pallas_gpu.reason_against_default},
 )
 
 

@@ -11,6 +11,8 @@ of shapes and dtypes.
 
 from typing import NamedTuple
 
+from pallas_kernels.gpu.capability import capability_or_none
+
 OLDEST = (8, 0)
 """Compute capability that every kernel of this package needs."""
 
@@ -56,3 +58,8 @@ def reason_against_gpu(capability: tuple[int, int] | None) -> str | None:
         return None
     have = "no NVIDIA GPU" if capability is None else f"{capability[0]}.{capability[1]}"
     return f"the kernels need an NVIDIA GPU of compute capability 8.0 or later, this is {have}"
+
+
+def reason_against_this_gpu() -> str | None:
+    """Return why no kernel of this package runs on the GPU that the program is for."""
+    return reason_against_gpu(capability_or_none())

@@ -31,6 +31,7 @@ To add an implementation: `pallas_kernels/grouped_matmul/<name>.py` with the two
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,6 +53,10 @@ PRODUCTS: dict[Implementation, products.Products] = {
 }
 """The two products of every implementation except the reference."""
 
+_REFUSALS: dict[Implementation, Callable[..., str | None]] = {
+    "pallas_gpu": pallas_gpu.reason_against_default
+}
+
 OPERATION = Operation(
     name="grouped_matmul",
     implementations={
@@ -62,6 +67,7 @@ OPERATION = Operation(
             for name, one in PRODUCTS.items()
         },
     },
+    refusals=_REFUSALS,
 )
 
 OUTER = Operation(
@@ -70,6 +76,7 @@ OUTER = Operation(
         "reference": reference.grouped_outer,
         **{name: one.contract for name, one in PRODUCTS.items()},
     },
+    refusals=_REFUSALS,
 )
 
 
@@ -112,7 +119,8 @@ def grouped_matmul(
     if 0 in (*rows.shape, *weights.shape):
         empty = jnp.zeros((rows.shape[0], weights.shape[2]), out_dtype)
         return match_varying(empty, rows, weights, group_sizes)
-    return OPERATION.function(implementation)(rows, weights, group_sizes, jnp.dtype(out_dtype))
+    multiply = OPERATION.function(implementation, rows, weights)
+    return multiply(rows, weights, group_sizes, jnp.dtype(out_dtype))
 
 
 def grouped_outer(
@@ -148,7 +156,7 @@ def grouped_outer(
         shape = (group_sizes.shape[0], rows.shape[1], others.shape[1])
         empty = jnp.zeros(shape, out_dtype)
         return match_varying(empty, rows, others, group_sizes)
-    contract = OUTER.function(implementation)
+    contract = OUTER.function(implementation, rows, others)
     length = largest_sum(rows, others)
     if length is None or rows.shape[0] <= length:
         return contract(rows, others, group_sizes, out_dtype=out_dtype)

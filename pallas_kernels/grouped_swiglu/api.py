@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.grouped_matmul.api import sizes_within
+from pallas_kernels.grouped_matmul.gpu.kernels import reason_against_default
 from pallas_kernels.grouped_swiglu import gpu as pallas_gpu
 from pallas_kernels.grouped_swiglu import reference, xla
 from pallas_kernels.grouped_swiglu import tpu as pallas_tpu
@@ -42,6 +43,7 @@ OPERATION = Operation(
         "pallas_tpu": pallas_tpu.grouped_swiglu,
         "pallas_gpu": pallas_gpu.grouped_swiglu,
     },
+    refusals={"pallas_gpu": reason_against_default},
 )
 
 
@@ -84,7 +86,7 @@ def grouped_swiglu(
     arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
     if 0 in (*rows.shape, *whole.shape):
         return match_varying(jnp.zeros_like(rows), arrays)
-    function = OPERATION.function(implementation)
+    function = OPERATION.function(implementation, rows, gate_up)
     return function(*match_varying(arrays, arrays), down_is_turned=down_is_turned)
 
 

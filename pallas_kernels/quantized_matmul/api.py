@@ -95,6 +95,7 @@ OPERATION = Operation(
         # Has its own kernel for the gradient.
         "pallas_tpu": pallas_tpu.quantized_matmul,
     },
+    refusals={"pallas_gpu": pallas_gpu.reason_against_default},
 )
 
 
@@ -128,9 +129,9 @@ def quantized_matmul(
     if 0 in (*x.shape, *w.shape):
         return match_varying(jnp.zeros((x.shape[0], w.shape[1]), out_dtype), x)
     if isinstance(w, MixedArray):
-        multiply = _mixed_product(OPERATION.choose(implementation).implementation)
+        multiply = _mixed_product(OPERATION.choose(implementation, x, w).implementation)
         return _differentiable(x, w, jnp.dtype(out_dtype), multiply)
-    return OPERATION.function(implementation)(x, w, jnp.dtype(out_dtype))
+    return OPERATION.function(implementation, x, w)(x, w, jnp.dtype(out_dtype))
 
 
 @functools.cache  # one function per implementation, so that programs are not retraced

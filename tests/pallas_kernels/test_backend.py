@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
+from pallas_kernels import backend
 from pallas_kernels.backend import Choice, Operation, interpreted, platform
 from pallas_kernels.jax_versions import match_varying
 
@@ -165,9 +166,62 @@ def test_match_varying_outside_is_the_identity():
     assert match_varying(x) is x
 
 
-def test_gpu_kernels_run_on_request_only():
-    """Once accelerator tests have passed on a GPU, move pallas_gpu forward in PREFERENCE."""
-    with jax.sharding.use_abstract_mesh(described_mesh("NVIDIA H200", "cuda")):
-        attention = pallas_kernels.OPERATIONS["flash_attention"]
-        assert attention.choose().implementation == "xla"
-        assert attention.choose("pallas_gpu").reason == "asked for by name"
+H200 = described_mesh("NVIDIA H200", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen", "reason"),
+    [
+        ("NVIDIA H200", "pallas_gpu", "the fastest one that runs on this platform"),
+        ("NVIDIA A100-SXM4-40GB", "pallas_gpu", "the fastest one that runs on this platform"),
+        ("NVIDIA H100 80GB HBM3", "pallas_gpu", "24 to 41 times as fast as xla"),
+        ("Tesla V100", "xla", "not pallas_gpu: the kernels need an NVIDIA GPU of compute"),
+        ("AMD Instinct MI300X", "xla", "not pallas_gpu: the kernels need an NVIDIA GPU"),
+    ],
+)
+def test_kernels_are_the_default_of_gpus_that_run_them(kind, chosen, reason):
+    with jax.sharding.use_abstract_mesh(described_mesh(kind, "cuda")):
+        choice = pallas_kernels.OPERATIONS["flash_attention"].choose()
+        assert choice.implementation == chosen and reason in choice.reason
+        # Without a kernel for GPUs.
+        assert pallas_kernels.OPERATIONS["selective_scan"].choose().implementation == "xla"
+
+
+def float64(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float64)
+
+
+REFUSED = {
+    "flash_attention": (float64(1, 8, 2, 16),) * 3,
+    "grouped_matmul": (float64(8, 4), float64(2, 4, 5)),
+    "grouped_outer": (float64(8, 4), float64(8, 5)),
+    "grouped_swiglu": (float64(8, 4), float64(2, 4, 2, 5)),
+    "quantized_matmul": (
+        float64(8, 32),
+        pallas_kernels.quantize(jnp.ones((32, 8)), "int8", axis=-2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_gpu_kernel_takes_is_left_to_xla(name):
+    """By default; by name it is refused, or said."""
+    operation = pallas_kernels.OPERATIONS[name]
+    with jax.sharding.use_abstract_mesh(H200):
+        choice = operation.choose(None, *REFUSED[name])
+        assert choice.implementation == "xla" and "float64" in choice.reason
+        assert operation.choose("pallas_gpu", *REFUSED[name]).implementation == "pallas_gpu"
+        assert operation.choose(None).implementation == "pallas_gpu"
+
+
+def test_wrong_kernels_are_not_chosen(monkeypatch):
+    monkeypatch.setattr(backend, "_WRONG", {})
+    attention = pallas_kernels.OPERATIONS["flash_attention"]
+    with jax.sharding.use_abstract_mesh(H200):
+        backend.distrust("flash_attention", "pallas_gpu", "its gradient of q is off by 3.0")
+        choice = attention.choose()
+        assert choice.implementation == "xla"
+        assert choice.reason.endswith("; not pallas_gpu: its gradient of q is off by 3.0")
+        assert attention.choose("pallas_gpu").implementation == "pallas_gpu"
+    with jax.sharding.use_abstract_mesh(described_mesh("NVIDIA A100-SXM4-40GB", "cuda")):
+        assert attention.choose().implementation == "pallas_gpu"

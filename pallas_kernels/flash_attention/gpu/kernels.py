@@ -25,7 +25,12 @@ from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.gpu.hopper_tiles import reason_against
 from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
 from pallas_kernels.gpu.capability import device_capability
-from pallas_kernels.gpu.choice import KernelChoice, choose_kernel, reason_against_gpu
+from pallas_kernels.gpu.choice import (
+    KernelChoice,
+    choose_kernel,
+    reason_against_gpu,
+    reason_against_this_gpu,
+)
 from pallas_kernels.jax_versions import cuda_version
 
 WIDEST = 256
@@ -68,13 +73,16 @@ def kernel_for(
     return choose_kernel(capability, against)
 
 
-def reason_against_kernel(q: Array, v: Array) -> str | None:
-    """Return why XLA would run the forward pass; None if a kernel does.
+def reason_against_default(*arrays: Any) -> str | None:
+    """Return why XLA runs the forward pass by default; None if a kernel does.
 
     Args:
-        q: Queries, whose dtype and width count.
-        v: Values, whose width counts.
+        *arrays: q, k and v, of which dtype and widths count; or nothing, for the device alone.
     """
+    against = reason_against_this_gpu()
+    if against is not None or not arrays:
+        return against
+    q, _, v = arrays
     capability = device_capability("flash_attention")
     widths = q.shape[-1], v.shape[-1]
     choice = kernel_for(capability, q.dtype, *widths, backward=False, cuda=cuda_version())

@@ -15,11 +15,17 @@ To add a GPU kernel: `pallas_kernels/grouped_matmul/gpu/<name>.py` with `PRODUCT
 import importlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Int
 from pallas_kernels.gpu.capability import device_capability
-from pallas_kernels.gpu.choice import KernelChoice, choose_kernel, reason_against_gpu
+from pallas_kernels.gpu.choice import (
+    KernelChoice,
+    choose_kernel,
+    reason_against_gpu,
+    reason_against_this_gpu,
+)
 from pallas_kernels.grouped_matmul.gpu.hopper_tiles import reason_against
 from pallas_kernels.grouped_matmul.gpu.operands import operands_of
 from pallas_kernels.grouped_matmul.products import Products
@@ -51,16 +57,24 @@ def kernel_for(
         raise ValueError(
             f"grouped_matmul: implementation='pallas_gpu': {against_gpu}: choose 'xla'."
         )
-    if (against_dtypes := reason_against_dtypes(rows, weights)) is not None:
-        raise ValueError(
-            f"grouped_matmul: {against_dtypes}: cast it to float32, or choose 'xla'."
-        )
+    if (against_dtypes := _reason_against_dtypes(rows, weights)) is not None:
+        raise ValueError(f"grouped_matmul: {against_dtypes}: cast it to float32, or choose 'xla'.")
     against = reason_against(rows, weights, block_size, is_contraction=is_contraction)
     return choose_kernel(capability, against)
 
 
-def reason_against_dtypes(*dtypes: Any) -> str | None:
-    """Return why no kernel multiplies factors of these dtypes; None if one does."""
+def reason_against_default(*factors: Any) -> str | None:
+    """Return why XLA multiplies two factors by default; None if a kernel does.
+
+    Args:
+        *factors: Floating or quantised, of which dtypes count; or nothing, for the device alone.
+    """
+    against = reason_against_this_gpu()
+    dtypes = (factor.dtype for factor in jax.tree.leaves(factors))
+    return _reason_against_dtypes(*dtypes) if against is None else against
+
+
+def _reason_against_dtypes(*dtypes: Any) -> str | None:
     for dtype in dtypes:
         if jnp.dtype(dtype).itemsize > 4:
             return f"no kernel of 'pallas_gpu' multiplies {jnp.dtype(dtype).name}"

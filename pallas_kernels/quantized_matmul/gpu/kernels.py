@@ -29,7 +29,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.gpu.capability import device_capability
-from pallas_kernels.gpu.choice import KernelChoice, choose_kernel, reason_against_gpu
+from pallas_kernels.gpu.choice import (
+    KernelChoice,
+    choose_kernel,
+    reason_against_gpu,
+    reason_against_this_gpu,
+)
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_matmul.gpu.scales import Scaled
 from pallas_kernels.quantized_matmul.gpu.tiles import (
@@ -38,6 +43,7 @@ from pallas_kernels.quantized_matmul.gpu.tiles import (
     is_widened,
     reason_against,
 )
+from pallas_kernels.quantized_matmul.mixed_array import MixedArray
 
 # Smallest step along k of a Triton program; scale blocks are a multiple of it.
 _STEP = 32
@@ -78,6 +84,27 @@ def kernel_for(capability: tuple[int, int] | None, x: Any, w: QuantizedArray) ->
         return choose_kernel(capability, against, hopper="widened", because=why)
     why = "has WGMMA, and multiplying takes the time"
     return choose_kernel(capability, against, hopper="few_bits", because=why)
+
+
+def reason_against_default(*factors: Any) -> str | None:
+    """Return why XLA multiplies two factors by default; None if a kernel does, or XLA in any case.
+
+    Args:
+        *factors: x and w, of which a MixedArray stands for its weights; or nothing, for the device
+            alone.
+    """
+    against = reason_against_this_gpu()
+    if against is not None or not factors:
+        return against
+    x, w = factors
+    w = w.weights if isinstance(w, MixedArray) else w
+    if not isinstance(w, QuantizedArray):
+        return None
+    try:
+        kernel_for(device_capability("quantized_matmul"), x, w)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 _FLOATING = ("bfloat16", "float16", "float32")

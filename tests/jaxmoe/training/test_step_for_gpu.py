@@ -1,0 +1,84 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whole programs are traced and lowered for a described H100, with every choice of kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.layers.mixers import AttentionConfig
+from jaxmoe.models.cache import initial_cache
+from jaxmoe.models.config import ModelConfig, MoEConfig
+from jaxmoe.models.transformer import forward
+from jaxmoe.optim import adamw
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import make_train_step
+
+BATCH, LENGTH = 2, 128
+MODEL = ModelConfig(
+    vocab_size=256,
+    num_layers=2,
+    embed_dim=128,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=64),
+    moe=MoEConfig(num_experts=4, top_k=2, expert_dim=128),
+)
+DEVICE = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
+MESH = AbstractMesh((1,), ("x",), abstract_device=DEVICE)
+
+CHOICES = {"default": None, "pallas_gpu": "pallas_gpu", "xla": "xla"}
+PRECISIONS = ("bfloat16", "float32")
+
+
+def execution_of(choice, compute):
+    kernels = KernelsConfig(attention=CHOICES[choice], grouped_swiglu=CHOICES[choice])
+    return ExecutionConfig(kernels=kernels, precision=PrecisionPolicy(compute=compute))
+
+
+def lowered(function, *arguments):
+    with jax.sharding.use_abstract_mesh(MESH):
+        traced = function.trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def params_of(model=MODEL):
+    return parameter_table(model).tree(lambda row: jax.ShapeDtypeStruct(row.shape, jnp.float32))
+
+
+def has_kernels(text):
+    return "mosaic_gpu" in text or "triton" in text
+
+
+@pytest.mark.parametrize("compute", PRECISIONS)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_training_step(choice, compute):
+    execution, optimizer = execution_of(choice, compute), adamw(1e-3)
+    state = jax.eval_shape(lambda key: init_state(MODEL, optimizer, key), jax.random.key(0))
+    ids = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    batch = Batch(ids, ids, jnp.ones((BATCH, LENGTH), jnp.float32))
+    step = make_train_step(MODEL, optimizer, execution=execution)
+    text = lowered(step, state, batch)
+    assert has_kernels(text) == (choice != "xla")
+
+
+@pytest.mark.parametrize("length", [1, 64])
+@pytest.mark.parametrize("choice", ["default", "pallas_gpu"])
+def test_decoding_and_prefill(choice, length):
+    execution = execution_of(choice, "bfloat16")
+    cache = jax.eval_shape(
+        functools.partial(initial_cache, MODEL, execution, batch=BATCH, length=LENGTH)
+    )
+    ids = jax.ShapeDtypeStruct((BATCH, length), jnp.int32)
+
+    @jax.jit
+    def step(params, tokens, positions, cache):
+        output = forward(MODEL, execution, params, tokens, positions=positions, cache=cache)
+        return output.logits, output.cache
+
+    assert has_kernels(lowered(step, params_of(), ids, ids, cache))
