@@ -14,8 +14,9 @@ import functools
 from typing import Any, Literal
 
 from jaxmoe.field_docs import with_field_docs
+from jaxmoe.kernels import KernelsConfig as KernelsConfig
 from jaxmoe.precision import PrecisionPolicy, kernels_of_products
-from pallas_kernels.backend import Implementation
+from pallas_kernels.backend import platform
 from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig, ResidentConfig
 from sharding.fold import MoEMesh, refine
@@ -32,25 +33,10 @@ from sharding.sequence_parallel import (
 )
 from sharding.state_layouts import STATE_LAYOUTS, StateLayout, StateLayoutName
 
+MOST_UNROLLED = 4
+"""Layers in one iteration of a loop on a GPU."""
+
 Remat = Literal["none", "full", "dots", "offload"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class KernelsConfig:
-    """Implementation of each kernel; None picks one that can run and logs which."""
-
-    attention: Implementation | None = None
-    """Implementation of `pallas_kernels.flash_attention`."""
-    grouped_swiglu: Implementation | None = None
-    """Implementation of `pallas_kernels.grouped_swiglu`, the experts."""
-    quantized_matmul: Implementation | None = None
-    """Implementation of `pallas_kernels.quantized_matmul`, dense products in few bits."""
-    grouped_matmul: Implementation | None = None
-    """Implementation of `pallas_kernels.grouped_matmul`, the experts in few bits."""
-    state_space_dual: Implementation | None = None
-    """Implementation of `pallas_kernels.state_space_dual`, the states of Mamba-2."""
-    selective_scan: Implementation | None = None
-    """Implementation of `pallas_kernels.selective_scan`, the states of Mamba."""
 
 
 @with_field_docs
@@ -99,9 +85,10 @@ class ExecutionConfig:
     halves: Literal[1, 2] = 1
     """Parts of a device's sequences that pass through a layer alternately, from 1024 tokens a
     device on: with 2 the collectives of one can run beside the products of the other."""
-    unroll: int = 1
-    """Layers in one iteration of the loop over equal layers; more compile longer and run faster on
-    a CPU, where the loop copies its carry. Stages of a pipeline do not unroll."""
+    unroll: int | None = None
+    """Layers in one iteration of the loop over equal layers; more compile longer and run faster,
+    since the loop copies what it carries and keeps. None: 1, or on a GPU up to four, where it
+    halved the temporaries. Stages of a pipeline do not unroll."""
     telemetry: Literal["brief", "detailed"] = "brief"
     """Extent of the measurements: the load of the routers; or also those of
     jaxmoe/routing/telemetry/detailed.py and jaxmoe/layers/indicators.py; runs experts twice."""
@@ -135,7 +122,7 @@ class ExecutionConfig:
                 " those: other rows than of the whole. Choose all_to_all, or set execution.halves"
                 " to 1"
             )
-        if self.unroll < 1:
+        if self.unroll is not None and self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
@@ -151,6 +138,19 @@ class ExecutionConfig:
                     f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
                     f" execution.precision.matmul to {other}"
                 )
+
+    def unroll_of(self, length: int) -> int:
+        """Return the layers in one iteration of a loop, on the devices of the mesh in context.
+
+        Args:
+            length: Layers of the loop.
+        """
+        if self.unroll is not None:
+            return min(self.unroll, length)
+        if platform() != "gpu":
+            return 1
+        # The most that divide the layers, so that no rest is compiled beside.
+        return max(number for number in range(1, MOST_UNROLLED + 1) if length % number == 0)
 
     def remat_of(self, is_routed: bool) -> Remat:
         """Return the rematerialisation of a layer.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -138,6 +139,8 @@ class Placement:
         if surroundings() != "explicit":
             return _local_einsum(subscripts, x, weight, dtype)
         spec = self.spec(axes)
+        if _is_narrow(x, weight, dtype):
+            return _widened_einsum(subscripts, x, weight, dtype, spec)
         return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype, out_sharding=spec)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
@@ -311,6 +314,9 @@ def zeros_of(shape: jax.ShapeDtypeStruct, *leading: int) -> Array:
 def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array:
     """Return `jnp.einsum` of activations and a weight, with the weight's gradient in fixed order.
 
+    Where the result is wider than its factors, its gradient is rounded to their dtype, so that all
+    three products are of narrow factors.
+
     JAX derives the weight's gradient with the result's gradient as the first operand; XLA on the
     CPU then lays that out by columns, together with all that computes it. Here the activations come
     first.
@@ -329,11 +335,36 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
 
     def backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
         x, weight = operands
+        if _is_narrow(x, weight, dtype):
+            gradient = gradient.astype(x.dtype)
         d_x = product(f"{result},{second}->{first}", gradient, weight, x.dtype)
         return d_x, product(f"{first},{result}->{second}", x, gradient, weight.dtype)
 
     project.defvjp(lambda x, weight: (project(x, weight), (x, weight)), backward)
     return project(match_varying(x, weight), match_varying(weight, x))
+
+
+def _is_narrow(x: Array, weight: Array, dtype: Any) -> bool:
+    """Return whether both factors are of one dtype that is narrower than the result's."""
+    return x.dtype == weight.dtype and jnp.dtype(dtype).itemsize > x.dtype.itemsize
+
+
+def _widened_einsum(
+    subscripts: str, x: Array, weight: Array, dtype: Any, spec: PartitionSpec
+) -> Array:
+    """Return `jnp.einsum` in a wider dtype, whose gradient is rounded to that of the factors."""
+    einsum = partial(jnp.einsum, subscripts, out_sharding=spec)
+
+    @jax.custom_vjp
+    def project(x: Array, weight: Array) -> Array:
+        return einsum(x, weight, preferred_element_type=dtype)
+
+    def backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+        _, pull = jax.vjp(einsum, *operands)
+        return pull(gradient.astype(operands[0].dtype))
+
+    project.defvjp(lambda x, weight: (project(x, weight), (x, weight)), backward)
+    return project(x, weight)
 
 
 def _encode_whole(axes: LogicalAxes | Encoded, x: Any) -> Any:

@@ -32,6 +32,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.training.measures.throughput import peak_flops
 from jaxmoe.training.step import make_train_step
 from pallas_kernels import OPERATIONS
+from pallas_kernels.proof import prove
 from sharding import axes
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -188,6 +189,9 @@ def kernels() -> Iterator[Finding]:
         text = f"{name}: {choice.implementation}, {choice.reason}"
         text += f"; also {', '.join(others)}" if others else ""
         yield Finding("ok", "kernel", text)
+    for verdict in prove(scales=(1, 3, 8)):
+        level, remedy = ("ok", "") if verdict.is_right else ("warning", "xla runs in its place")
+        yield Finding(level, "kernel", str(verdict), remedy)
 
 
 def cache() -> Iterator[Finding]:

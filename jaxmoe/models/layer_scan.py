@@ -100,7 +100,7 @@ def scan_layers(
         in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
         out_axes=0,
         length=scan.length,
-        unroll=min(execution.unroll, scan.length),
+        unroll=execution.unroll_of(scan.length),
         metadata_params={nn.PARTITION_NAME: scan.axis, "size": scan.length},
     )
     if scan.is_cycle:
@@ -127,7 +127,7 @@ def _streamed(
     return StreamedScan(
         build,
         scan.length,
-        min(execution.unroll, scan.length),
+        execution.unroll_of(scan.length),
         any(execution.remat_of(kind.feed_forward.is_routed) == "offload" for kind in kinds),
         name=scan.name,
     )

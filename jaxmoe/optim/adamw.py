@@ -18,7 +18,12 @@ import optax
 
 from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
 from jaxmoe.optim.received_momentum import received_momentum
-from jaxmoe.optim.steps import check_numbers, standard_promotion, straight_steps
+from jaxmoe.optim.steps import (
+    SMALLEST_EPSILON,
+    check_numbers,
+    standard_promotion,
+    straight_steps,
+)
 from jaxmoe.parameters import Group
 
 ADAM = GroupTraits(moments_per_parameter=2)
@@ -30,6 +35,7 @@ class AdamWConfig(Optimizer):
     """AdamW for every role."""
 
     name: ClassVar[str] = "adamw"
+    stays_finite: ClassVar[bool] = True
     groups: ClassVar[Mapping[Group, GroupTraits]] = {"adamw": ADAM}
 
     learning_rate: float = 3e-3
@@ -61,6 +67,8 @@ class AdamWConfig(Optimizer):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReceivingAdamW(AdamWConfig):
     """AdamW that takes first moments in place of gradients after some updates."""
+
+    stays_finite: ClassVar[bool] = False  # the second moments do not follow
 
     after: int
     """Updates from gradients."""
@@ -118,7 +126,10 @@ def adamw(
         )
 
     adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon)
-    return standard_promotion(straight_steps(adam, learning_rate, weight_decay=decays))
+    return standard_promotion(
+        straight_steps(adam, learning_rate, weight_decay=decays),
+        stays_finite=epsilon >= SMALLEST_EPSILON,
+    )
 
 
 def adamw_group(members: Members, config: Any) -> optax.GradientTransformation:

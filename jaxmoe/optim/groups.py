@@ -32,7 +32,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxmoe.optim.schedules import Schedule
-from jaxmoe.optim.steps import check_numbers, standard_promotion
+from jaxmoe.optim.steps import SMALLEST_EPSILON, check_numbers, standard_promotion
 from jaxmoe.parameters import FROZEN, Group, ParameterSpec, ParameterTable
 
 
@@ -109,6 +109,9 @@ class Optimizer(abc.ABC):
     """Group of the head, likewise."""
     parameterizations: ClassVar[tuple[str, ...]] = ()
     """Parameterisations that put matrices into the group `matrices`, for messages."""
+    stays_finite: ClassVar[bool] = False
+    """Whether finite gradients cannot make state or parameters infinite; see
+    `jaxmoe.optim.steps.FiniteTransformation`. A subclass that computes more states it anew."""
     learning_rate: float
 
     def __post_init__(self):
@@ -200,7 +203,10 @@ class Optimizer(abc.ABC):
                 lambda row: optax.MaskedNode() if row.is_frozen else row.hyper.group
             )
             built = optax.partition(steps, labels)
-        return train_only(table, standard_promotion(built))
+        # Those without an epsilon divide by norms.
+        is_large = getattr(self, "epsilon", 1.0) >= SMALLEST_EPSILON
+        built = standard_promotion(built, stays_finite=self.stays_finite and is_large)
+        return train_only(table, built)
 
 
 def check_table(config: Optimizer, table: ParameterTable) -> None:

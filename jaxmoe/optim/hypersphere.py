@@ -35,7 +35,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.optim.matrices import Matrix, matrices_of, spelled
-from jaxmoe.optim.steps import check_numbers, spread, standard_promotion
+from jaxmoe.optim.steps import SMALLEST_EPSILON, check_numbers, spread, standard_promotion
 
 Sphere = Literal["matrix", "stack"]
 
@@ -141,7 +141,8 @@ def adamh(
         name="adamh",
     )
     return standard_promotion(
-        optax.chain(optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon), steps)
+        optax.chain(optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon), steps),
+        stays_finite=epsilon >= SMALLEST_EPSILON,
     )
 
 

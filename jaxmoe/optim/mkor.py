@@ -44,6 +44,7 @@ class MKORConfig(AdamWConfig):
     """AdamW, with the gradients of dense matrices between inverse factors (MKOR)."""
 
     name: ClassVar[str] = "mkor"
+    stays_finite: ClassVar[bool] = False  # inverses of the factors may not be
     groups: ClassVar[Mapping[Group, GroupTraits]] = {"adamw": ADAM}
 
     decay: float = 0.95

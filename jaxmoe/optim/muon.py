@@ -94,6 +94,7 @@ class MuonConfig(MatrixOptimizer):
     """Muon for matrices, AdamW for all else."""
 
     name: ClassVar[str] = "muon"
+    stays_finite: ClassVar[bool] = True
     groups: ClassVar[Mapping[Group, GroupTraits]] = {
         "muon": GroupTraits(moments_per_parameter=1, has_whole_matrices=True, takes_vectors=False),
         "adamw": ADAM,
@@ -286,4 +287,5 @@ def muon(
         dtype=dtype,
         layout=layout,
     )
-    return standard_promotion(straight_steps(directions, learning_rate, weight_decay=weight_decay))
+    steps = straight_steps(directions, learning_rate, weight_decay=weight_decay)
+    return standard_promotion(steps, stays_finite=True)

@@ -30,6 +30,7 @@ class MuonHConfig(MatrixOptimizer):
     """Muon on spheres for matrices, Adam on a sphere for the head, AdamW for all else: HyperP."""
 
     name: ClassVar[str] = "muonh"
+    stays_finite: ClassVar[bool] = True
     groups: ClassVar[Mapping[Group, GroupTraits]] = {
         "muonh": GroupTraits(
             moments_per_parameter=1,
@@ -125,4 +126,4 @@ def muonh(
         weight_decay=weight_decay,
         name="muonh",
     )
-    return standard_promotion(optax.chain(direction, steps))
+    return standard_promotion(optax.chain(direction, steps), stays_finite=True)

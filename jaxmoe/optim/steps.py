@@ -14,12 +14,27 @@ import jax
 import jax.numpy as jnp
 import optax
 
+SMALLEST_EPSILON = 1e-15
+"""Adam's directions by finite gradients are finite from this epsilon on: first moments are at most
+the root of the largest float32."""
+
 
 class LayerwiseTransformation(optax.GradientTransformation):
     """A transformation that treats each parameter, and each layer of a stack, by itself.
 
     Its state has counters, and arrays under the paths of the parameters to which they belong, with
     the same first dimension. Part of a state may then be updated without the rest.
+    """
+
+    __slots__ = ()
+
+
+class FiniteTransformation(LayerwiseTransformation):
+    """A transformation whose updates and next state are finite where its state and parameters are,
+    and the norm of all gradients: none of its sums, quotients and roots can overflow.
+
+    Parameters are in float32 or bfloat16. The guard then judges loss and norm alone, and writes
+    the new state in the pass that computes it.
     """
 
     __slots__ = ()
@@ -58,7 +73,9 @@ def check_numbers(prefix: str = "", **values: Any) -> None:
                     raise ValueError(f"{where} must be 0 or more, and finite")
 
 
-def standard_promotion(inner: optax.GradientTransformation) -> LayerwiseTransformation:
+def standard_promotion(
+    inner: optax.GradientTransformation, *, stays_finite: bool = False
+) -> LayerwiseTransformation:
     """Return the transformation under JAX's standard dtype promotion, with its state in f32.
 
     optax multiplies Python scalars, strongly typed counters and arrays of other dtypes, which
@@ -66,6 +83,7 @@ def standard_promotion(inner: optax.GradientTransformation) -> LayerwiseTransfor
 
     Args:
         inner: Transformation to wrap; it treats each layer by itself.
+        stays_finite: Whether the result is a `FiniteTransformation`.
     """
 
     def init(params: Any) -> Any:
@@ -76,8 +94,12 @@ def standard_promotion(inner: optax.GradientTransformation) -> LayerwiseTransfor
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(_widen(updates), state, params, **extra)
 
-    is_probing = isinstance(inner, ProbingTransformation)
-    return (ProbingTransformation if is_probing else LayerwiseTransformation)(init, update)
+    kind = LayerwiseTransformation
+    if isinstance(inner, ProbingTransformation):
+        kind = ProbingTransformation
+    elif stays_finite:
+        kind = FiniteTransformation
+    return kind(init, update)
 
 
 def straight_steps(

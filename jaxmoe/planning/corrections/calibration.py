@@ -59,7 +59,8 @@ def shallow_depth(model: ModelConfig, execution: ExecutionConfig) -> int | None:
     period = max(len(model.layers), 1)
     stages = execution.mesh.stage
     # Stages do not unroll.
-    turn = period * (stages * execution.pipeline.chunks if stages > 1 else execution.unroll)
+    loop = execution.unroll_of(max(1, model.num_layers // period))
+    turn = period * (stages * execution.pipeline.chunks if stages > 1 else loop)
     outside = max(model.dense_layers, default=-1) + 1
     outside += (model.num_layers - outside) % turn
     turns = (model.num_layers - outside) // turn

@@ -169,13 +169,9 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     else:
         names = ("quantized_matmul", "grouped_matmul")
         asked = {name: getattr(kernels, name) for name in names}
-    of_mixers: dict[str, Implementation | None] = {
-        "flash_attention": kernels.attention,
-        "state_space_dual": kernels.state_space_dual,
-        "selective_scan": kernels.selective_scan,
-    }
     asked |= {
-        kind.mixer.operation: of_mixers[kind.mixer.operation] for kind in assembly.plan.model.kinds
+        kind.mixer.operation: kernels.by_operation[kind.mixer.operation]
+        for kind in assembly.plan.model.kinds
     }
     found: dict[str, str]
     found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
