@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+from jax.sharding import Mesh
+
 from pallas_kernels import OPERATIONS
 from pallas_kernels.backend import Implementation
+from pallas_kernels.proof import prove
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +43,26 @@ class KernelsConfig:
             "selective_scan": self.selective_scan,
         }
 
-    def check_runs(self) -> None:
-        """Refuse an implementation that cannot run on the devices of the mesh in context.
+    def prepare(self, mesh: Mesh) -> None:
+        """Refuse what cannot run on a mesh, and compare the kernels that are chosen by default.
+
+        Kernels are compared with the reference once for each kind of device; what differs is not
+        used, with a warning.
+
+        Args:
+            mesh: Mesh of the model.
 
         Raises:
-            ValueError: Names the field.
+            ValueError: An implementation that is asked for cannot run; names the field.
         """
-        for name, asked in self.by_operation.items():
-            if asked is None:
-                continue
-            try:
-                OPERATIONS[name].choose(asked)
-            except ValueError as error:
-                field = "attention" if name == "flash_attention" else name
-                raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            for name, asked in self.by_operation.items():
+                try:
+                    OPERATIONS[name].choose(asked)
+                except ValueError as error:
+                    field = "attention" if name == "flash_attention" else name
+                    raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
+        if jax.default_backend() != "cpu":
+            cache = getattr(jax.config, "jax_compilation_cache_dir", None)
+            names = [name for name, asked in self.by_operation.items() if asked is None]
+            prove(names, directory=None if cache is None or "://" in cache else cache)

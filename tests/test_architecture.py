@@ -70,6 +70,7 @@ ORDER = (
         "declarations",
         "parameters",
         "precision",
+        "kernels",
         "execution",
         "routing",
         "layers",

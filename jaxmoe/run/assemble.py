@@ -46,7 +46,6 @@ from jaxmoe.training.workers import (
     workers_of_run,
 )
 from jaxmoe.training.workers.between_jobs import BetweenJobs
-from pallas_kernels.proof import CASES, prove
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import make_mesh
 
@@ -316,14 +315,11 @@ def assemble(
     mesh = make_mesh(
         mesh_config, devices, fold=execution.mesh_fold, host_order=execution.host_order
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        execution.kernels.check_runs()
-    _prove_kernels(execution)
-    training = config.training
+    execution.kernels.prepare(mesh)
     check_mesh(plan, execution, trains=trains)
     if source is None:
         source = _source(config, data, needs_data=needs_data)
-    source = _with_tasks(plan, source)
+    source, training = _with_tasks(plan, source), config.training
     loader = Loader(
         source,
         batch_size=training.batch_size if config.rl is None else config.held_out_batch_size,
@@ -349,19 +345,6 @@ def assemble(
         assembly.check_replicas()
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
-
-
-def _prove_kernels(execution: ExecutionConfig) -> None:
-    """Compare the kernels that are chosen by default with the reference, once for each kind of
-    device; what differs is not used, with a warning."""
-    if jax.default_backend() == "cpu":
-        return
-    cache = jax.config.jax_compilation_cache_dir
-    asked = execution.kernels.by_operation
-    prove(
-        [name for name in CASES if asked.get(name) is None],
-        directory=None if cache is None or "://" in cache else cache,
-    )
 
 
 def _source(config: PretrainConfig, data: DataConfig | None, *, needs_data: bool) -> Source:

@@ -23,11 +23,12 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim.groups import train_only
+from jaxmoe.optim.steps import FiniteTransformation
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import all_finite, no_norms, select
-from jaxmoe.training.host_arrays import layers_to_host
+from jaxmoe.training.host_arrays import layers_to_host, on_device
 from sharding import axes as ax
 
 
@@ -280,3 +281,22 @@ class UpdatedParams(NamedTuple):
     """Sums, laid out as the parameters."""
     opt_state: UpdatedState
     """New state of the optimiser, and the old one; it judges parameters in host memory too."""
+
+    def is_finite(self, optimizer: optax.GradientTransformation) -> Bool[Array, ""]:
+        """Return whether parameters and optimiser state are finite, given finite gradients.
+
+        A `FiniteTransformation` need not be examined: the update, the choice between new and old,
+        and their writing are then one pass over the state.
+
+        Args:
+            optimizer: Optimiser of the update.
+        """
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(self.params)}
+        is_whole = isinstance(self.opt_state, WholeState)
+        if isinstance(optimizer, FiniteTransformation) and is_whole and dtypes <= _AS_FLOAT32:
+            return jnp.ones((), bool)
+        return all_finite(on_device(self.params)) & self.opt_state.is_finite
+
+
+_AS_FLOAT32 = {jnp.dtype("float32"), jnp.dtype("bfloat16")}
+"""Dtypes whose largest numbers are those of float32."""

@@ -6,8 +6,6 @@
     guard : loss, gradient norm and new state all finite, the norm not far above those of the steps
             before (`jaxmoe.training.guard`), or else nothing changes
 
-The new state is examined unless the optimiser keeps it finite by itself (`FiniteTransformation`).
-
 The guard selects whole states with `where` and never multiplies by zero, so one NaN or an infinite
 square cannot leak into parameters, moments, optimiser counters or router state: they stay bitwise
 what they were. Only the counters move.
@@ -32,7 +30,7 @@ from jaxmoe.adapters import Averaging, StepGiven
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.optim.steps import FiniteTransformation, ProbingTransformation
+from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry.detailed import mean_log_prob
@@ -49,7 +47,7 @@ from jaxmoe.training.guard import (
     select,
     select_changed,
 )
-from jaxmoe.training.host_arrays import global_norm, is_on_host, on_device
+from jaxmoe.training.host_arrays import global_norm, is_on_host
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
@@ -209,22 +207,6 @@ class TrainStep:
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
         return jnp.isfinite(loss) & jnp.isfinite(norm) & (norm.astype(limit.dtype) <= limit)
 
-    def stays_finite(self, update: UpdatedParams) -> bool:
-        """Return whether finite gradients leave parameters and optimiser state finite.
-
-        Then loss and gradient norm decide, and the update, the choice between new and old, and
-        their writing are one pass over the state.
-
-        Args:
-            update: Results of the optimiser.
-        """
-        leaves = jax.tree.leaves(update.params)
-        return (
-            isinstance(self.optimizer, FiniteTransformation)
-            and isinstance(update.opt_state, WholeState)
-            and all(leaf.dtype in (jnp.float32, jnp.bfloat16) for leaf in leaves)
-        )
-
     def judged(
         self,
         state: TrainState,
@@ -251,10 +233,7 @@ class TrainStep:
         old = (state.params, state.router_state)
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
         is_good = self.may_update(state, summed.loss, grad_norm)
-        if self.stays_finite(update):
-            is_good &= all_finite(new[1])
-        else:
-            is_good &= all_finite(on_device(new)) & update.opt_state.is_finite
+        is_good &= all_finite(new[1]) & update.is_finite(self.optimizer)
         kept = select(is_good, new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
         state = dataclasses.replace(

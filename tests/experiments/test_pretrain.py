@@ -271,6 +271,11 @@ def _refused(arguments: list[str], capsys) -> str:
         (("--model.vocab_size", "4"), "model.vocab_size=4 is smaller than the vocabulary"),
         (("--model.moe.num_expert", "4"), "num_experts"),
         (("--schedule.warmup_steps", "6"), "schedule.warmup_steps=6 must be below the number"),
+        (
+            ("--execution.kernels.attention", "pallas_gpu"),
+            "execution.kernels.attention=pallas_gpu: flash_attention: implementation='pallas_gpu'"
+            " needs a gpu and the mesh is of cpu devices",
+        ),
         (("--training.clip", "-1"), "training.clip=-1.0 must be above 0"),
         (("--profile.steps", "3"), "profile.steps='3' must be two step numbers a:b"),
         (("--profile.steps", "0:3"), "profile.steps=0:3 must have 1 <= a < b"),
