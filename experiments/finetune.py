@@ -15,6 +15,10 @@ run gives its adapter as well: a new run goes on with it, such as MHR-z from MHR
 like one of `pretrain`: the same command resumes, and evaluate, generate and report open it. Its
 checkpoints hold what is trained, and name the model that was adapted.
 
+The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation of the model
+puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the optimiser of the
+initial run at a tenth of its learning rate. `optimizer:` and `--optimizer.` say otherwise.
+
 Exit codes: those of `pretrain`.
 """
 
@@ -32,9 +36,10 @@ from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
 from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
+from jaxmoe.run.plan import trained_groups
 from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.stopwatch import process_age
@@ -42,6 +47,8 @@ from sharding.pipeline import InterleavedConfig
 
 _INITIAL = "--checkpoint.initial"
 STEPS, LEARNING_RATE, WARMUP_STEPS = 200, 1e-3, 10
+RATE_SHARE = 0.1
+"""Learning rate of optimisers other than AdamW, over that of the initial run."""
 
 
 def main(argv: Sequence[str], *, age: float = 0.0) -> int:
@@ -58,6 +65,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     config = flags.parse_flags(start, words, prog, about)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "finetune")
+        config = with_fitting_optimizer(config, words, RATE_SHARE)
     return train(config, command="finetune", name=str(config.run.name), age=age)
 
 
@@ -103,6 +111,45 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         checkpoint=CheckpointConfig(initial=path),
         run=RunConfig(),
     )
+
+
+def with_fitting_optimizer(
+    config: PretrainConfig, words: Sequence[str], share: float
+) -> PretrainConfig:
+    """Return the configuration with an optimiser that can train its parameters.
+
+    The default, AdamW, stays where it has the groups in which the parameterisation puts what is
+    trained. Otherwise the optimiser is that of the initial run or, if that lacks them too, the
+    first that has them. An optimiser that the command line names is left as it is.
+
+    Args:
+        config: Configuration after all flags.
+        words: Words of the command line.
+        share: Learning rate of another optimiser, over that of the initial run.
+
+    Raises:
+        ValueError: The model does not fit the parameterisation.
+    """
+    named = {word.partition("=")[0].replace("-", "_") for word in words}
+    is_chosen = any(word == "__optimizer" or word.startswith("optimizer:") for word in named)
+    if is_chosen or config.optimizer.name != AdamWConfig.name:
+        return config
+    groups = trained_groups(config)
+    assert config.checkpoint.initial is not None  # checked before
+    if groups <= set(AdamWConfig.groups):
+        return config
+    candidates = (
+        saved_config(config.checkpoint.initial).optimizer,
+        *(kind() for kind in OPTIMIZERS.values()),
+    )
+    fitting = next((one for one in candidates if groups <= set(one.groups)), None)
+    if fitting is None:  # refused in words where the optimiser is built
+        return config
+    changes: dict[str, Any] = {"learning_rate": share * fitting.learning_rate}
+    for field in dataclasses.fields(config.optimizer):
+        if f"__optimizer.{field.name}" in named:
+            changes[field.name] = getattr(config.optimizer, field.name)
+    return dataclasses.replace(config, optimizer=dataclasses.replace(fitting, **changes))
 
 
 def initial_of(words: Sequence[str]) -> str | None:

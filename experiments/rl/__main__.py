@@ -10,7 +10,9 @@
 Each step draws groups of answers from the model as it is, scores them, and trains on them.
 `--checkpoint.initial` gives model, tokenizer, held-out data and precision; flags change them.
 `reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
-`--training.objective.`; all parameters are trained without an adapter. The run is like one of
+`--training.objective.`; all parameters are trained without an adapter: by AdamW at 1e-4 or, where
+the model's parameterisation needs another optimiser, by the initial run's at a hundredth of its
+learning rate. The run is like one of
 `pretrain`: the same command resumes, bitwise (with `--rl.staleness` from a step that is a multiple
 of `--checkpoint.every`), and evaluate, generate, serve and report open it.
 
@@ -29,7 +31,13 @@ from collections.abc import Sequence
 
 from experiments.cli import flags
 from experiments.cli.exit import run_command
-from experiments.finetune import finetune_config, in_own_directory, initial_of, long_word
+from experiments.finetune import (
+    finetune_config,
+    in_own_directory,
+    initial_of,
+    long_word,
+    with_fitting_optimizer,
+)
 from experiments.pretrain import train
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.rl.config import RolloutsConfig
@@ -38,6 +46,8 @@ from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.stopwatch import process_age
 
 LEARNING_RATE = 1e-4
+RATE_SHARE = 0.01
+"""Learning rate of optimisers other than AdamW, over that of the initial run."""
 _SHORT = {"reward": "rl.reward", "objective": "training.objective"}
 
 
@@ -55,6 +65,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     config = flags.parse_flags(start, words, prog, about)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "rl")
+        config = with_fitting_optimizer(config, words, RATE_SHARE)
     return train(config, command="rl", name=str(config.run.name), age=age)
 
 

@@ -13,7 +13,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optim.schedules import Schedule
-from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.parameters import Group, ParameterSpec, ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.scaling import Budget, Parameterization
@@ -103,9 +103,7 @@ def make_plan(config: PretrainConfig) -> Plan:
         ValueError: Two choices do not fit each other.
     """
     training = config.training
-    batch_tokens = training.batch_size * training.sequence_length
-    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
-    parameterization = config.parameterization.build(config.model, budget, config.base)
+    parameterization = _parameterization(config)
     table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
     schedule = config.schedule.build(training.steps)
     if training.batch_ramp is not None:
@@ -119,6 +117,27 @@ def make_plan(config: PretrainConfig) -> Plan:
         schedule=schedule,
         optimizer=optimizer.build(table, schedule),
     )
+
+
+def trained_groups(config: PretrainConfig) -> set[Group]:
+    """Return the optimiser groups of the parameters that a configuration trains.
+
+    Args:
+        config: Configuration of a run; its optimiser is not read.
+
+    Raises:
+        ValueError: The model does not fit the parameterisation or the adapter.
+    """
+    parameterization = _parameterization(config)
+    table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
+    return {row.hyper.group for row in table.trained_rows}
+
+
+def _parameterization(config: PretrainConfig) -> Parameterization:
+    training = config.training
+    batch_tokens = training.batch_size * training.sequence_length
+    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
+    return config.parameterization.build(config.model, budget, config.base)
 
 
 def describe_rates(plan: Plan) -> str:
