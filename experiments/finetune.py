@@ -15,9 +15,11 @@ run gives its adapter as well: a new run goes on with it, such as MHR-z from MHR
 like one of `pretrain`: the same command resumes, and evaluate, generate and report open it. Its
 checkpoints hold what is trained, and name the model that was adapted.
 
-The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation of the model
-puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the optimiser of the
-initial run at a tenth of its learning rate. `optimizer:` and `--optimizer.` say otherwise.
+Text and conversations are read by the tokenizer and the chat template of the model, whatever the
+kind of data. The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation
+of the model puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the
+optimiser of the initial run at a tenth of its learning rate. `optimizer:` and `--optimizer.` say
+otherwise.
 
 Exit codes: those of `pretrain`.
 """
@@ -31,6 +33,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.cli import flags
+from experiments.cli.choices import choose, with_value
 from experiments.cli.exit import run_command
 from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
@@ -40,6 +43,7 @@ from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
 from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
 from jaxmoe.run.plan import trained_groups
+from jaxmoe.run.provenance.model_tokens import check_model_tokens, model_data, with_model_tokens
 from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.stopwatch import process_age
@@ -62,7 +66,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     words = [long_word(word) for word in argv]
     with flags.exit_on_bad_configuration():
         start = finetune_config(initial_of(words))
-    config = flags.parse_flags(start, words, prog, about)
+    config = parse_tuning(start, words, prog, about)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "finetune")
         config = with_fitting_optimizer(config, words, RATE_SHARE)
@@ -111,6 +115,40 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         checkpoint=CheckpointConfig(initial=path),
         run=RunConfig(),
     )
+
+
+def parse_tuning(
+    start: PretrainConfig, words: Sequence[str], prog: str, description: str
+) -> PretrainConfig:
+    """Return the configuration of a command line, whose data have the tokens of the initial model.
+
+    Args:
+        start: Configuration before any flag.
+        words: Words of the command line.
+        prog: How the program is called.
+        description: The first paragraph of `--help`.
+
+    Returns:
+        The changed configuration. Exits as `flags.parse` does, also where the ids of the data mean
+        something else than those of the model.
+    """
+    if start.checkpoint.initial is None:
+        return flags.parse_flags(start, words, prog, description)
+    named = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in words}
+    with flags.exit_on_bad_configuration():
+        tokens = model_data(start.checkpoint.initial)
+        start, words = choose(start, words)
+        data = with_model_tokens(
+            start.data,
+            tokens,
+            has_tokenizer=any(word.startswith("data.tokenizer") for word in named),
+            has_template="data.template" in named,
+        )
+        start = with_value(start, ("data",), data)
+    config = flags.parse_flags(start, words, prog, description)
+    with flags.exit_on_bad_configuration():
+        check_model_tokens(config.data, tokens)
+    return config
 
 
 def with_fitting_optimizer(

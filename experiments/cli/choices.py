@@ -107,13 +107,13 @@ def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
             if names is not None:
                 classes = [choice.members[name] for name in names]
                 new = (next((i for i in old if type(i) is cls), None) or cls() for cls in classes)
-                config = _with_value(config, keys, tuple(new))
+                config = with_value(config, keys, tuple(new))
             continue
         chosen, rest = _take_member(choice, rest)
         current = _member_name(type(old)) if dataclasses.is_dataclass(old) else "none"
         name = _implied(choice, chosen, current, named)
         if name != current:
-            config = _with_value(config, keys, None if name == "none" else choice.members[name]())
+            config = with_value(config, keys, None if name == "none" else choice.members[name]())
     return config, rest
 
 
@@ -223,11 +223,17 @@ def _value_at(config: Any, keys: Sequence[str]) -> Any:
     return config
 
 
-def _with_value(config: Any, keys: Sequence[str], value: Any) -> Any:
-    """Return a copy with another value at a dotted path."""
+def with_value(config: Any, keys: Sequence[str], value: Any) -> Any:
+    """Return a copy with another value at a dotted path, not validated.
+
+    Args:
+        config: Config.
+        keys: Names of fields, and positions in tuples.
+        value: The other value.
+    """
     if not keys:
         return value
-    new = _with_value(_value_at(config, keys[:1]), keys[1:], value)
+    new = with_value(_value_at(config, keys[:1]), keys[1:], value)
     if isinstance(config, tuple):
         return (*config[: int(keys[0])], new, *config[int(keys[0]) + 1 :])
     changed = copy.copy(config)

@@ -36,6 +36,7 @@ from experiments.finetune import (
     in_own_directory,
     initial_of,
     long_word,
+    parse_tuning,
     with_fitting_optimizer,
 )
 from experiments.pretrain import train
@@ -62,7 +63,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     words = [_long(word) for word in argv]
     with flags.exit_on_bad_configuration():
         start = rl_config(initial_of(words), _sizes(words))
-    config = flags.parse_flags(start, words, prog, about)
+    config = parse_tuning(start, words, prog, about)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "rl")
         config = with_fitting_optimizer(config, words, RATE_SHARE)
