@@ -20,6 +20,9 @@ in the weights of the tokens:
 
 The loss of a step is divided by its trained tokens N, so that weights are N times these factors.
 
+Where all advantages of a step are zero, as with equal rewards, the step changes nothing: neither
+the losses of balancers nor the divergence move parameters without a reward to compare.
+
 A batch without `advantages`, such as a held-out one, has the loss of the next token.
 
 Sources: GRPO (arXiv 2402.03300, section 4.1), DAPO (arXiv 2503.14476, equations 8 and 12), Dr. GRPO
@@ -33,7 +36,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.next_token import NextTokenConfig
@@ -84,6 +87,16 @@ class PolicyGradientConfig(NextTokenConfig):
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
         """Return the part of each row in `num_tokens`."""
         return jnp.sum(jnp.asarray(batch.loss_weights) > 0, axis=1, dtype=jnp.float32)
+
+    def has_signal(self, batch: Batch) -> Bool[Array, ""] | None:
+        """Return whether an advantage is not zero; None for a batch without advantages.
+
+        Args:
+            batch: Rows of a step.
+        """
+        if ADVANTAGES not in batch.extra:
+            return None
+        return jnp.any(jnp.asarray(batch.extra[ADVANTAGES]) != 0.0)
 
     def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
         """Return the loss of each token from its negative log-likelihood, for some positions.
