@@ -6,8 +6,11 @@
     python -m experiments.rl --checkpoint.initial RUN reward:arithmetic --rl.group 8 \\
         --rl.prompts 32 --training.steps 200 --objective.beta 0.02 --objective.advantage rloo
     python -m experiments.rl --checkpoint.initial RUN reward:arithmetic adapter:lora
+    python -m experiments.rl --checkpoint.initial RUN --rl.epochs 1 --rl.minibatches 4
 
-Each step draws groups of answers from the model as it is, scores them, and trains on them.
+Each step draws groups of answers from the model as it is, scores them, and trains on them: twice by
+default (`--rl.epochs`), each time in one update (`--rl.minibatches`). Where all answers to all
+prompts have equal rewards, nothing changes.
 `--checkpoint.initial` gives model, tokenizer, held-out data and precision; flags change them.
 `reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
 `--training.objective.`; all parameters are trained without an adapter: by AdamW at 1e-4 or, where
@@ -17,8 +20,8 @@ learning rate. The run is like one of
 of `--checkpoint.every`), and evaluate, generate, serve and report open it.
 
 A line shows the means over the answers of a step: reward, share solved, divergence from the initial
-model (with beta) or from the program that drew them, share of clipped tokens, length, and the
-seconds of answers and training.
+model (with beta) or from the program that drew them, share of tokens whose ratio the loss cut,
+length, and the seconds of answers and training.
 
 Exit codes: those of `pretrain`.
 """

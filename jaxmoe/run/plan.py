@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from jaxmoe.execution import ExecutionConfig
@@ -115,7 +116,7 @@ def make_plan(config: PretrainConfig) -> Plan:
         parameterization=parameterization,
         table=table,
         schedule=schedule,
-        optimizer=optimizer.build(table, schedule),
+        optimizer=optimizer.build(table, by_updates(schedule, config)),
     )
 
 
@@ -133,10 +134,24 @@ def trained_groups(config: PretrainConfig) -> set[Group]:
     return {row.hyper.group for row in table.trained_rows}
 
 
+def by_updates(schedule: Schedule, config: PretrainConfig) -> Schedule:
+    """Return the factor on the learning rate by update, of which a step on answers has several.
+
+    Args:
+        schedule: Factor by step.
+        config: Configuration of the run.
+    """
+    updates = 1 if config.rl is None else config.rl.num_updates
+    return schedule if updates == 1 else lambda count: schedule(jnp.asarray(count) // updates)
+
+
 def _parameterization(config: PretrainConfig) -> Parameterization:
-    training = config.training
+    training, tokens = config.training, config.training.tokens
     batch_tokens = training.batch_size * training.sequence_length
-    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
+    if config.rl is not None:
+        tokens *= config.rl.epochs
+        batch_tokens //= config.rl.minibatches
+    budget = Budget(tokens=tokens, batch_tokens=batch_tokens)
     return config.parameterization.build(config.model, budget, config.base)
 
 

@@ -357,13 +357,7 @@ class FilesStep:
         self, state: TrainState, begun: Begun, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
         state, metrics, _ = self._step.judged(
-            state,
-            begun.weight,
-            begun.summed,
-            begun.clipped,
-            update,
-            begun.worker_loss,
-            has_signal=begun.has_signal,
+            state, *begun[:3], update, begun.worker_loss, has_signal=begun.has_signal
         )
         return state, dataclasses.replace(metrics, levels=begun.levels)
 

@@ -146,6 +146,24 @@ def test_equal_rewards_give_a_gradient_that_is_zero_bitwise(aggregation, drawn):
     np.testing.assert_array_equal(gradient, 0.0)
 
 
+def test_cut_tokens_are_those_without_a_gradient():
+    rng = np.random.default_rng(1)
+    log_ratio = rng.normal(scale=0.5, size=(40, 9)).astype(np.float32)
+    advantages = rng.choice([-1.0, 0.5, 2.0], (40, 9)).astype(np.float32)
+    objective = PolicyGradientConfig(clip_low=0.1, clip_high=0.3)
+    given = TokenGiven(
+        weights=jnp.ones((40, 9)),
+        extra={"advantages": jnp.asarray(advantages), "old_log_probs": jnp.zeros((40, 9))},
+    )
+    slopes = jax.grad(lambda nll: jnp.sum(objective.token_loss(nll, given)))(
+        -jnp.asarray(log_ratio)
+    )
+    cut = objective.is_cut(log_ratio, advantages)
+    np.testing.assert_array_equal(cut, np.asarray(slopes) == 0.0)
+    assert 0.2 < cut.mean() < 0.5
+    assert not objective.is_cut(np.zeros((2, 3)), np.ones((2, 3))).any()
+
+
 MODEL = ModelConfig(vocab_size=VOCAB, num_layers=1, embed_dim=8)
 
 
