@@ -250,7 +250,9 @@ def _with_group(group: Group) -> str:
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        if group in getattr(kind, "groups", ()):
+        # Others may take any group, and are not what its rates are made for.
+        own = {"adamw", kind.matrices, kind.head}
+        if group in own and group in getattr(kind, "groups", ()):
             homes.add(kind.name)
     return " or ".join(f"optimizer:{name}" for name in sorted(homes)) or "another optimizer"
 
