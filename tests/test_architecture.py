@@ -286,6 +286,7 @@ CALLED_FROM_OUTSIDE = {
     "emit": "logging",
     "main": "python -m",
     **dict.fromkeys(("unbox", "replace_boxed", "add_axis", "remove_axis"), "flax.core.meta"),
+    **dict.fromkeys(("to_nnx_metadata", "from_nnx_metadata"), "flax.nnx.bridge"),
     **dict.fromkeys(("eot_token_id", "tok_encode", "loglikelihood_rolling"), "lm-eval"),
     "_loglikelihood_tokens": "lm-eval",
 }

@@ -23,6 +23,7 @@ from jaxmoe.optim import (
     SGDConfig,
     adamh,
     adamw,
+    muon,
     muonh,
 )
 from jaxmoe.routing import METHODS
@@ -75,6 +76,25 @@ def test_adamw_equals_optax(rate):
     mask = {"matrix": True, "stack": True, "gain": False}
     theirs = optax.adamw(rate, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3, mask=mask)
     assert_close(_train(ours, SHAPES), _train(theirs, SHAPES, "standard"), kind="elementwise")
+
+
+@pytest.mark.parametrize("optimizer", [muon, muonh, adamh, adamw])
+def test_hyperparameters_may_be_injected_and_changed(optimizer):
+    """By `optax.inject_hyperparams`, in a jitted step too."""
+    shapes = {"matrix": (4, 6), "stack": (2, 4, 6)}
+    given = {"weight_decay": 0.3, "epsilon": 1e-3}
+    injected = optax.inject_hyperparams(optimizer)(learning_rate=0.1, **given)
+    path = _train(injected, shapes, "standard")
+    assert_close(path, _train(optimizer(0.1, **given), shapes), kind="elementwise")
+    params, gradients = _random(shapes, 0), _random(shapes, 1)
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.jit(injected.init)(params)
+        for rate in (0.1, 0.2):
+            state.hyperparams["learning_rate"] = jnp.float32(rate)
+            updates, _ = jax.jit(injected.update)(gradients, state, params)
+            alone = optimizer(rate, **given)
+            wanted, _ = alone.update(gradients, alone.init(params), params)
+            assert_close(updates, wanted, kind="elementwise")
 
 
 def test_sgd_equals_optax():
