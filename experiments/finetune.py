@@ -15,6 +15,12 @@ run gives its adapter as well: a new run goes on with it, such as MHR-z from MHR
 like one of `pretrain`: the same command resumes, and evaluate, generate and report open it. Its
 checkpoints hold what is trained, and name the model that was adapted.
 
+Text and conversations are read by the tokenizer and the chat template of the model, whatever the
+kind of data. The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation
+of the model puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the
+optimiser of the initial run at a tenth of its learning rate. `optimizer:` and `--optimizer.` say
+otherwise.
+
 Exit codes: those of `pretrain`.
 """
 
@@ -27,14 +33,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.cli import flags
+from experiments.cli.choices import choose, with_value
 from experiments.cli.exit import run_command
 from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
 from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
+from jaxmoe.run.plan import trained_groups
+from jaxmoe.run.provenance.model_tokens import check_model_tokens, model_data, with_model_tokens
 from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.stopwatch import process_age
@@ -42,6 +51,8 @@ from sharding.pipeline import InterleavedConfig
 
 _INITIAL = "--checkpoint.initial"
 STEPS, LEARNING_RATE, WARMUP_STEPS = 200, 1e-3, 10
+RATE_SHARE = 0.1
+"""Learning rate of optimisers other than AdamW, over that of the initial run."""
 
 
 def main(argv: Sequence[str], *, age: float = 0.0) -> int:
@@ -55,9 +66,10 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     words = [long_word(word) for word in argv]
     with flags.exit_on_bad_configuration():
         start = finetune_config(initial_of(words))
-    config = flags.parse_flags(start, words, prog, about)
+    config = parse_tuning(start, words, prog, about)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "finetune")
+        config = with_fitting_optimizer(config, words, RATE_SHARE)
     return train(config, command="finetune", name=str(config.run.name), age=age)
 
 
@@ -103,6 +115,79 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         checkpoint=CheckpointConfig(initial=path),
         run=RunConfig(),
     )
+
+
+def parse_tuning(
+    start: PretrainConfig, words: Sequence[str], prog: str, description: str
+) -> PretrainConfig:
+    """Return the configuration of a command line, whose data have the tokens of the initial model.
+
+    Args:
+        start: Configuration before any flag.
+        words: Words of the command line.
+        prog: How the program is called.
+        description: The first paragraph of `--help`.
+
+    Returns:
+        The changed configuration. Exits as `flags.parse` does, also where the ids of the data mean
+        something else than those of the model.
+    """
+    if start.checkpoint.initial is None:
+        return flags.parse_flags(start, words, prog, description)
+    named = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in words}
+    with flags.exit_on_bad_configuration():
+        tokens = model_data(start.checkpoint.initial)
+        start, words = choose(start, words)
+        data = with_model_tokens(
+            start.data,
+            tokens,
+            has_tokenizer=any(word.startswith("data.tokenizer") for word in named),
+            has_template="data.template" in named,
+        )
+        start = with_value(start, ("data",), data)
+    config = flags.parse_flags(start, words, prog, description)
+    with flags.exit_on_bad_configuration():
+        check_model_tokens(config.data, tokens)
+    return config
+
+
+def with_fitting_optimizer(
+    config: PretrainConfig, words: Sequence[str], share: float
+) -> PretrainConfig:
+    """Return the configuration with an optimiser that can train its parameters.
+
+    The default, AdamW, stays where it has the groups in which the parameterisation puts what is
+    trained. Otherwise the optimiser is that of the initial run or, if that lacks them too, the
+    first that has them. An optimiser that the command line names is left as it is.
+
+    Args:
+        config: Configuration after all flags.
+        words: Words of the command line.
+        share: Learning rate of another optimiser, over that of the initial run.
+
+    Raises:
+        ValueError: The model does not fit the parameterisation.
+    """
+    named = {word.partition("=")[0].replace("-", "_") for word in words}
+    is_chosen = any(word == "__optimizer" or word.startswith("optimizer:") for word in named)
+    if is_chosen or config.optimizer.name != AdamWConfig.name:
+        return config
+    groups = trained_groups(config)
+    assert config.checkpoint.initial is not None  # checked before
+    if groups <= set(AdamWConfig.groups):
+        return config
+    candidates = (
+        saved_config(config.checkpoint.initial).optimizer,
+        *(kind() for kind in OPTIMIZERS.values()),
+    )
+    fitting = next((one for one in candidates if groups <= set(one.groups)), None)
+    if fitting is None:  # refused in words where the optimiser is built
+        return config
+    changes: dict[str, Any] = {"learning_rate": share * fitting.learning_rate}
+    for field in dataclasses.fields(config.optimizer):
+        if f"__optimizer.{field.name}" in named:
+            changes[field.name] = getattr(config.optimizer, field.name)
+    return dataclasses.replace(config, optimizer=dataclasses.replace(fitting, **changes))
 
 
 def initial_of(words: Sequence[str]) -> str | None:

@@ -172,6 +172,19 @@ class Declared(nn.meta.AxisMetadata[Any]):
         single = dataclasses.replace(self.declaration, axes=tuple(axes), shape=tuple(shape))
         return dataclasses.replace(self, declaration=single)
 
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """Return the fields, which `flax.nnx.bridge` keeps with its variable."""
+        return {"value": self.value, "declaration": self.declaration}
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Declared:
+        """Return the box of a variable of `flax.nnx.bridge`.
+
+        Args:
+            metadata: Value and metadata of the variable, of which some are its own.
+        """
+        return cls(value=metadata["value"], declaration=metadata["declaration"])
+
 
 @struct.dataclass
 class Deferred:

@@ -115,7 +115,7 @@ REGISTRIES = {
         *("grouped_query", "latent", "mamba", "mamba2", "shared_keys", "parallel_streams"),
     },
     "jaxmoe.layers.residual:Residuals": {"standard", "ladder", "hyper"},
-    "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor"},
+    "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor", "sgd"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
     "jaxmoe.precision:MatmulConfig": {"full", "halo"},
@@ -287,6 +287,7 @@ CALLED_FROM_OUTSIDE = {
     "emit": "logging",
     "main": "python -m",
     **dict.fromkeys(("unbox", "replace_boxed", "add_axis", "remove_axis"), "flax.core.meta"),
+    **dict.fromkeys(("to_nnx_metadata", "from_nnx_metadata"), "flax.nnx.bridge"),
     **dict.fromkeys(("eot_token_id", "tok_encode", "loglikelihood_rolling"), "lm-eval"),
     "_loglikelihood_tokens": "lm-eval",
 }

@@ -87,8 +87,9 @@ def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
         words: The arguments. The last of a repeated choice counts.
 
     Returns:
-        The config with the members that are named or implied, not validated: `__post_init__` must
-        not check before all flags are read. And the other arguments.
+        The config with the members that are named or implied, and with what these bring (such as
+        the optimiser of an estimator); not validated: `__post_init__` must not check before all
+        flags are read. And the other arguments.
 
     Raises:
         ValueError: A name is unknown, or a flag belongs to a member that is not chosen.
@@ -107,14 +108,34 @@ def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
             if names is not None:
                 classes = [choice.members[name] for name in names]
                 new = (next((i for i in old if type(i) is cls), None) or cls() for cls in classes)
-                config = _with_value(config, keys, tuple(new))
+                config = with_value(config, keys, tuple(new))
             continue
         chosen, rest = _take_member(choice, rest)
         current = _member_name(type(old)) if dataclasses.is_dataclass(old) else "none"
         name = _implied(choice, chosen, current, named)
         if name != current:
-            config = _with_value(config, keys, None if name == "none" else choice.members[name]())
+            member = None if name == "none" else choice.members[name]
+            config = with_value(config, keys, None if member is None else member())
+            for path, value in getattr(member, "brings", {}).items():
+                config = _bring(config, choice.path, path, value, seen)
     return config, rest
+
+
+def _bring(config: Config, chosen: str, path: str, value: Any, seen: set[str]) -> Config:
+    """Return the config with a value that comes with a member, unless a choice was made there.
+
+    Args:
+        config: Config.
+        chosen: Path of the choice of the member.
+        path: Path of the value in the config of a run, which is the whole config or a part of it.
+        value: The value.
+        seen: Paths of the choices that were made before.
+    """
+    *root, _, _ = chosen.split(".")
+    keys = [*root, *path.split(".")]
+    if ".".join(keys) in seen or not hasattr(_value_at(config, [*root]), keys[len(root)]):
+        return config
+    return with_value(config, keys, value)
 
 
 def known_spelling(word: str, names: Mapping[str, Any]) -> str:
@@ -223,11 +244,17 @@ def _value_at(config: Any, keys: Sequence[str]) -> Any:
     return config
 
 
-def _with_value(config: Any, keys: Sequence[str], value: Any) -> Any:
-    """Return a copy with another value at a dotted path."""
+def with_value(config: Any, keys: Sequence[str], value: Any) -> Any:
+    """Return a copy with another value at a dotted path, not validated.
+
+    Args:
+        config: Config.
+        keys: Names of fields, and positions in tuples.
+        value: The other value.
+    """
     if not keys:
         return value
-    new = _with_value(_value_at(config, keys[:1]), keys[1:], value)
+    new = with_value(_value_at(config, keys[:1]), keys[1:], value)
     if isinstance(config, tuple):
         return (*config[: int(keys[0])], new, *config[int(keys[0]) + 1 :])
     changed = copy.copy(config)

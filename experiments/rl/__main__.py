@@ -6,17 +6,22 @@
     python -m experiments.rl --checkpoint.initial RUN reward:arithmetic --rl.group 8 \\
         --rl.prompts 32 --training.steps 200 --objective.beta 0.02 --objective.advantage rloo
     python -m experiments.rl --checkpoint.initial RUN reward:arithmetic adapter:lora
+    python -m experiments.rl --checkpoint.initial RUN --rl.epochs 1 --rl.minibatches 4
 
-Each step draws groups of answers from the model as it is, scores them, and trains on them.
+Each step draws groups of answers from the model as it is, scores them, and trains on them: twice by
+default (`--rl.epochs`), each time in one update (`--rl.minibatches`). Where all answers to all
+prompts have equal rewards, nothing changes.
 `--checkpoint.initial` gives model, tokenizer, held-out data and precision; flags change them.
 `reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
-`--training.objective.`; all parameters are trained without an adapter. The run is like one of
+`--training.objective.`; all parameters are trained without an adapter: by AdamW at 1e-4 or, where
+the model's parameterisation needs another optimiser, by the initial run's at a hundredth of its
+learning rate. The run is like one of
 `pretrain`: the same command resumes, bitwise (with `--rl.staleness` from a step that is a multiple
 of `--checkpoint.every`), and evaluate, generate, serve and report open it.
 
 A line shows the means over the answers of a step: reward, share solved, divergence from the initial
-model (with beta) or from the program that drew them, share of clipped tokens, length, and the
-seconds of answers and training.
+model (with beta) or from the program that drew them, share of tokens whose ratio the loss cut,
+length, and the seconds of answers and training.
 
 Exit codes: those of `pretrain`.
 """
@@ -29,7 +34,14 @@ from collections.abc import Sequence
 
 from experiments.cli import flags
 from experiments.cli.exit import run_command
-from experiments.finetune import finetune_config, in_own_directory, initial_of, long_word
+from experiments.finetune import (
+    finetune_config,
+    in_own_directory,
+    initial_of,
+    long_word,
+    parse_tuning,
+    with_fitting_optimizer,
+)
 from experiments.pretrain import train
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.rl.config import RolloutsConfig
@@ -38,6 +50,8 @@ from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.stopwatch import process_age
 
 LEARNING_RATE = 1e-4
+RATE_SHARE = 0.01
+"""Learning rate of optimisers other than AdamW, over that of the initial run."""
 _SHORT = {"reward": "rl.reward", "objective": "training.objective"}
 
 
@@ -52,9 +66,10 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     words = [_long(word) for word in argv]
     with flags.exit_on_bad_configuration():
         start = rl_config(initial_of(words), _sizes(words))
-    config = flags.parse_flags(start, words, prog, about)
+    config = parse_tuning(start, words, prog, about)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "rl")
+        config = with_fitting_optimizer(config, words, RATE_SHARE)
     return train(config, command="rl", name=str(config.run.name), age=age)
 
 

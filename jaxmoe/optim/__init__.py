@@ -21,7 +21,8 @@ from jaxmoe.optim.schedules import CosineConfig as CosineConfig
 from jaxmoe.optim.schedules import LinearConfig as LinearConfig
 from jaxmoe.optim.schedules import ScheduleConfig as ScheduleConfig
 from jaxmoe.optim.schedules import WarmupStableDecayConfig as WarmupStableDecayConfig
+from jaxmoe.optim.sgd import SGDConfig as SGDConfig
 
-OptimizerConfig = AdamWConfig | MuonConfig | MuonHConfig | MKORConfig
+OptimizerConfig = AdamWConfig | MuonConfig | MuonHConfig | MKORConfig | SGDConfig
 
 OPTIMIZERS = registry_of(OptimizerConfig)

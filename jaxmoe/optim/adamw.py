@@ -9,7 +9,7 @@ w = w - lr * (m_hat / (sqrt(v_hat) + epsilon) + decay * w)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -19,8 +19,10 @@ import optax
 from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
 from jaxmoe.optim.received_momentum import received_momentum
 from jaxmoe.optim.steps import (
-    SMALLEST_EPSILON,
+    Number,
+    Rate,
     check_numbers,
+    divides_safely,
     standard_promotion,
     straight_steps,
 )
@@ -90,13 +92,13 @@ class ReceivingAdamW(AdamWConfig):
 
 
 def adamw(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: Rate,
     *,
     matrix_axes: Any = (-2, -1),
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-8,
-    weight_decay: float = 0.0,
+    beta1: Number = 0.9,
+    beta2: Number = 0.95,
+    epsilon: Number = 1e-8,
+    weight_decay: Number = 0.0,
 ) -> optax.GradientTransformation:
     """Return AdamW with weight decay on matrices and not on vectors.
 
@@ -128,7 +130,7 @@ def adamw(
     adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon)
     return standard_promotion(
         straight_steps(adam, learning_rate, weight_decay=decays),
-        stays_finite=epsilon >= SMALLEST_EPSILON,
+        stays_finite=divides_safely(epsilon),
     )
 
 

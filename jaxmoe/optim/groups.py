@@ -32,7 +32,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxmoe.optim.schedules import Schedule
-from jaxmoe.optim.steps import SMALLEST_EPSILON, check_numbers, standard_promotion
+from jaxmoe.optim.steps import check_numbers, divides_safely, standard_promotion
 from jaxmoe.parameters import FROZEN, Group, ParameterSpec, ParameterTable
 
 
@@ -204,8 +204,8 @@ class Optimizer(abc.ABC):
             )
             built = optax.partition(steps, labels)
         # Those without an epsilon divide by norms.
-        is_large = getattr(self, "epsilon", 1.0) >= SMALLEST_EPSILON
-        built = standard_promotion(built, stays_finite=self.stays_finite and is_large)
+        is_safe = divides_safely(getattr(self, "epsilon", 1.0))
+        built = standard_promotion(built, stays_finite=self.stays_finite and is_safe)
         return train_only(table, built)
 
 
@@ -256,7 +256,9 @@ def _with_group(group: Group) -> str:
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        if group in getattr(kind, "groups", ()):
+        # Others may take any group, and are not what its rates are made for.
+        own = {"adamw", kind.matrices, kind.head}
+        if group in own and group in getattr(kind, "groups", ()):
             homes.add(kind.name)
     return " or ".join(f"optimizer:{name}" for name in sorted(homes)) or "another optimizer"
 

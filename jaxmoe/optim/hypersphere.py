@@ -24,7 +24,6 @@ clamped from below at 1e-8, as here for U.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,7 +34,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.optim.matrices import Matrix, matrices_of, spelled
-from jaxmoe.optim.steps import SMALLEST_EPSILON, check_numbers, spread, standard_promotion
+from jaxmoe.optim.steps import (
+    Number,
+    Rate,
+    check_numbers,
+    divides_safely,
+    spread,
+    standard_promotion,
+)
 
 Sphere = Literal["matrix", "stack"]
 
@@ -49,7 +55,7 @@ class SphereState(NamedTuple):
 
 
 def on_sphere(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: Rate,
     *,
     matrix_axes: Any = (-2, -1),
     sphere: Sphere = "matrix",
@@ -108,14 +114,14 @@ def on_sphere(
 
 
 def adamh(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: Rate,
     *,
     matrix_axes: Any = (-2, -1),
     sphere: Sphere = "matrix",
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-8,
-    weight_decay: float = 0.0,
+    beta1: Number = 0.9,
+    beta2: Number = 0.95,
+    epsilon: Number = 1e-8,
+    weight_decay: Number = 0.0,
 ) -> optax.GradientTransformation:
     """Return Adam on the Frobenius sphere for a tree of matrices: HyperP's rule for the head.
 
@@ -142,7 +148,7 @@ def adamh(
     )
     return standard_promotion(
         optax.chain(optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon), steps),
-        stays_finite=epsilon >= SMALLEST_EPSILON,
+        stays_finite=divides_safely(epsilon),
     )
 
 

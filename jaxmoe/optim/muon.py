@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -38,7 +38,7 @@ from jaxmoe.optim.adamw import ADAM, adamw_group
 from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
 from jaxmoe.optim.matrices import Matrix, matrices_of
 from jaxmoe.optim.newton_schulz import Coefficients, newton_schulz
-from jaxmoe.optim.steps import check_numbers, standard_promotion, straight_steps
+from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion, straight_steps
 from jaxmoe.parameters import Group
 from jaxmoe.precision import PrecisionPolicy
 from sharding.products.whole_matrices import MatrixLayout, map_matrices
@@ -166,12 +166,12 @@ def shape_scale(scale: Scale | None, matrix: Matrix) -> float:
 def scale_by_muon(
     *,
     matrix_axes: Any = (-2, -1),
-    momentum: float = 0.95,
+    momentum: Number = 0.95,
     nesterov: bool = True,
     form: Form = "sum",
     coefficients: Coefficients = "dion",
     scale: Scale | None = None,
-    epsilon: float = 1e-8,
+    epsilon: Number = 1e-8,
     dtype: ComputeDtype = "auto",
     layout: MatrixLayout = "spread",
     name: str = "muon",
@@ -242,16 +242,16 @@ def scale_by_muon(
 
 
 def muon(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: Rate,
     *,
     matrix_axes: Any = (-2, -1),
-    momentum: float = 0.95,
+    momentum: Number = 0.95,
     nesterov: bool = True,
     form: Form = "sum",
     coefficients: Coefficients = "dion",
     scale: Scale | None = "spectral_norm",
-    weight_decay: float = 0.0,
-    epsilon: float = 1e-8,
+    weight_decay: Number = 0.0,
+    epsilon: Number = 1e-8,
     dtype: ComputeDtype = "auto",
     layout: MatrixLayout = "spread",
 ) -> optax.GradientTransformation:

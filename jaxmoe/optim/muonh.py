@@ -10,7 +10,7 @@ The steps along a sphere and their sources: `jaxmoe/optim/hypersphere.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import optax
@@ -20,7 +20,7 @@ from jaxmoe.optim.groups import GroupTraits, Members
 from jaxmoe.optim.hypersphere import Sphere, on_sphere
 from jaxmoe.optim.muon import ComputeDtype, Form, MatrixOptimizer, muon_directions, scale_by_muon
 from jaxmoe.optim.newton_schulz import Coefficients
-from jaxmoe.optim.steps import check_numbers, standard_promotion
+from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion
 from jaxmoe.parameters import Group
 from sharding.products.whole_matrices import MatrixLayout
 
@@ -74,16 +74,16 @@ class MuonHConfig(MatrixOptimizer):
 
 
 def muonh(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: Rate,
     *,
     matrix_axes: Any = (-2, -1),
     sphere: Sphere = "matrix",
-    momentum: float = 0.95,
+    momentum: Number = 0.95,
     nesterov: bool = True,
     form: Form = "sum",
     coefficients: Coefficients = "dion",
-    weight_decay: float = 0.0,
-    epsilon: float = 1e-8,
+    weight_decay: Number = 0.0,
+    epsilon: Number = 1e-8,
     dtype: ComputeDtype = "auto",
     layout: MatrixLayout = "spread",
 ) -> optax.GradientTransformation:

@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmoe.optim.steps import Number
+
 Coefficients = Literal["dion", "standard"]
 Triple = tuple[float, float, float]
 
@@ -45,7 +47,7 @@ def newton_schulz(
     x: Float[Array, "... m n"],
     *,
     coefficients: Coefficients = "dion",
-    epsilon: float = 1e-8,
+    epsilon: Number = 1e-8,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "... m n"]:
     """Return each matrix of a stack with singular values close to 1; zeros stay zeros.

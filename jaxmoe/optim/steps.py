@@ -12,11 +12,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+Number = float | Float[Array, ""]
+"""A hyperparameter, which `optax.inject_hyperparams` gives as an array."""
+Rate = Number | Callable[[Any], Any]
+"""A learning rate, or a function of the optimiser's step."""
 
 SMALLEST_EPSILON = 1e-15
 """Adam's directions by finite gradients are finite from this epsilon on: first moments are at most
 the root of the largest float32."""
+
+
+def divides_safely(epsilon: Number) -> bool:
+    """Return whether an epsilon is known to keep directions finite."""
+    return not isinstance(epsilon, Tracer) and bool(epsilon >= SMALLEST_EPSILON)
 
 
 class LayerwiseTransformation(optax.GradientTransformation):
@@ -50,7 +63,8 @@ class ProbingTransformation(LayerwiseTransformation):
 
 
 def check_numbers(prefix: str = "", **values: Any) -> None:
-    """Refuse hyperparameters outside their range; names without a rule are not checked.
+    """Refuse hyperparameters outside their range; names without a rule are not checked, nor are
+    values that a trace has not computed yet, as of `optax.inject_hyperparams` in a jitted step.
 
     Args:
         prefix: Text before the name in the message, such as "optimizer.".
@@ -60,6 +74,8 @@ def check_numbers(prefix: str = "", **values: Any) -> None:
         ValueError: A number is out of range; names it, the rule and the value.
     """
     for name, value in values.items():
+        if isinstance(value, Tracer):
+            continue
         where = f"{prefix}{name}={value}"
         match name:
             case "learning_rate" | "epsilon" | "adamw_ratio":
@@ -104,7 +120,7 @@ def standard_promotion(
 
 def straight_steps(
     directions: optax.GradientTransformation,
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: Rate,
     *,
     weight_decay: Any = 0.0,
     multiplier: Any = None,
@@ -142,10 +158,12 @@ def spread(value: Any, tree: Any) -> Any:
     """Return a tree with a number at every leaf; a value that is a tree already stays.
 
     Args:
-        value: A number or a tree.
+        value: A number, an array without dimensions, or a tree.
         tree: Structure of the result.
     """
-    is_one = isinstance(value, int | float)
+    is_one = isinstance(value, int | float) or (
+        isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
+    )
     return jax.tree.map(lambda _: value, tree) if is_one else value
 
 

@@ -45,6 +45,20 @@ class Sample:
     """Experts of all tokens but the last, [tokens L K]; None where they are not recorded."""
 
 
+def drawn_order(prompts: int, minibatches: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Return the prompts of each update of a pass, [minibatches prompts/minibatches].
+
+    Args:
+        prompts: Prompts of a step.
+        minibatches: Updates of the pass; one has the prompts in their order.
+        seed: Numbers of the run, the step and the pass.
+    """
+    order = np.arange(prompts)
+    if minibatches > 1:
+        order = np.random.default_rng(seed).permutation(prompts)
+    return order.reshape(minibatches, -1)
+
+
 def batch_of(
     samples: Sequence[Sample],
     objective: PolicyGradientConfig,

@@ -23,13 +23,20 @@ class RolloutsConfig:
     """Answers to each prompt, which are compared with each other."""
     prompts: int = 16
     """Prompts of a step."""
+    epochs: int = 2
+    """Passes over the answers of a step. From the second update on the parameters are others than
+    those that the ratios begin from, and the objective cuts ratios that go too far."""
+    minibatches: int = 1
+    """Updates of a pass, each with an equal part of the prompts, in an order drawn anew for each
+    pass."""
     max_tokens: int = 16
     """Tokens of an answer at most; the prompt has the rest of training.sequence_length."""
     stop: tuple[str, ...] = ("\n",)
     """Texts that end an answer; the end-of-text token of the data does as well."""
     old: OldName = "trainer"
     """Log-probabilities of the drawn tokens that ratios begin from. trainer: computed again before
-    the step, which costs a forward pass. engine: as they were drawn, at no cost."""
+    the step, by the parameters of the first update. engine: as they were drawn, which also cuts
+    ratios between trainer and engine."""
     truncation: float | None = None
     """Largest importance weight of a token for the difference between trainer and engine, with old
     trainer; None for no weights."""
@@ -51,12 +58,15 @@ class RolloutsConfig:
     """Tokens of a page of keys and values. Answers to one prompt share its full pages."""
 
     def __post_init__(self):
-        least_values = {"group": 2} | dict.fromkeys(
-            ("prompts", "max_tokens", "max_sequences", "page_size", "scorers"), 1
-        )
+        at_least_one = ("prompts", "epochs", "minibatches", "max_tokens", "max_sequences")
+        least_values = {"group": 2} | dict.fromkeys((*at_least_one, "page_size", "scorers"), 1)
         for field, least in least_values.items():
             if (value := getattr(self, field)) < least:
                 raise ValueError(f"rl.{field}={value} must be at least {least}")
+        if self.prompts % self.minibatches:
+            raise ValueError(
+                f"rl.minibatches={self.minibatches} must divide rl.prompts={self.prompts}"
+            )
         if self.staleness < 0:
             raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")
         if not all(self.stop):
@@ -87,6 +97,11 @@ class RolloutsConfig:
     def num_answers(self) -> int:
         """Answers of a step."""
         return self.prompts * self.group
+
+    @property
+    def num_updates(self) -> int:
+        """Optimiser updates of a step."""
+        return self.epochs * self.minibatches
 
 
 def check_rollouts(config: Any) -> None:

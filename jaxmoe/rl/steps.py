@@ -4,6 +4,9 @@
 
     (state, anything) -> answers by the state's parameters -> batch -> (next state, metrics)
 
+A step trains on its answers `rl.epochs` times, in `rl.minibatches` updates each. Old and reference
+log-probabilities are those before the first update.
+
 The queue of answers is empty at checkpoints, so that a resumed run continues bitwise.
 """
 
@@ -11,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -23,7 +27,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError, JaxmoeError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.rl.batches import Sample, batch_of
+from jaxmoe.rl.batches import Sample, batch_of, drawn_order
 from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.rl.engine_parameters import EngineParameters
 from jaxmoe.rl.queue import AnswerQueue
@@ -44,6 +48,7 @@ from jaxmoe.tracking.tracker import (
 )
 from jaxmoe.training.loss import token_log_probs
 from jaxmoe.training.policy_gradient import (
+    ADVANTAGES,
     OLD,
     REFERENCE,
     SAMPLER_WEIGHTS,
@@ -69,6 +74,8 @@ class Learner:
     mesh: Mesh
     length: int
     """Predictions of a row, S."""
+    seed: int
+    """Seed of the run."""
 
     @classmethod
     def of(cls, plan: Any, execution: ExecutionConfig, mesh: Mesh) -> Learner | None:
@@ -89,12 +96,14 @@ class Learner:
             execution=execution,
             mesh=mesh,
             length=config.training.sequence_length,
+            seed=config.training.seed,
         )
 
     def example(self) -> Batch:
-        """Return a batch on the devices, of the shapes of all batches."""
+        """Return a batch on the devices, of the shapes of the batches of all updates."""
         sample = Sample(prompt=(0,), answer=(0,), log_probs=(0.0,), text="", reward=0.0)
-        batch = self.batch([sample] * self.config.num_answers)
+        rows = self.config.num_answers // self.config.minibatches
+        batch = self.batch([sample] * rows)
         names = [REFERENCE] if self.objective.beta else []
         names += [SAMPLER_WEIGHTS] if self.config.truncation is not None else []
         zeros = np.zeros_like(batch.loss_weights)
@@ -124,6 +133,25 @@ class Learner:
             length=self.length,
             longest=self.config.max_tokens,
         )
+
+    def updates(
+        self, samples: Sequence[Sample], batch: Batch, seed: tuple[int, ...]
+    ) -> Iterator[Batch]:
+        """Yield the batches of the updates of a step, on the host.
+
+        Args:
+            samples: Answers of the step.
+            batch: All of them, with all that the objective reads.
+            seed: Numbers of the run and the step, which decide the order.
+        """
+        group, prompts = self.config.group, self.config.prompts
+        for epoch in range(self.config.epochs):
+            for chosen in drawn_order(prompts, self.config.minibatches, (*seed, epoch)):
+                rows = (chosen[:, None] * group + np.arange(group)).reshape(-1)
+                # Weights are those of a batch of its own; the rest is read from the whole.
+                own = self.batch([samples[row] for row in rows])
+                extra = {name: np.asarray(array)[rows] for name, array in batch.extra.items()}
+                yield dataclasses.replace(own, extra=extra)
 
 
 class NoAnswersError(EndRunError):
@@ -180,7 +208,8 @@ class RolloutStep:
             raise NoAnswersError(str(error)) from error
         drawn, counts = time.perf_counter(), self._rollouts.counts()
         rows, measures = self._prepared(state, self._learner.batch(samples))
-        state, metrics = self._step(state, global_batch(rows, self._learner.mesh))
+        state, metrics, clipped = self._updated(state, samples, rows)
+        measures[CLIPPED] = clipped
         jax.block_until_ready(metrics.loss)
         times = {ROLLOUT_SECONDS: drawn - begun, TRAIN_SECONDS: time.perf_counter() - drawn}
         measures |= _measures(samples) | sent | times
@@ -206,9 +235,35 @@ class RolloutStep:
             self._rollouts.draw(step, params, routers or None)
         return sent
 
+    def _updated(
+        self, state: TrainState, samples: Sequence[Sample], batch: Batch
+    ) -> tuple[TrainState, StepMetrics, float]:
+        """Return the state after the updates of a step, its metrics, and the share of tokens whose
+        ratio the objective has cut, over all updates."""
+        config, mesh = self._learner.config, self._learner.mesh
+        seed, found = (self._learner.seed, int(state.step)), list[StepMetrics]()
+        cut, read = 0, 0
+        for number, rows in enumerate(self._learner.updates(samples, batch, seed)):
+            is_read = np.asarray(rows.loss_weights) > 0
+            read += int(is_read.sum())
+            placed = global_batch(rows, mesh)
+            # The ratios of the first update are 1 where its parameters gave the old numbers.
+            if (number or config.old == "engine") and np.any(rows.extra[ADVANTAGES]):
+                current = jax.device_get(
+                    self._log_probs(state.params, placed, router_state=state.router_state)
+                )
+                old, advantages = (np.asarray(rows.extra[name]) for name in (OLD, ADVANTAGES))
+                is_cut = self._learner.objective.is_cut(current - old, advantages)
+                cut += int((is_cut & is_read).sum())
+            if number:  # a step of the run counts as one, whatever its updates
+                state = dataclasses.replace(state, step=state.step - 1)
+            state, metrics = self._step(state, placed)
+            found.append(metrics)
+        return state, _together(found), cut / max(read, 1)
+
     def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""
-        config, objective = self._learner.config, self._learner.objective
+        config = self._learner.config
         is_read, engine = np.asarray(batch.loss_weights) > 0, np.asarray(batch.extra[OLD])
         extra, measures, current = dict(batch.extra), dict[str, float](), engine
 
@@ -224,8 +279,6 @@ class RolloutStep:
         if config.old == "trainer":
             extra[OLD] = current = log_probs(state.params, state.router_state)
             ratio = np.exp(current - engine)
-            is_clipped = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
-            measures[CLIPPED] = float(is_clipped[is_read].mean())
             measures[DIVERGENCE] = float(k3(current, engine)[is_read].mean())
             if config.truncation is not None:
                 extra[SAMPLER_WEIGHTS] = np.minimum(ratio, np.float32(config.truncation))
@@ -233,6 +286,26 @@ class RolloutStep:
             extra[REFERENCE] = reference = log_probs(*self._reference)
             measures[DIVERGENCE] = float(k3(reference, current)[is_read].mean())
         return dataclasses.replace(batch, extra=extra), measures
+
+
+def _together(metrics: Sequence[StepMetrics]) -> StepMetrics:
+    """Return the metrics of a step from those of its updates: loss and norms are means, tokens and
+    refusals are of all; the rest is of the last."""
+    last = metrics[-1]
+    if len(metrics) == 1:
+        return last
+
+    def mean(*values: Any) -> Any:
+        return sum(values[1:], values[0]) / len(values)
+
+    return dataclasses.replace(
+        last,
+        loss=mean(*(each.loss for each in metrics)),
+        losses=jax.tree.map(mean, *(each.losses for each in metrics)),
+        grad_norm=mean(*(each.grad_norm for each in metrics)),
+        num_tokens=sum((each.num_tokens for each in metrics[1:]), metrics[0].num_tokens),
+        is_skipped=functools.reduce(operator.or_, (each.is_skipped for each in metrics)),
+    )
 
 
 def _measures(samples: Sequence[Sample]) -> dict[str, float]:

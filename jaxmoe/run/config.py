@@ -357,6 +357,7 @@ class PretrainConfig:
                 " data.train_on=all"
             )
         self.training.gradients.check_run(self.replicas, self.watch.gradients_every)
+        self.training.gradients.check_update(self.optimizer, self.training.clip)
         check_rollouts(self)
         self._check_files()
         if (traced := self.profile.range) and traced[1] > self.training.steps:

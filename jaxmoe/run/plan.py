@@ -7,13 +7,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optim.schedules import Schedule
-from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.parameters import Group, ParameterSpec, ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.scaling import Budget, Parameterization
@@ -103,9 +104,7 @@ def make_plan(config: PretrainConfig) -> Plan:
         ValueError: Two choices do not fit each other.
     """
     training = config.training
-    batch_tokens = training.batch_size * training.sequence_length
-    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
-    parameterization = config.parameterization.build(config.model, budget, config.base)
+    parameterization = _parameterization(config)
     table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
     schedule = config.schedule.build(training.steps)
     if training.batch_ramp is not None:
@@ -117,8 +116,43 @@ def make_plan(config: PretrainConfig) -> Plan:
         parameterization=parameterization,
         table=table,
         schedule=schedule,
-        optimizer=optimizer.build(table, schedule),
+        optimizer=optimizer.build(table, by_updates(schedule, config)),
     )
+
+
+def trained_groups(config: PretrainConfig) -> set[Group]:
+    """Return the optimiser groups of the parameters that a configuration trains.
+
+    Args:
+        config: Configuration of a run; its optimiser is not read.
+
+    Raises:
+        ValueError: The model does not fit the parameterisation or the adapter.
+    """
+    parameterization = _parameterization(config)
+    table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
+    return {row.hyper.group for row in table.trained_rows}
+
+
+def by_updates(schedule: Schedule, config: PretrainConfig) -> Schedule:
+    """Return the factor on the learning rate by update, of which a step on answers has several.
+
+    Args:
+        schedule: Factor by step.
+        config: Configuration of the run.
+    """
+    updates = 1 if config.rl is None else config.rl.num_updates
+    return schedule if updates == 1 else lambda count: schedule(jnp.asarray(count) // updates)
+
+
+def _parameterization(config: PretrainConfig) -> Parameterization:
+    training, tokens = config.training, config.training.tokens
+    batch_tokens = training.batch_size * training.sequence_length
+    if config.rl is not None:
+        tokens *= config.rl.epochs
+        batch_tokens //= config.rl.minibatches
+    budget = Budget(tokens=tokens, batch_tokens=batch_tokens)
+    return config.parameterization.build(config.model, budget, config.base)
 
 
 def describe_rates(plan: Plan) -> str:

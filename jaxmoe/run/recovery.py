@@ -51,7 +51,7 @@ from jaxmoe.resilience.shared_snapshot import shared_snapshot
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.plan import make_plan
+from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 from jaxmoe.training.pipeline.recovery import RATE, Sources, sources_of
@@ -292,6 +292,6 @@ def with_raised_rate(assembly: Assembly, steps: tuple[int, ...]) -> Assembly:
             is_raised |= (step >= first) & (step < first + length)
         return before(step) * jnp.where(is_raised, jnp.float32(RATE), jnp.float32(1.0))
 
-    optimizer = plan.config.optimizer.build(plan.table, factor)
+    optimizer = plan.config.optimizer.build(plan.table, by_updates(factor, plan.config))
     plan = dataclasses.replace(plan, schedule=factor, optimizer=optimizer, raised=raised)
     return dataclasses.replace(assembly, plan=plan)

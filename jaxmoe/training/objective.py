@@ -13,6 +13,7 @@ An objective is a member of `ObjectiveConfig` that extends `Objective`, with the
     examine(model, batch, index, placement)   pass `index` over a held-out batch
     token_loss(nll, given)          loss of each token, [B S]
     further_loss(...)               a term of training passes beside it, or None
+    has_signal(batch)               whether there is anything to learn from a batch, or None
 
 To add an objective: a config in a file beside `jaxmoe/training/next_token.py`, and a line in the
 union of `jaxmoe/training/__init__.py`.
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from flax import struct
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -81,4 +82,16 @@ class Objective:
             given: Arguments of the pass.
         """
         del model, execution, params, batch, loss_of, given
+        return None
+
+    def has_signal(self, batch: Batch) -> Bool[Array, ""] | None:
+        """Return whether there is anything to learn from a batch; None where there always is.
+
+        A step without a signal leaves parameters, optimiser and routers bitwise as they were,
+        whatever the losses of balancers and adapters say, and is not counted as refused.
+
+        Args:
+            batch: Rows of a step.
+        """
+        del batch
         return None

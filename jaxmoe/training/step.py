@@ -8,7 +8,7 @@
 
 The guard selects whole states with `where` and never multiplies by zero, so one NaN or an infinite
 square cannot leak into parameters, moments, optimiser counters or router state: they stay bitwise
-what they were. Only the counters move.
+what they were. Only the counters move. A step without a signal (`Objective.has_signal`) is alike.
 
 With accumulation the cross-entropy is exactly that of the whole batch; the balancers' losses have
 two forms, `buffer` and the exact `two_pass` (`jaxmoe.training.balance`).
@@ -130,9 +130,8 @@ class TrainStep:
             first_row: Number of the first row, where the batch is part of a larger one.
         """
         found = self.estimator.estimate(self.problem, state, batch, first_row)
-        state, metrics, statistics = self.finish(
-            state, found.weight, found.summed, found.worker_loss, estimator=found.state
-        )
+        aside = {"estimator": found.state, "has_signal": self.objective.has_signal(batch)}
+        state, metrics, statistics = self.finish(state, *found[:3], **aside)
         measures = level_measures(batch, self.execution, self.accumulation)
         return state, dataclasses.replace(metrics, levels=measures), statistics
 
@@ -160,8 +159,7 @@ class TrainStep:
         weight: Float[Array, ""],
         summed: Gradients,
         worker_loss: Float[Array, " W"] | None,
-        *,
-        estimator: Any = None,
+        **aside: Any,
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
         """Return the state after an update with the gradients, or after a refusal.
 
@@ -170,7 +168,7 @@ class TrainStep:
             weight: Sum of the loss weights.
             summed: Sums over the batch.
             worker_loss: Losses of the workers that are reported apart.
-            estimator: State of the estimator after the step.
+            **aside: Further arguments of `judged`.
         """
         clipped = self.clipped(summed.grads)
         update = update_params(
@@ -184,7 +182,7 @@ class TrainStep:
             scale=clipped.scale,
             probes=summed.probes,
         )
-        return self.judged(state, weight, summed, clipped, update, worker_loss, estimator)
+        return self.judged(state, weight, summed, clipped, update, worker_loss, **aside)
 
     def clipped(self, grads: Any) -> Clipped:
         """Return gradients with a norm of at most `clip`; those in host memory stay as they are."""
@@ -216,6 +214,7 @@ class TrainStep:
         update: UpdatedParams,
         worker_loss: Float[Array, " W"] | None,
         estimator: Any = None,
+        has_signal: Bool[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
         """Return the state after an update, or after a refusal by the guard.
 
@@ -227,34 +226,35 @@ class TrainStep:
             update: Results of the optimiser.
             worker_loss: Losses of the workers that are reported apart.
             estimator: State of the estimator after the step.
+            has_signal: See `Objective.has_signal`.
         """
         statistics, grad_norm, before = summed.statistics, clipped.norm, state
         new = (update.params, update_routers(self.model, state, statistics))
         old = (state.params, state.router_state)
-        limit = norm_limit(state.recent_norms, self.max_norm_ratio)
         is_good = self.may_update(state, summed.loss, grad_norm)
         is_good &= all_finite(new[1]) & update.is_finite(self.optimizer)
-        kept = select(is_good, new, old)
+        moves = is_good if has_signal is None else is_good & has_signal
+        kept = select(moves, new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
         state = dataclasses.replace(
             state,
             step=state.step + 1,
             params=kept[0],
-            opt_state=update.opt_state.kept(is_good),
+            opt_state=update.opt_state.kept(moves),
             router_state=kept[1],
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
-            recent_norms=remember(state.recent_norms, grad_norm, is_good),
-            estimator=None if estimator is None else select(is_good, estimator, state.estimator),
+            recent_norms=remember(state.recent_norms, grad_norm, moves),
+            estimator=None if estimator is None else select(moves, estimator, state.estimator),
         )
-        state = remember_layers(self.model, state, clipped.grads, is_good)
+        state = remember_layers(self.model, state, clipped.grads, moves)
         table = self.table or parameter_table(self.model)
         if (adapter := self.model.adapter) is not None and adapter.has_after_step:
             given = StepGiven(before, table, self.execution.placement)
             changed = adapter.after_step(state, clipped.grads, given)
-            state = select_changed(is_good, changed, state)
+            state = select_changed(moves, changed, state)
         if self.average is not None:
-            state = self.average.after_step(state, clipped.grads, is_good, table)
+            state = self.average.after_step(state, clipped.grads, moves, table)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,
@@ -269,12 +269,12 @@ class TrainStep:
                 summed.indicators,
                 update.updates,
                 old[0],
-                is_good,
+                moves,
                 self.execution.placement,
                 step=state.step - 1,
             ),
             quality=mean_log_prob(statistics),
-            norm_limit=limit,
+            norm_limit=norm_limit(before.recent_norms, self.max_norm_ratio),
             worker_loss=worker_loss,
         )
         return state, metrics, statistics

@@ -98,6 +98,31 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
     Raises:
         DataError: There is none, or it cannot be read.
     """
+    source, settings, where = _source(place)
+    if not isinstance(source, str):
+        raise DataError(
+            f"data.template=tokenizer: {place} has no {JINJA}, and no text chat_template in "
+            f"{SETTINGS}: its tokenizer brings no chat template. {_WAY_OUT}"
+        )
+    template = TokenizerTemplate(source, _special_tokens(settings), str(where))
+    _compiled(template)
+    return template
+
+
+def has_template(place: pathlib.Path) -> bool:
+    """Return whether a tokenizer brings a chat template.
+
+    Args:
+        place: Directory of its tokenizer.json.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    return isinstance(_source(place)[0], str)
+
+
+def _source(place: pathlib.Path) -> tuple[Any, dict[str, Any], pathlib.Path]:
+    """Return the text of the template, if there is one, the settings, and the template's file."""
     settings_text, source = _read(place / SETTINGS), _read(place / JINJA)
     where = place / (SETTINGS if source is None else JINJA)
     settings: Any = {}
@@ -113,14 +138,7 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
     if isinstance(source, list):  # several, by name
         named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
         source = named[0].get("template") if named else None
-    if not isinstance(source, str):
-        raise DataError(
-            f"data.template=tokenizer: {place} has no {JINJA}, and no text chat_template in "
-            f"{SETTINGS}: its tokenizer brings no chat template. {_WAY_OUT}"
-        )
-    template = TokenizerTemplate(source, _special_tokens(settings), str(where))
-    _compiled(template)
-    return template
+    return source, settings, where
 
 
 def _special_tokens(settings: dict[str, Any]) -> tuple[tuple[str, str], ...]:

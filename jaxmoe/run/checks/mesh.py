@@ -53,6 +53,13 @@ def _check_batches(config: PretrainConfig, mesh_config: MeshConfig) -> None:
     """Refuse batches that devices and micro-batches do not divide."""
     training = config.training
     parts = mesh_config.batch_shards * training.accumulation
+    if config.rl is not None and training.batch_size % (parts * config.rl.minibatches):
+        raise ValueError(
+            f"rl.prompts x rl.group = {training.batch_size} answers must be divisible by"
+            f" rl.minibatches={config.rl.minibatches} times the {mesh_config.batch_shards} devices"
+            " that share a batch (mesh replica x data x expert) times training.accumulation="
+            f"{training.accumulation}: choose a multiple of {parts * config.rl.minibatches}"
+        )
     if training.batch_size % parts:
         raise ValueError(
             f"training.batch_size={training.batch_size} must be divisible by the"
@@ -74,6 +81,7 @@ def _check_experts(
 ) -> None:
     """Refuse experts that the dispatcher cannot spread, in training or held-out batches."""
     training, config, model = plan.config.training, plan.config, plan.model
+    update_rows = training.batch_size // (1 if config.rl is None else config.rl.minibatches)
     check_dispatcher(
         model.moe,
         execution,
@@ -82,7 +90,7 @@ def _check_experts(
         sizes=mesh,
     )
     for kind in plan.model.kinds:
-        for rows in (training.batch_size // training.accumulation, config.held_out_batch_size):
+        for rows in (update_rows // training.accumulation, config.held_out_batch_size):
             kind.feed_forward.check_execution(
                 execution,
                 sequences=rows // batch_shards,

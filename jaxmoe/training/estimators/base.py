@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxtyping import Array, Float
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.training import ObjectiveConfig
@@ -25,6 +27,13 @@ from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import TrainState
+
+PLAIN_DESCENT: Mapping[str, Any] = {
+    "optimizer": SGDConfig(learning_rate=1e-4),
+    "schedule": LinearConfig(warmup_steps=0, floor=1.0),
+    "training.clip": None,
+}
+"""What methods bring that are defined by gradient descent at a constant rate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,11 @@ class Estimator(abc.ABC):
     clips: ClassVar[Literal["norm", "projection", "nothing"]]
     """What training.clip limits: the global norm of the gradient; each derivative along a
     direction; or nothing, and then it must be None."""
+    optimizers: ClassVar[tuple[str, ...]] = ()
+    """Optimisers that the method is defined with; empty for any."""
+    brings: ClassVar[Mapping[str, Any]] = {}
+    """Values of other fields of a run, by dotted path, that come with the choice of the estimator
+    on a command line where nothing else is named."""
     is_backward: ClassVar[bool] = False
     """Whether there is a backward pass, of whole layers and of each worker's rows."""
 
@@ -89,6 +103,30 @@ class Estimator(abc.ABC):
             raise ValueError(
                 f"watch.gradients_every={gradients_every} compares gradients of backward passes,"
                 f" and {chosen} has none: set it to 0"
+            )
+
+    def check_update(self, optimizer: Optimizer, clip: float | None) -> None:
+        """Refuse an optimiser, or a limit of derivatives, that makes another method of it.
+
+        Args:
+            optimizer: Optimiser of the run.
+            clip: training.clip.
+
+        Raises:
+            ValueError: Names what the method is defined with.
+        """
+        chosen = f"training.gradients:{self.name}"
+        if self.optimizers and optimizer.name not in self.optimizers:
+            named = " or ".join(f"optimizer:{name}" for name in self.optimizers)
+            raise ValueError(
+                f"optimizer:{optimizer.name} divides a gradient by its size, and {chosen} is"
+                f" defined by steps in proportion to the derivatives: choose {named}"
+            )
+        if self.clips == "projection" and clip is not None:
+            raise ValueError(
+                f"training.clip={clip} limits each derivative along a direction, which is as large"
+                f" as the norm of the gradient, and leaves of {chosen} little more than signs: set"
+                " training.clip to None"
             )
 
     def init(self, table: ParameterTable) -> Any:

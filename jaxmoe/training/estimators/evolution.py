@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -42,6 +43,7 @@ class EvolutionConfig(Estimator):
 
     name: ClassVar[str] = "evolution"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "nothing"
+    brings: ClassVar[Mapping[str, Any]] = {"training.clip": None}
 
     population: int = 16
     """Members per step, in pairs of opposite sign; each takes one forward pass."""

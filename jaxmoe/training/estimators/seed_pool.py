@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -27,8 +28,9 @@ from flax import struct
 from jaxtyping import Array, Float, Key
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
+from jaxmoe.training.estimators.base import PLAIN_DESCENT, Estimate, Estimator, Problem
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
 from jaxmoe.training.estimators.spsa import (
@@ -65,6 +67,8 @@ class SeedPoolConfig(Estimator):
 
     name: ClassVar[str] = "seed_pool"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
 
     seeds: int = 4096
     """Seeds in the pool."""
@@ -80,6 +84,16 @@ class SeedPoolConfig(Estimator):
             if (value := getattr(self, field)) < 1:
                 raise ValueError(f"training.gradients.{field}={value} must be at least 1")
         check_epsilon(self.epsilon)
+
+    def check_update(self, optimizer: Optimizer, clip: float | None) -> None:
+        """Refuse what the sums do not hold, too: momentum and weight decay."""
+        Estimator.check_update(self, optimizer, clip)
+        for field in ("momentum", "weight_decay"):
+            if value := getattr(optimizer, field):
+                raise ValueError(
+                    f"optimizer.{field}={value} moves parameters beside the sums of derivatives,"
+                    f" which are all that training.gradients:{self.name} sends: set it to 0"
+                )
 
     def init(self, table: ParameterTable) -> SeedSums:
         """Return sums of zero."""
@@ -169,14 +183,18 @@ def replay(
         base: Parameters before the first step.
         sums: `SeedSums.sums` after the last step.
         rng: Key of the run, `TrainState.rng`.
-        learning_rate: Rate of all steps.
+        learning_rate: Rate of all steps, before the multipliers of the roles.
     """
     keys = seed_keys(rng, jnp.arange(sums.shape[0]))
     total = noise_sum(table, base, keys, sums)
+    rates = table.trained(
+        table.tree(lambda row: learning_rate * row.hyper.learning_rate_multiplier)
+    )
     moved = jax.tree.map(
-        lambda p, z: place_like(p - (learning_rate * z).astype(p.dtype), p),
+        lambda p, z, rate: place_like(p - (rate * z).astype(p.dtype), p),
         table.trained(base),
         total,
+        rates,
     )
     return table.merged(moved, base)
 

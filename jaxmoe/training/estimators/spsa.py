@@ -5,8 +5,10 @@
     p_i = (L(w + epsilon z_i) - L(w - epsilon z_i)) / (2 epsilon),    gradient = 1/q sum_i p_i z_i
 
 z_i is normal noise made anew from a key of step, direction, parameter and layer, so that memory is
-that of inference, plus the gradient where the optimiser needs it whole. training.clip limits each
-p_i to [-clip, clip]: the norm of a gradient p z is p sqrt(d) for d parameters, and says nothing.
+that of inference, plus the gradient. The method is gradient descent without a limit: an optimiser
+that normalises, or a limit of p_i, leaves little more than the sign of p_i, and runs refuse both.
+In a step of one's own, `clip` limits each p_i to [-clip, clip]: the norm of a gradient p z is
+p sqrt(d) for d parameters, and says nothing.
 
 On a mesh with replicas there are two forms:
 
@@ -21,6 +23,7 @@ On a mesh with replicas there are two forms:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -31,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.accumulation import MicroBatch
-from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
+from jaxmoe.training.estimators.base import PLAIN_DESCENT, Estimate, Estimator, Problem
 from jaxmoe.training.estimators.noise import Draw, noise_sum, noise_view, normal
 from jaxmoe.training.estimators.passes import (
     Given,
@@ -69,6 +72,8 @@ class SPSAConfig(Estimator):
 
     name: ClassVar[str] = "spsa"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
 
     directions: int = 1
     """Random directions per step, each with two forward passes."""

@@ -62,7 +62,9 @@ class Begun(NamedTuple):
     worker_loss: Float[Array, " W"] | None
     levels: dict[str, Float[Array, ""]]
     may_update: Bool[Array, ""]
-    """Whether the guard accepts loss and norm."""
+    """Whether the guard accepts loss and norm, and there is a signal."""
+    has_signal: Bool[Array, ""] | None
+    """See `Objective.has_signal`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,13 +288,16 @@ class FilesStep:
         step = self._step
         weight, summed, worker_loss = step.gradients(state, batch)
         clipped = step.clipped(summed.grads)
+        may_update = step.may_update(state, summed.loss, clipped.norm)
+        has_signal = step.objective.has_signal(batch)
         begun = Begun(
             weight=weight,
             summed=dataclasses.replace(summed, grads=None),
             clipped=clipped._replace(grads=None),
             worker_loss=worker_loss,
             levels=level_measures(batch, step.execution, step.accumulation),
-            may_update=step.may_update(state, summed.loss, clipped.norm),
+            may_update=may_update if has_signal is None else may_update & has_signal,
+            has_signal=has_signal,
         )
         return begun, self._cut(clipped.grads)
 
@@ -352,7 +357,7 @@ class FilesStep:
         self, state: TrainState, begun: Begun, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
         state, metrics, _ = self._step.judged(
-            state, begun.weight, begun.summed, begun.clipped, update, begun.worker_loss
+            state, *begun[:3], update, begun.worker_loss, has_signal=begun.has_signal
         )
         return state, dataclasses.replace(metrics, levels=begun.levels)
 

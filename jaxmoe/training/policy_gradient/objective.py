@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Policy gradients from the rewards of sampled answers: GRPO, DAPO, Dr. GRPO and RLOO.
+"""Policy gradients from the rewards of sampled answers: GRPO, Dr. GRPO and RLOO.
 
     r     = exp(lp - old)                              lp = -nll of the token that was drawn
     loss  = weight * (-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) * w + beta * k3)
@@ -15,16 +15,20 @@ The loss has no branch for the variants. They differ in A, a function of the rew
 in the weights of the tokens:
 
     sequence   mean over answers of the mean over their tokens (GRPO)
-    token      mean over all tokens (DAPO)
+    token      mean over all tokens
     constant   sum over the tokens, divided by the answers and a constant length (Dr. GRPO)
 
 The loss of a step is divided by its trained tokens N, so that weights are N times these factors.
 
+Where all advantages of a step are zero, as with equal rewards, the step changes nothing: neither
+the losses of balancers nor the divergence move parameters without a reward to compare.
+
 A batch without `advantages`, such as a held-out one, has the loss of the next token.
 
-Sources: GRPO (arXiv 2402.03300, section 4.1), DAPO (arXiv 2503.14476, equations 8 and 12), Dr. GRPO
-(arXiv 2503.20783, section 3.2), RLOO (arXiv 2402.14740, section 2.2); k3: Schulman, "Approximating
-KL divergence".
+Sources: GRPO (arXiv 2402.03300, section 4.1), Dr. GRPO (arXiv 2503.20783, section 3.2), RLOO (arXiv
+2402.14740, section 2.2); k3: Schulman, "Approximating KL divergence". The mean over all tokens, and
+a clip_high above clip_low, are parts of DAPO (arXiv 2503.14476, equations 8 and 12); its dynamic
+sampling and its shaping of overlong answers are not here.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.next_token import NextTokenConfig
@@ -60,7 +65,7 @@ class PolicyGradientConfig(NextTokenConfig):
     """Advantage of an answer over the others of its group: grpo, reward minus mean over standard
     deviation; dr_grpo, reward minus mean; rloo, reward minus the mean of the others."""
     aggregation: AggregationName = "sequence"
-    """Mean over tokens: sequence, of the means of answers (GRPO); token, of all tokens (DAPO);
+    """Mean over tokens: sequence, of the means of answers (GRPO); token, of all tokens;
     constant, of answers whose sums are divided by the longest answer allowed (Dr. GRPO)."""
     clip_low: float = 0.2
     """Ratios below 1 - clip_low give no gradient where the advantage is negative."""
@@ -84,6 +89,29 @@ class PolicyGradientConfig(NextTokenConfig):
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
         """Return the part of each row in `num_tokens`."""
         return jnp.sum(jnp.asarray(batch.loss_weights) > 0, axis=1, dtype=jnp.float32)
+
+    def has_signal(self, batch: Batch) -> Bool[Array, ""] | None:
+        """Return whether an advantage is not zero; None for a batch without advantages.
+
+        Args:
+            batch: Rows of a step.
+        """
+        if ADVANTAGES not in batch.extra:
+            return None
+        return jnp.any(jnp.asarray(batch.extra[ADVANTAGES]) != 0.0)
+
+    def is_cut(
+        self, log_ratio: Float[np.ndarray, "B S"], advantages: Float[np.ndarray, "B S"]
+    ) -> Bool[np.ndarray, "B S"]:
+        """Return the tokens whose ratio the loss cuts, so that they give no gradient; on the host.
+
+        Args:
+            log_ratio: Log-probabilities less the old ones.
+            advantages: Advantages of the same tokens.
+        """
+        ratio = np.exp(np.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+        is_above = (advantages > 0) & (ratio > 1.0 + self.clip_high)
+        return is_above | (advantages < 0) & (ratio < 1.0 - self.clip_low)
 
     def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
         """Return the loss of each token from its negative log-likelihood, for some positions.

@@ -20,8 +20,10 @@ from jaxmoe.optim import (
     MKORConfig,
     MuonConfig,
     MuonHConfig,
+    SGDConfig,
     adamh,
     adamw,
+    muon,
     muonh,
 )
 from jaxmoe.routing import METHODS
@@ -74,6 +76,32 @@ def test_adamw_equals_optax(rate):
     mask = {"matrix": True, "stack": True, "gain": False}
     theirs = optax.adamw(rate, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3, mask=mask)
     assert_close(_train(ours, SHAPES), _train(theirs, SHAPES, "standard"), kind="elementwise")
+
+
+@pytest.mark.parametrize("optimizer", [muon, muonh, adamh, adamw])
+def test_hyperparameters_may_be_injected_and_changed(optimizer):
+    """By `optax.inject_hyperparams`, in a jitted step too."""
+    shapes = {"matrix": (4, 6), "stack": (2, 4, 6)}
+    given = {"weight_decay": 0.3, "epsilon": 1e-3}
+    injected = optax.inject_hyperparams(optimizer)(learning_rate=0.1, **given)
+    path = _train(injected, shapes, "standard")
+    assert_close(path, _train(optimizer(0.1, **given), shapes), kind="elementwise")
+    params, gradients = _random(shapes, 0), _random(shapes, 1)
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.jit(injected.init)(params)
+        for rate in (0.1, 0.2):
+            state.hyperparams["learning_rate"] = jnp.float32(rate)
+            updates, _ = jax.jit(injected.update)(gradients, state, params)
+            alone = optimizer(rate, **given)
+            wanted, _ = alone.update(gradients, alone.init(params), params)
+            assert_close(updates, wanted, kind="elementwise")
+
+
+def test_sgd_equals_optax():
+    ours = SGDConfig(learning_rate=0.1).build(parameter_table(MODEL), _constant)
+    shapes = parameter_table(MODEL).tree(lambda row: row.shape)
+    assert_close(_train(ours, shapes), _train(optax.sgd(0.1), shapes), kind="elementwise")
+    assert not any(leaf.ndim for leaf in jax.tree.leaves(ours.init(_random(shapes, 0))))
 
 
 def test_adamw_takes_a_tree_of_matrix_axes():
@@ -175,6 +203,13 @@ CASES = {
     ),
     # Before its first factors; what follows is in test_mkor.py.
     "mkor": (MKORConfig(**FIELDS), ("adamw", "adamw"), _adamw),
+    "sgd": (
+        SGDConfig(learning_rate=0.05, momentum=0.7, weight_decay=0.3),
+        ("muonh", "adamh"),
+        lambda row, rate, decay, epsilon: optax.chain(
+            optax.trace(0.7), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
+        ),
+    ),
 }
 
 
@@ -184,7 +219,8 @@ def test_every_optimizer_has_a_case():
 
 
 @pytest.mark.parametrize(
-    ("name", "is_scaled"), [("adamw", False), ("adamw", True), ("muon", True), ("muonh", True)]
+    ("name", "is_scaled"),
+    [("adamw", False), ("adamw", True), ("muon", True), ("muonh", True), ("sgd", True)],
 )
 def test_equals_the_optimizer_of_each_parameter(name, is_scaled):
     """Each parameter alone in an optimiser of optax, with its own rate, decay and epsilon."""
@@ -198,7 +234,7 @@ def test_equals_the_optimizer_of_each_parameter(name, is_scaled):
         peak = config.learning_rate * hyper.learning_rate_multiplier
         decay = config.weight_decay * hyper.weight_decay_multiplier
         decay = decay / peak if hyper.has_independent_decay else decay
-        epsilon = config.epsilon * hyper.epsilon_multiplier
+        epsilon = getattr(config, "epsilon", 0.0) * hyper.epsilon_multiplier
         return make(row, lambda count: peak * schedule(count), decay, epsilon)
 
     labels = table.tree(lambda row: row.path)

@@ -18,6 +18,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.rl.batches import Sample, batch_of
 from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.rl.rollouts import Rollouts
+from jaxmoe.rl.steps import Learner
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.loss import token_log_probs
@@ -65,6 +66,44 @@ def test_answers_are_weighted_where_they_are_predicted():
     )
 
 
+def test_updates_have_each_prompt_once_a_pass_and_the_weights_of_their_own_answers():
+    """Groups stay together, other arrays stay with their rows, and one update has all in order."""
+    samples = [sample([5], [6] * (1 + row % 3), row % 2) for row in range(12)]
+    objective = PolicyGradientConfig(aggregation="token")
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+
+    def learner(**changed):
+        config = RolloutsConfig(group=2, prompts=6, max_tokens=3, **changed)
+        return Learner(
+            config=config,
+            objective=objective,
+            model=MODEL,
+            execution=ExecutionConfig(),
+            mesh=mesh,
+            length=5,
+            seed=SEED,
+        )
+
+    whole = learner().batch(samples)
+    rows = np.arange(12, dtype=np.float32)[:, None] * np.ones((1, 5), np.float32)
+    whole = dataclasses.replace(whole, extra=whole.extra | {"row": rows})
+    cut = learner(epochs=2, minibatches=3)
+    assert cut.config.num_updates == 6
+    updates = list(cut.updates(samples, whole, (SEED, 7)))
+    orders = [update.extra["row"][:, 0].astype(int).tolist() for update in updates]
+    passes = [sum(orders[:3], []), sum(orders[3:], [])]
+    assert [sorted(order) for order in passes] == [list(range(12))] * 2 and passes[0] != passes[1]
+    for order, update in zip(orders, updates, strict=True):
+        assert [first // 2 for first in order[::2]] == [second // 2 for second in order[1::2]]
+        own = cut.batch([samples[row] for row in order])
+        np.testing.assert_array_equal(update.loss_weights, own.loss_weights)
+        np.testing.assert_array_equal(update.tokens, whole.tokens[order])
+        for name in own.extra:
+            np.testing.assert_array_equal(update.extra[name], own.extra[name])
+    (alone,) = learner(epochs=1).updates(samples, whole, (SEED, 7))
+    jax.tree.map(np.testing.assert_array_equal, alone, whole)
+
+
 def test_a_row_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="training.sequence_length=3 is shorter than a prompt"):
         batch_of(
@@ -81,6 +120,8 @@ def test_settings_of_rollouts_are_checked():
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=rf"rl\.{field}={value}"):
             RolloutsConfig(**{field: value})
+    with pytest.raises(ValueError, match=r"rl\.minibatches=3 must divide rl\.prompts=16"):
+        RolloutsConfig(minibatches=3)
     with pytest.raises(ValueError, match=r"rl\.stop holds an empty text"):
         RolloutsConfig(stop=("\n", ""))
     with pytest.raises(ValueError, match=r"rl\.staleness=1 draws answers by earlier parameters"):

@@ -13,13 +13,17 @@ import pytest
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.config import ModelConfig, MoEConfig
+from jaxmoe.optim import adamw
+from jaxmoe.routing import METHODS, LoadBalanceConfig
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training import OBJECTIVES, PolicyGradientConfig
 from jaxmoe.training.cross_entropy import token_nll
 from jaxmoe.training.loss import forward_and_nll, token_log_probs
 from jaxmoe.training.objective import TokenGiven
 from jaxmoe.training.policy_gradient import answer_weights, group_advantages, k3
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import make_train_step
 
 GROUPS, SIZE, PROMPT, LONGEST, VOCAB = 3, 4, 2, 5, 7
 ROWS, LENGTH = GROUPS * SIZE, PROMPT + LONGEST
@@ -142,6 +146,24 @@ def test_equal_rewards_give_a_gradient_that_is_zero_bitwise(aggregation, drawn):
     np.testing.assert_array_equal(gradient, 0.0)
 
 
+def test_cut_tokens_are_those_without_a_gradient():
+    rng = np.random.default_rng(1)
+    log_ratio = rng.normal(scale=0.5, size=(40, 9)).astype(np.float32)
+    advantages = rng.choice([-1.0, 0.5, 2.0], (40, 9)).astype(np.float32)
+    objective = PolicyGradientConfig(clip_low=0.1, clip_high=0.3)
+    given = TokenGiven(
+        weights=jnp.ones((40, 9)),
+        extra={"advantages": jnp.asarray(advantages), "old_log_probs": jnp.zeros((40, 9))},
+    )
+    slopes = jax.grad(lambda nll: jnp.sum(objective.token_loss(nll, given)))(
+        -jnp.asarray(log_ratio)
+    )
+    cut = objective.is_cut(log_ratio, advantages)
+    np.testing.assert_array_equal(cut, np.asarray(slopes) == 0.0)
+    assert 0.2 < cut.mean() < 0.5
+    assert not objective.is_cut(np.zeros((2, 3)), np.ones((2, 3))).any()
+
+
 MODEL = ModelConfig(vocab_size=VOCAB, num_layers=1, embed_dim=8)
 
 
@@ -205,3 +227,35 @@ def test_settings_out_of_range_are_refused():
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=rf"objective\.{field}={value}"):
             PolicyGradientConfig(**{field: value})
+
+
+def test_a_step_without_a_signal_changes_nothing_bitwise(rows):
+    """Neither balance loss, weight decay, divergence nor the routers' biases; one with does."""
+    _, batch = rows
+    moe = MoEConfig(num_experts=4, top_k=1, expert_dim=8, **METHODS["loss_free"].parts())
+    moe = dataclasses.replace(moe, balancers=(LoadBalanceConfig(coefficient=1.0),))
+    model = dataclasses.replace(MODEL, moe=moe)
+    optimizer = adamw(1e-2, weight_decay=0.1)
+    state = init_state(model, optimizer, jax.random.key(0))
+    step = make_train_step(model, optimizer, objective=PolicyGradientConfig(beta=0.1))
+    zeros = jnp.zeros_like(batch.extra["advantages"])
+    reference = {"reference_log_probs": batch.extra["old_log_probs"] - 1.0}
+    empty = dataclasses.replace(batch, extra=batch.extra | reference | {"advantages": zeros})
+    before = jax.device_get(jax.tree.map(_plain, state))
+    state, metrics = step(state, empty)
+    after = jax.device_get(jax.tree.map(_plain, state))
+    assert float(metrics.grad_norm) > 0.0 and not metrics.is_skipped
+    assert (int(before.step), int(after.step)) == (0, 1)
+    same = dataclasses.replace(after, step=before.step)
+    jax.tree.map(np.testing.assert_array_equal, same, before)
+    state, _ = step(state, dataclasses.replace(empty, extra=batch.extra | reference))
+    assert int(state.step) == 2
+    moved = jax.device_get(jax.tree.map(_plain, state))
+    for part in ("params", "opt_state", "router_state"):
+        leaves = zip(*(jax.tree.leaves(getattr(s, part)) for s in (after, moved)), strict=True)
+        assert any((np.asarray(a) != np.asarray(b)).any() for a, b in leaves), part
+
+
+def _plain(leaf):
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, to_json
-from jaxmoe.optim import MKORConfig
+from jaxmoe.optim import AdamWConfig, MKORConfig, MuonHConfig, SGDConfig
 from jaxmoe.replicas import DiLoCoConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig, WatchConfig
 from jaxmoe.run.plan import make_plan
@@ -57,8 +57,8 @@ def test_cost_of_a_step_in_words(config, text):
 
 
 def test_flops_count_the_passes_of_the_estimator():
-    training = TrainingConfig(gradients=SPSAConfig(directions=6))
-    backward, passes = PretrainConfig(), PretrainConfig(training=training)
+    training = TrainingConfig(gradients=SPSAConfig(directions=6), clip=None)
+    backward, passes = PretrainConfig(), PretrainConfig(training=training, optimizer=SGDConfig())
     ratio = make_plan(passes).flops_per_token / make_plan(backward).flops_per_token
     assert ratio == pytest.approx(4.0)
 
@@ -77,6 +77,25 @@ def test_clip_without_meaning_is_refused_by_the_config():
     assert TrainingConfig(gradients=EvolutionConfig(), clip=None).clip is None
 
 
+@pytest.mark.parametrize("gradients", [SPSAConfig(), SeedPoolConfig()])
+def test_methods_of_gradient_descent_refuse_what_leaves_signs(gradients):
+    training = TrainingConfig(gradients=gradients, clip=None)
+    for optimizer in (AdamWConfig(), MuonHConfig()):
+        message = f"optimizer:{optimizer.name} divides a gradient by its size"
+        with pytest.raises(ValueError, match=rf"{message}.* choose optimizer:sgd"):
+            PretrainConfig(training=training, optimizer=optimizer)
+    limited = dataclasses.replace(training, clip=1.0)
+    with pytest.raises(ValueError, match=r"training.clip=1.0 .* set training.clip to None"):
+        PretrainConfig(training=limited, optimizer=SGDConfig())
+    assert PretrainConfig(training=training, optimizer=SGDConfig()).optimizer == SGDConfig()
+
+
+def test_sums_of_derivatives_hold_no_momentum():
+    training = TrainingConfig(gradients=SeedPoolConfig(), clip=None)
+    with pytest.raises(ValueError, match=r"optimizer.momentum=0.9 moves parameters beside"):
+        PretrainConfig(training=training, optimizer=SGDConfig(momentum=0.9))
+
+
 def test_mkor_needs_a_backward_pass():
     optimizer = MKORConfig().build(parameter_table(TINY), lambda count: count)
     with pytest.raises(ValueError, match=r"optimizer:mkor reads output gradients"):
@@ -89,6 +108,8 @@ def test_configs_without_an_estimator_mean_backpropagation():
     assert saved["training"].pop("gradients") == {"kind": "backprop"}
     assert from_json(PretrainConfig, migrate(saved)) == PretrainConfig()
     changed = dataclasses.replace(
-        PretrainConfig(), training=TrainingConfig(gradients=SeedPoolConfig(seeds=3))
+        PretrainConfig(),
+        training=TrainingConfig(gradients=SeedPoolConfig(seeds=3), clip=None),
+        optimizer=SGDConfig(),
     )
     assert from_json(PretrainConfig, to_json(changed)) == changed
