@@ -68,6 +68,10 @@ class Method:
         """Return the fragments of the parameters."""
         return cut_fragments(leaves, self.timing.fragments)
 
+    def until(self, last: int) -> Method:
+        """Return the method for a run that ends with a step, after which all is exchanged."""
+        return replace(self, timing=replace(self.timing, last=last))
+
 
 @typing.no_type_check
 @struct.dataclass
