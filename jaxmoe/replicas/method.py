@@ -163,6 +163,7 @@ def send(
                 *(number, one, workers.axis, workers.number),
                 *(leaf.axes, splits[path], workers.is_spread),
                 factors=factors,
+                round_key=key,
             )
             mixed[path], exchange[path] = exchange_of.mix(
                 payload, codec_of.decode, anchor, about, state.exchange[path]

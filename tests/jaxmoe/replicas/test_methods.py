@@ -16,8 +16,8 @@ import pytest
 
 from jaxmoe.replicas import (
     REPLICAS,
+    A2cid2Config,
     CO2Config,
-    DadaoConfig,
     DiLoCoConfig,
     HeterogeneousConfig,
     NoLoCoConfig,
@@ -53,10 +53,10 @@ class Row:
 
 
 METHODS = {
-    "dadao": Row(
-        degenerate=DadaoConfig(every=1, gossip="none"),
+    "a2cid2": Row(
+        degenerate=A2cid2Config(every=1, gossip="none"),
         workers=2,
-        usual=DadaoConfig(every=2),
+        usual=A2cid2Config(every=2),
     ),
     "diloco": Row(
         degenerate=DiLoCoConfig(every=1, learning_rate=1.0, momentum=0.0),
