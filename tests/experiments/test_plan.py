@@ -56,7 +56,7 @@ def test_a_plan_in_closed_form(tmp_path, capsys):
     assert (code, summary["status"]) == (ExitCode.DONE, "done")
     assert summary["total"] == pytest.approx(sum(summary["memory"].values()))
     assert summary["arguments"] + summary["temporaries"] == pytest.approx(summary["total"])
-    for words in ("memory per device", "saved activations", "weights over", "predicted step"):
+    for words in ("memory per device", "gradients", "gradients of copies over", "predicted step"):
         assert words in page, words
     assert len(summary["runners_up"]) == 4 and all(
         one["why"] in page for one in summary["runners_up"]
@@ -78,6 +78,22 @@ def test_overlap_hides_messages_of_a_given_plan(tmp_path, capsys):
     assert "network.overlap=2.0 must be from 0 to 1" in refused(
         capsys, *argv, "--network.overlap", "2"
     )
+
+
+def test_hosts_price_the_plan_and_its_search(tmp_path, capsys):
+    """Links between all hosts alike, in two halves, and alternating."""
+    argv = ("tiny", "--topology", "gpu:h100:64", "--compiles", "0", "--training.batch_size", "64")
+    meshes = ("--execution.mesh.replica", "2", "--execution.mesh.data", "32")
+    fixed, seconds = (*argv, *meshes, "--network.hosts"), {}
+    for hosts in ("ib*8", "ib*4 roce*4", "ib roce ib roce ib roce ib roce", "ethernet*8"):
+        _, page, summary = planned(tmp_path / hosts.replace("*", ""), capsys, *fixed, hosts)
+        seconds[hosts] = summary["step_seconds"]
+        assert "order of hosts" in page
+    alike, halves, alternating, slow = seconds.values()
+    # Halves: only the replicas meet over Ethernet. Alternating: the rings of the data do.
+    assert alike < halves < alternating < slow
+    error = refused(capsys, *fixed, "ib*7")
+    assert "network.hosts has 7 hosts, which must divide the 64 devices" in error
 
 
 def test_only_the_given_mesh_is_planned(tmp_path, capsys):
