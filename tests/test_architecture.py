@@ -161,7 +161,7 @@ REGISTRIES = {
     },
     "jaxmoe.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
-        *("dadao", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),
+        *("a2cid2", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),
     },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {

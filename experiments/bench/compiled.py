@@ -25,7 +25,7 @@ from experiments.cli.tables import text_table
 from experiments.plan.units import size_in_words
 from experiments.recipes import RECIPES
 from jaxmoe.configs import to_json
-from jaxmoe.planning.compile_ahead import check_compiler, in_child
+from jaxmoe.planning.compile_ahead import CompilerRefusal, check_compiler, in_child
 from jaxmoe.planning.hardware import Topology, parse_topology
 from sharding.mesh import MeshConfig
 
@@ -155,10 +155,12 @@ def _of(result: dict[str, Any], field: str, python: str) -> dict[str, Any]:
         python: The Python.
 
     Raises:
-        ValueError: The child refused the job.
+        ValueError: The child or the compiler refused the job.
     """
     if "refused" in result:
         raise ValueError(result["refused"])
+    if result.get("kind") == CompilerRefusal.__name__:
+        raise ValueError(f"{field}: {result['text']}")
     packages = ("jax", "libtpu", "maxtext")
     return result | {"versions": {name: _version(field, python, name) for name in packages}}
 

@@ -18,7 +18,7 @@ from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.corrections.measured import measured_chip
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
 from jaxmoe.planning.network.measured import linked_chip
-from jaxmoe.planning.network.page import NetworkConfig
+from jaxmoe.planning.network.page import NetworkConfig, host_links
 from jaxmoe.planning.search import EVERYTHING, Space
 from jaxmoe.resilience.links.table import LinkTable
 from jaxmoe.run.config import PretrainConfig
@@ -170,6 +170,9 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     if config.network.links is not None:
         chip = linked_chip(topology.chip, LinkTable.load(config.network.links))
         topology = dataclasses.replace(topology, measured=chip)
+    links = host_links(config.network, topology.num_devices, config.execution.host_order)
+    chip = dataclasses.replace(topology.chip, host_links=links)
+    topology = dataclasses.replace(topology, measured=chip)
     if not config.measured_run:
         return topology
     directory = RunDirectory(config.measured_run)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,15 @@ from experiments.plan.config import PlanConfig, step_plan
 from experiments.plan.page import page_of_plan, page_of_refusal
 from jaxmoe.configs import to_json
 from jaxmoe.execution import ExecutionConfig, Remat
-from jaxmoe.planning.compile_ahead import in_child
+from jaxmoe.planning.compile_ahead import CompilerCrashError, CompilerRefusal, in_child
 from jaxmoe.planning.corrections.calibration import Anchor, shallow_depth
 from jaxmoe.planning.hardware import Topology
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.search import Candidate, Found, mesh_in_words, remedies
 from jaxmoe.planning.search.verdicts import plan_in_words
 from jaxmoe.run.config import PretrainConfig
+
+_REFUSED = CompilerRefusal.__name__
 
 
 def judge(
@@ -32,7 +35,8 @@ def judge(
     """Return the summary and the page; compile until one plan fits.
 
     What the compiler finds for a plan that does not fit corrects the closed form of those with the
-    same remat, and the search is repeated.
+    same remat, and the search is repeated. A plan that the compiler refuses for another reason is
+    left out.
 
     Args:
         config: Run to plan.
@@ -40,15 +44,24 @@ def judge(
         searching: `find` for given factors.
         usual: Execution of the recipe, whose flags need not be given.
     """
-    found, factors = searching(), dict[Remat, float]()
+    factors, refused = dict[Remat, float](), set[str]()
     rejected: list[dict[str, Any]] = []
+    last: Candidate | None = None
+
+    def search() -> Found:
+        """Return the plans that fit, without those that the compiler refused."""
+        everything = searching(factors=factors)
+        compilable = [one for one in everything.fitting if _name(config, one) not in refused]
+        return dataclasses.replace(everything, fitting=compilable)
+
+    found = search()
     anchors: dict[Remat, Anchor] = {}
     if config.calibrate and found.fitting:
         best = found.fitting[0]
         if (anchor := _calibrate(config, topology, best)) is not None:
             remat, closed = best.plan.execution.remat, best.memory.temporaries
             anchors[remat], factors[remat] = anchor, anchor.at(closed) / closed
-            found = searching(factors=factors)
+            found = search()
 
     def about() -> dict[str, Any]:
         return {
@@ -68,8 +81,11 @@ def judge(
             compiled = _compile(config, topology, candidate)
             if not _fits(compiled, topology):
                 rejected.append({"plan": plan_in_words(candidate.plan), "compiled": compiled})
-                factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
-                found = searching(factors=factors)
+                if compiled["kind"] == _REFUSED:
+                    refused.add(_name(config, candidate))
+                else:
+                    factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
+                last, found = candidate, search()
                 continue
         summary = about() | plan_summary(config, found, compiled, topology.chip, usual)
         summary["calibrated"] = None
@@ -77,7 +93,8 @@ def judge(
             predicted = candidate.factor * candidate.memory.temporaries
             summary["calibrated"] = dataclasses.asdict(anchor) | {"predicted": predicted}
         return summary, page_of_plan(topology, found, compiled, summary, config.network)
-    closest = found.closest or found.fitting[0]
+    closest = found.closest or next(iter(found.fitting), last)
+    assert closest is not None  # something fitted in closed form, or is the closest
     ways = remedies(closest, topology.chip)
     summary = about() | {
         "status": "nothing fits",
@@ -88,6 +105,11 @@ def judge(
         "memory": closest.memory.categories(),
     }
     return summary, page_of_refusal(topology, closest, ways, rejected)
+
+
+def _name(config: PlanConfig, candidate: Candidate) -> str:
+    """Return what tells a plan from all others."""
+    return json.dumps(to_json(run_of(config, candidate, None)), sort_keys=True)
 
 
 def _factor(candidate: Candidate, compiled: dict[str, Any], topology: Topology) -> float:
@@ -149,7 +171,10 @@ def _compile(
         "topology": topology.text,
         "steps": config.measured_steps if runs else 0,
     }
-    result = in_child("experiments.plan.child", job, topology, on_wait=_say_phase)
+    try:
+        result = in_child("experiments.plan.child", job, topology, on_wait=_say_phase)
+    except CompilerCrashError as error:
+        return {"kind": _REFUSED, "text": f"the compiler crashed: {str(error).splitlines()[-1]}"}
     if "refused" in result:
         raise ValueError(result["refused"])
     return result

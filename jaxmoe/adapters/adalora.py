@@ -52,9 +52,10 @@ class AdaLoraConfig(FactorsConfig):
     target_rank: int = 8
     """Mean inner width that is left in the end; rank is that in the beginning."""
     initial: int = 20
-    """Step after which the budget falls."""
+    """Step after which the budget falls; counted from the start, whatever training.steps is."""
     final: int = 120
-    """Step at which it has fallen to target_rank; the triplets that are left then stay."""
+    """Step at which it has fallen to target_rank; the triplets that are left then stay. A run of
+    fewer steps ends above target_rank: set it from training.steps, such as to 0.7 of them."""
     interval: int = 10
     """Steps between choices of the triplets that stay."""
     orthogonality: float = 0.1

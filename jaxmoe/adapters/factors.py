@@ -35,7 +35,8 @@ class FactorsConfig(Adapter):
     expert_rank: int | None = None
     """Inner width for each routed expert; rank / experts, at least 1, when None."""
     alpha: float = 32.0
-    """The addition is multiplied with alpha / rank."""
+    """The addition is multiplied with alpha over the inner width of the matrix's own factors: rank,
+    and for routed experts expert_rank, whose additions are larger by rank / expert_rank."""
     targets: TargetsConfig = TargetsConfig()
     """Matrices that are adapted. Experts: --model.adapter.targets.roles expert_in expert_out."""
 

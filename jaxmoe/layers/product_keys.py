@@ -8,8 +8,10 @@ Entry i n + j has the score s_ij = sum_ab row[i, a] C[a, b] col[j, b]. Two passe
                             col[j] . v
     2. s_ij on the K x K:   the K largest
 
-With C of rank 1 and the K largest first scores of both sides above 0, or with K = n, the result is
-that of all n^2 scores. Sources: product keys, arXiv 1907.05242; Tucker core, arXiv 2411.12364.
+With C of rank 1 and no first score of either side below 0, or with K = n, the result is that of all
+n^2 scores. Else it need not be: two first scores below 0 have a product above 0, which pass 1 drops
+(a pair at -5 and -5 scores 25 and is never seen), and a second direction of C is not looked at.
+Sources: product keys, arXiv 1907.05242; Tucker core, arXiv 2411.12364.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class DoesNotFit:
             error: Error of a compilation.
         """
         text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text:
+        if not is_for_memory(error):
             raise error
         found = _SIZES.search(text)
         used, limit = (
@@ -139,6 +139,30 @@ class DoesNotFit:
         )
         line = next((line for line in text.splitlines() if "Used" in line), text.splitlines()[0])
         return cls(needed=used, available=limit, text=line.strip()[:300])
+
+
+def is_for_memory(error: Exception) -> bool:
+    """Return whether an error of a compilation says that memory is short."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompilerRefusal:
+    """A step that cannot be traced, lowered or compiled for the devices, for another reason than
+    memory."""
+
+    text: str
+    """First line of the error."""
+
+    @classmethod
+    def of(cls, error: Exception) -> CompilerRefusal:
+        """Return what an error says, or its name where it says nothing."""
+        lines = str(error).strip().splitlines()
+        return cls(text=f"refused: {lines[0].strip()[:300] if lines else type(error).__name__}")
+
+
+class CompilerCrashError(RuntimeError):
+    """A process that compiles was ended by a signal, as failed checks of a compiler do."""
 
 
 def check_compiler(topology: Topology) -> None:
@@ -210,6 +234,7 @@ def in_child(
         Contents of `FILE.result`. The output of the process is discarded unless it fails.
 
     Raises:
+        CompilerCrashError: A signal ended the process; holds the end of its output.
         RuntimeError: The process failed; holds the end of its output.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -239,7 +264,8 @@ def in_child(
                 child.kill()  # after an interrupt
         if child.returncode:
             last = "\n".join((errors or output or "").strip().splitlines()[-15:])
-            raise RuntimeError(f"{module} ended with {child.returncode}:\n{last}")
+            kind = CompilerCrashError if child.returncode < 0 else RuntimeError
+            raise kind(f"{module} ended with {child.returncode}:\n{last}")
         with open(f"{file}.result", encoding="utf-8") as stream:
             return json.load(stream)
 
@@ -307,26 +333,29 @@ def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
 
 def compile_step(
     plan: StepPlan, topology: Topology, *, on_phase: Callable[[str], object] = len
-) -> CompiledStep | DoesNotFit:
+) -> CompiledStep | DoesNotFit | CompilerRefusal:
     """Compile the train step of a plan for a topology.
 
     Args:
         plan: Step to compile.
         topology: Topology with as many devices as the plan's mesh.
         on_phase: Called with a description of each phase when it begins.
+
+    Raises:
+        ValueError: The compiler does not know the topology.
     """
     started = time.perf_counter()
     on_phase("loading the compiler")
     mesh = topology_mesh(plan, topology)
-    on_phase("tracing the step")
-    traced = trace_step(plan, mesh)
-    on_phase("lowering the step")
-    lowered = traced.lower()
-    on_phase("compiling with XLA")
     try:
+        on_phase("tracing the step")
+        traced = trace_step(plan, mesh)
+        on_phase("lowering the step")
+        lowered = traced.lower()
+        on_phase("compiling with XLA")
         compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        return DoesNotFit.of(error)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        return DoesNotFit.of(error) if is_for_memory(error) else CompilerRefusal.of(error)
     seconds = time.perf_counter() - started
     on_phase("reading the compiled program")
     program = CompiledProgram.of(compiled, dict(mesh.shape), seconds)

@@ -79,6 +79,9 @@ class Chip:
     assumption; 0 hides nothing."""
     rates: tuple[tuple[str, LinkRate], ...] = ()
     """Measured rates by mesh axis, which replace the nominal ones."""
+    host_links: tuple[tuple[float, ...], ...] = ()
+    """Bytes per second from each host to each other, in the order of the mesh, which replace the
+    nominal ones between hosts; none if they are not known."""
 
     @property
     def available(self) -> int:

@@ -24,7 +24,8 @@ of the residual stream for each layer. The efficiency of matrix products is an a
 run has measured it (`jaxmoe/planning/corrections/measured.py`): use these to compare meshes.
 
 A TPU axis runs along a ring of the torus; a GPU axis that spans more than one host is bound by the
-network card between hosts. Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
+network card between hosts, or by the slowest link of its rings where hosts are given
+(`plan --network.hosts`). Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
 
 To add a cost: a field of `StepTime` and its value in `predict_time`, in
 `jaxmoe/planning/step_time.py`.
@@ -42,6 +43,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.host_link import disk_bytes, host_traffic
+from jaxmoe.planning.network.host_order import slowest_link
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.traffic import HIDEABLE, Traffic, step_traffic
 from sharding import axes as ax
@@ -164,7 +166,11 @@ def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:
     measured = chip.measured_rate(one.axes)
     if measured is not None:
         return one.messages * measured.latency + one.bytes / measured.bandwidth
-    bandwidth = chip.bandwidth(_reach(one.axes, mesh))
+    reach = _reach(one.axes, mesh)
+    bandwidth = chip.bandwidth(reach)
+    if chip.host_links:
+        link = slowest_link(one.axes, tuple(mesh.items()), chip.host_links)
+        bandwidth = chip.bandwidth(min(reach, chip.domain or reach)) if link is None else link
     hops = one.messages * chip.hops(one.num_devices) / (one.num_devices - 1)
     return hops * chip.link_latency + one.bytes / bandwidth
 

@@ -24,7 +24,8 @@ With n devices along the axes, W the bytes of the whole array and f = (n - 1) / 
 Recomputation under remat sends rows once more, and gathers weights that are otherwise kept for the
 backward pass. Layers are passed through as often as `jaxmoe/planning/pipelines.py` counts, idle
 ticks included; layouts that gather once a step do so whatever the number of micro-batches.
-Messages are counted as in rings: n - 1 each way. Sources: Megatron-LM (arXiv 2104.04473), ZeRO
+Messages are counted as in rings: n - 1 each way, and once for all gradients of a layer that are
+all-reduced over the same copies, which XLA combines. Sources: Megatron-LM (arXiv 2104.04473), ZeRO
 (arXiv 1910.02054), sections on communication. Sums over router statistics and norms (kilobytes) are
 left out.
 
@@ -109,6 +110,7 @@ def _traffic(sizes: Sizes, reason: str, axes: tuple[str, ...], shared: float, ti
 
 def _weights(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
+    together: dict[tuple[str, tuple[str, ...], float], float] = {}
     for row in plan.table:
         axes, layers = sizes.gathered_axes(row), sizes.layers(row)
         copied = sizes.copied_axes(row)
@@ -129,8 +131,11 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
             for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
             if axis not in sizes.axes_of(row)
         )
-        local = sizes.local(row) * sizes.itemsize / layers
-        yield from _traffic(sizes, "gradients of copies", copies, local, 2 * passes.trained)
+        # A layer's gradients with the same copies are reduced together, as XLA combines them.
+        key = row.path.partition("/")[0], copies, passes.trained
+        together[key] = together.get(key, 0.0) + sizes.local(row) * sizes.itemsize / layers
+    for (_, copies, trained), local in together.items():
+        yield from _traffic(sizes, "gradients of copies", copies, local, 2 * trained)
     if plan.execution.rules == "zero1":
         inner = sizes.pieces(ax.DATA, ax.EXPERT, ax.SEQ)
         yield from _traffic(

@@ -10,9 +10,9 @@ tests/jaxmoe/replicas/test_gradient_methods.py.
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.replicas.methods.a2cid2 import A2cid2Config as A2cid2Config
 from jaxmoe.replicas.methods.co2 import CO2Config as CO2Config
 from jaxmoe.replicas.methods.coded import CodedConfig as CodedConfig
-from jaxmoe.replicas.methods.dadao import DadaoConfig as DadaoConfig
 from jaxmoe.replicas.methods.diloco import DiLoCoConfig as DiLoCoConfig
 from jaxmoe.replicas.methods.econtrol import EControlConfig as EControlConfig
 from jaxmoe.replicas.methods.heterogeneous import HeterogeneousConfig as HeterogeneousConfig
@@ -37,7 +37,7 @@ ReplicasConfig = (
     | CO2Config
     | SingleMergeConfig
     | SpesConfig
-    | DadaoConfig
+    | A2cid2Config
     | CodedConfig
     | EControlConfig
     | OneBitAdamConfig

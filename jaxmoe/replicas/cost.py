@@ -23,7 +23,7 @@ class Cost(NamedTuple):
     step: float
     """Mean over the steps."""
     peak: float
-    """Largest exchange."""
+    """Largest exchange of one fragment."""
 
 
 def cost(method: Method, leaves: Sequence[Leaf], workers: int, worker: int | None = None) -> Cost:
@@ -47,7 +47,10 @@ def cost(method: Method, leaves: Sequence[Leaf], workers: int, worker: int | Non
         )
         for fragment in method.fragments(leaves)
     )
-    return Cost(exchanges, sum(exchanges) / method.timing.every, max(exchanges))
+    step = sum(
+        sent * method.timing.exchanges_a_step(fragment) for fragment, sent in enumerate(exchanges)
+    )
+    return Cost(exchanges, step, max(exchanges))
 
 
 def _bits(

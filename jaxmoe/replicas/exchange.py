@@ -44,6 +44,9 @@ class About(NamedTuple):
     """Numbers of the parameter that are sent; None for all."""
     factors: Float[Array, " R"] | None = None
     """Factor of each worker's message in a mean over all workers, 1 on average; None for 1."""
+    round_key: Key[Array, ""] | None = None
+    """Key of this exchange, equal on all workers and for all parameters; None where gradients are
+    exchanged."""
 
     def total(self, x: Array, dimensions: Sequence[int] | None = None) -> Array:
         """Return sums of what the devices of one worker hold, from the sums of this device.

@@ -68,6 +68,10 @@ class Method:
         """Return the fragments of the parameters."""
         return cut_fragments(leaves, self.timing.fragments)
 
+    def until(self, last: int) -> Method:
+        """Return the method for a run that ends with a step, after which all is exchanged."""
+        return replace(self, timing=replace(self.timing, last=last))
+
 
 @typing.no_type_check
 @struct.dataclass
@@ -159,6 +163,7 @@ def send(
                 *(number, one, workers.axis, workers.number),
                 *(leaf.axes, splits[path], workers.is_spread),
                 factors=factors,
+                round_key=key,
             )
             mixed[path], exchange[path] = exchange_of.mix(
                 payload, codec_of.decode, anchor, about, state.exchange[path]

@@ -4,6 +4,9 @@
 
 Fragment f of P is sent after step t where (t - o) mod H = 0 and t >= o, with the offset
 o = floor((f + 1) H / P), and merged `delay` steps later. All fragments are sent once in H steps.
+
+After the last step of a run every fragment is sent and merged at once, after what was under way: a
+run ends with all that its workers have learnt, however H divides its steps.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ class Timing:
     """Steps between sending a fragment and merging what came back."""
     keep: float = 0.0
     """Share of its own parameters that a worker keeps at a merge."""
+    last: int | None = None
+    """Last step of the run, after which every fragment is exchanged; None if there is none."""
 
     def __post_init__(self):
         if self.every < 1:
@@ -46,7 +51,7 @@ class Timing:
         return (fragment + 1) * self.every // self.fragments
 
     def sends(self, fragment: int, step: Any) -> Any:
-        """Return whether a fragment is sent after a step; steps may be traced."""
+        """Return whether a fragment is sent after a step in its turn; steps may be traced."""
         offset = self.offset(fragment)
         return (step >= offset) & ((step - offset) % self.every == 0)
 
@@ -54,6 +59,23 @@ class Timing:
         """Return whether a fragment is merged after a step; steps may be traced."""
         return self.sends(fragment, step - self.delay)
 
+    def ends(self, step: Any) -> Any:
+        """Return whether a step is the last, after which all fragments are exchanged."""
+        return False if self.last is None else step == self.last
+
+    def is_under_way(self, fragment: int) -> bool:
+        """Return whether a fragment that was sent is not yet merged after the last step."""
+        last = self.last
+        if last is None:
+            return False
+        return any(self.sends(fragment, step) for step in range(max(last - self.delay, 0), last))
+
     def round(self, fragment: int, step: Any) -> Any:
         """Return the number of exchanges of a fragment before one that is sent after a step."""
-        return (step - self.offset(fragment)) // self.every
+        return -((self.offset(fragment) - step) // self.every)
+
+    def exchanges_a_step(self, fragment: int) -> float:
+        """Return the number of exchanges of a fragment, as a mean over the steps of the run."""
+        if self.last is None:
+            return 1 / self.every
+        return (max(self.round(fragment, self.last), 0) + 1) / self.last

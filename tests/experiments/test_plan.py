@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from experiments.cli import flags as cli
@@ -25,7 +26,8 @@ from experiments.plan.config import step_plan
 from experiments.plan.page import measured_table
 from experiments.plan.units import size_in_words
 from experiments.recipes import RECIPES
-from jaxmoe.planning.compile_ahead import in_child
+from jaxmoe.planning import compile_ahead
+from jaxmoe.planning.compile_ahead import CompilerCrashError, in_child
 from jaxmoe.planning.hardware import parse_topology
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.search import EVERYTHING, Space, search
@@ -54,7 +56,7 @@ def test_a_plan_in_closed_form(tmp_path, capsys):
     assert (code, summary["status"]) == (ExitCode.DONE, "done")
     assert summary["total"] == pytest.approx(sum(summary["memory"].values()))
     assert summary["arguments"] + summary["temporaries"] == pytest.approx(summary["total"])
-    for words in ("memory per device", "saved activations", "weights over", "predicted step"):
+    for words in ("memory per device", "gradients", "gradients of copies over", "predicted step"):
         assert words in page, words
     assert len(summary["runners_up"]) == 4 and all(
         one["why"] in page for one in summary["runners_up"]
@@ -76,6 +78,22 @@ def test_overlap_hides_messages_of_a_given_plan(tmp_path, capsys):
     assert "network.overlap=2.0 must be from 0 to 1" in refused(
         capsys, *argv, "--network.overlap", "2"
     )
+
+
+def test_hosts_price_the_plan_and_its_search(tmp_path, capsys):
+    """Links between all hosts alike, in two halves, and alternating."""
+    argv = ("tiny", "--topology", "gpu:h100:64", "--compiles", "0", "--training.batch_size", "64")
+    meshes = ("--execution.mesh.replica", "2", "--execution.mesh.data", "32")
+    fixed, seconds = (*argv, *meshes, "--network.hosts"), {}
+    for hosts in ("ib*8", "ib*4 roce*4", "ib roce ib roce ib roce ib roce", "ethernet*8"):
+        _, page, summary = planned(tmp_path / hosts.replace("*", ""), capsys, *fixed, hosts)
+        seconds[hosts] = summary["step_seconds"]
+        assert "order of hosts" in page
+    alike, halves, alternating, slow = seconds.values()
+    # Halves: only the replicas meet over Ethernet. Alternating: the rings of the data do.
+    assert alike < halves < alternating < slow
+    error = refused(capsys, *fixed, "ib*7")
+    assert "network.hosts has 7 hosts, which must divide the 64 devices" in error
 
 
 def test_only_the_given_mesh_is_planned(tmp_path, capsys):
@@ -277,6 +295,59 @@ def test_nothing_fits_prints_remedies(tmp_path, capsys):
     assert f"nothing fits tpu:v5e:2x2: the closest mesh, {summary['closest']}, needs" in page
     assert f"{missing} too much (closed form, nothing was compiled)" in page
     assert "--execution.precision.parameters bfloat16" in page
+
+
+def test_a_refusal_of_the_compiler_is_a_verdict_and_the_next_plan_is_compiled(
+    tmp_path, capsys, monkeypatch
+):
+    """The fastest plan is refused, the next crashes the compiler, and the third compiles."""
+    compiled = []
+
+    def in_child(module, job, topology, on_wait):
+        compiled.append(json.dumps(job["config"], sort_keys=True))
+        if len(compiled) == 1:
+            return {"kind": "CompilerRefusal", "text": "refused: INTERNAL: no such layout"}
+        if len(compiled) == 2:
+            raise CompilerCrashError("experiments.plan.child ended with -6:\nF0 check failed")
+        figures = dict.fromkeys(("temporaries", "total", "arguments"), 1)
+        return {"kind": "CompiledStep", "traffic": None, **figures}
+
+    monkeypatch.setattr(judge, "in_child", in_child)
+    monkeypatch.setattr(plan, "check_compiler", lambda topology: None)
+    argv = ("tiny", "--topology", "tpu:v5e:2x2", "--search", "mesh", "--compiles")
+    code, page, summary = planned(tmp_path, capsys, *argv, "3")
+    assert (code, summary["status"]) == (ExitCode.DONE, "done")
+    assert len(compiled) == len(set(compiled)) == 3
+    assert "refused: INTERNAL: no such layout" in page
+    assert "the compiler crashed: F0 check failed" in page
+    assert len(summary["rejected"]) == 2
+
+    compiled.clear()
+    code, page, summary = planned(tmp_path / "two", capsys, *argv, "2")
+    assert (code, summary["status"]) == (ExitCode.BAD_CONFIGURATION, "nothing fits")
+    assert "refused: INTERNAL: no such layout" in page and "by its compiler" in page
+
+
+def test_errors_of_a_compilation_are_verdicts(monkeypatch):
+    topology = parse_topology("cpu:1")
+
+    def fail(error):
+        def trace(step, mesh):
+            raise error
+
+        return trace
+
+    step = step_plan(PLANNED["tiny"](), topology, MeshConfig())
+    for error, wanted in (
+        (jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nmore"), "refused: INTERNAL: Mosaic"),
+        (NotImplementedError("no rule"), "refused: no rule"),
+        (ValueError("a shape does not divide"), "refused: a shape does not"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 3.0G of 1.0G hbm"), "Used 3.0G"),
+    ):
+        monkeypatch.setattr(compile_ahead, "trace_step", fail(error))
+        found = compile_ahead.compile_step(step, topology)
+        assert wanted in found.text
+        assert type(found).__name__ == ("DoesNotFit" if "Used" in wanted else "CompilerRefusal")
 
 
 def test_refusals_before_any_compile(capsys, monkeypatch):

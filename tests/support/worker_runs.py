@@ -78,7 +78,7 @@ def facts(workers=WORKERS, steps=STEPS):
 
 def training_of(config, workers=WORKERS, steps=STEPS):
     """The method of a config on the parameters of this file."""
-    method = config.build(facts(workers, steps))
+    method = config.build(facts(workers, steps)).until(steps)
     return WorkerTraining(
         method=method,
         workers=Workers(workers, is_spread=False),
@@ -161,7 +161,7 @@ def one_step(training, inner, sizes, state, absent=None):
     talks = count_step(training, local.talks, tokens, refused)
     local = dataclasses.replace(local, params=params, opt_state=opt_state, talks=talks)
     state = dataclasses.replace(state, local=local, step=state.step + 1)
-    return state if training.method.timing.delay else exchange_now(training, state)
+    return exchange_now(training, state)
 
 
 def own_step(inner, params, opt_state, worker, step):

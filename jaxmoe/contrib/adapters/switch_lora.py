@@ -58,7 +58,8 @@ class SwitchLoraConfig(FactorsConfig):
     rate: float = 1 / 40
     """Probability of a swap of a vector in the first step."""
     steps: int = 200
-    """Steps of the training; in a tenth of them the rate falls to 0.3 times its value."""
+    """Steps of the training, as training.steps; in a tenth of them the rate falls to 0.3 times its
+    value."""
     pause: int = 5
     """Steps for which the counterpart of a vector that was swapped is not trained."""
 

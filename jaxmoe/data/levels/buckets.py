@@ -5,8 +5,9 @@
     d(s) = 2^ceil(log2(s / C))
 
 Documents of a level are in the same micro-batches, in descending order of length, so that the
-groups of a micro-batch take about equally long. Source: ByteScale (arXiv 2502.21231), which gives a
-document any number of devices; here powers of two.
+groups of a micro-batch take about equally long. Levels with few documents leave micro-batches
+half empty: where that takes longer, a packing leaves its rows as they are (`rows.py`). Source:
+ByteScale (arXiv 2502.21231), which gives a document any number of devices; here powers of two.
 """
 
 from __future__ import annotations

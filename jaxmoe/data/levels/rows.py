@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the rows of a step into a batch whose micro-batches have one level each.
 
+Rows stay as they are, shared by all devices, where the plan of the assigner would take longer.
 The documents are those of the rows that a loader reads, whole and in no other step. A document of
 n tokens takes n - 1 places: its last token is a target only. Micro-batch i of M has rows i, i + M,
 ... of the batch, as `jaxmoe.training.accumulation` cuts it.
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.data.levels.cost import LevelCost
-from jaxmoe.data.levels.plan import Assigner, LevelPlan, Room
+from jaxmoe.data.levels.plan import Assigner, Group, LevelPlan, Room
 from jaxmoe.data.source import Row
 from pallas_kernels.array_types import Float, Int
 
@@ -77,9 +78,37 @@ class LevelPacking:
 
     def plan(self, rows: Sequence[Row]) -> tuple[list[Document], LevelPlan]:
         """Return the documents of a step and its micro-batches."""
-        documents = [document for row in rows for document in documents_of(row)]
-        lengths = [document.length for document in documents]
-        return documents, self.assigner.assign(lengths, self.room, self.cost)
+        by_row = [documents_of(row) for row in rows]
+        plan = self._fastest([[document.length for document in row] for row in by_row])
+        return [document for row in by_row for document in row], plan
+
+    def _fastest(self, lengths: Sequence[Sequence[int]]) -> LevelPlan:
+        """Return the plan of the assigner, or that of the rows as they are if it is faster.
+
+        Args:
+            lengths: Tokens of the documents of each row.
+        """
+        flat = [length for row in lengths for length in row]
+        by_level = self.assigner.assign(flat, self.room, self.cost)
+        static = self._static(lengths)
+        plans = (by_level, static)
+        return min(plans, key=lambda plan: plan.seconds(flat, self.room, self.cost))
+
+    def _static(self, lengths: Sequence[Sequence[int]]) -> LevelPlan:
+        """Return the plan in which all devices share every row.
+
+        Args:
+            lengths: Tokens of the documents of each row.
+        """
+        top, number = len(self.room.degrees) - 1, -(-len(lengths) // self.room.rows)
+        starts = np.cumsum([0, *map(len, lengths)]).tolist()
+        groups: list[Group] = []
+        for first in range(number):
+            members = list(range(first, len(lengths), number))
+            members.sort(key=lambda row: -self.cost.attention(lengths[row], top))
+            groups += [tuple(range(starts[row], starts[row + 1])) for row in members]
+            groups += [()] * (self.room.rows - len(members))
+        return LevelPlan({top: tuple(groups)})
 
     def forecast(self, lengths: Sequence[Sequence[int]]) -> Forecast:
         """Return the shares of the levels and the seconds of a step, by level and without levels.
@@ -88,18 +117,13 @@ class LevelPacking:
             lengths: Tokens of the documents of each row.
         """
         flat = [length for row in lengths for length in row]
-        plan = self.assigner.assign(flat, self.room, self.cost)
-        top, number = len(self.room.degrees) - 1, len(lengths) // self.room.rows
-        attention = [self.cost.attention(row, top) for row in lengths]
-        static = sum(
-            self.cost.micro_batch(max(attention[first::number]), top) for first in range(number)
-        )
+        plan, static = self._fastest(lengths), self._static(lengths)
         return Forecast(
             shares=dict(zip(self.room.degrees, plan.shares(flat, self.room), strict=True)),
             micro_batches=len(plan.micro_batches(self.room)),
             seconds=plan.seconds(flat, self.room, self.cost),
-            static_micro_batches=number,
-            static=static,
+            static_micro_batches=len(static.micro_batches(self.room)),
+            static=static.seconds(flat, self.room, self.cost),
         )
 
     def batch(self, rows: Sequence[Row], *, process_index: int, process_count: int) -> Batch:

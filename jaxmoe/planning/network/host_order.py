@@ -19,6 +19,7 @@ differ by direction, come from `jaxmoe/planning/network/measured.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,6 +137,33 @@ def exchanges(
             )
         )
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def slowest_link(
+    axes: tuple[str, ...],
+    mesh: tuple[tuple[str, int], ...],
+    host_links: tuple[tuple[float, ...], ...],
+) -> float | None:
+    """Return the bytes per second of the slowest link between hosts of some axes.
+
+    Args:
+        axes: Mesh axes of the devices that communicate.
+        mesh: Size by axis, in the order of the mesh.
+        host_links: Bytes per second from the host at each position to that at each other.
+
+    Returns:
+        None if the axes do not leave a host.
+
+    Raises:
+        ValueError: The hosts do not divide the devices.
+    """
+    sizes = dict(mesh)
+    number = math.prod(sizes[axis] for axis in axes)
+    one = Traffic(reason="", axes=axes, num_devices=number, bytes=1.0, messages=0.0)
+    links = np.asarray(host_links)
+    crossing = exchanges([one], sizes, len(links), 0.0)
+    return min((float(links[e.sources, e.targets].min()) for e in crossing), default=None)
 
 
 def order_seconds(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -34,6 +34,8 @@ from jaxmoe.resilience.links.table import LinkTable
 
 MEASURED = "measured"
 """Value of network.hosts for hosts whose links were measured."""
+HostLinks = tuple[tuple[float, ...], ...]
+"""Bytes per second from the host at each position of the mesh to that at each other."""
 _ALL_TO_ALL = ("rows", "shuffle")
 """Reasons of traffic in which each device sends to all others."""
 
@@ -50,8 +52,8 @@ class NetworkConfig:
     hides nothing, 1 as much as fits."""
     hosts: str = ""
     """Classes of the hosts' network cards in order, such as "ib*4 roce*4", or "measured" for the
-    links between processes of network.links; prints the best --execution.host_order. Classes are
-    ib, roce, ethernet."""
+    links between processes of network.links. Plans are priced with them, and the best
+    --execution.host_order is printed. Classes are ib, roce, ethernet."""
     spines: int = 0
     """Spine switches of a leaf-spine network, whose congestion is printed; 0 prints none."""
     devices_per_leaf: int = 32
@@ -89,7 +91,7 @@ def network_lines(config: NetworkConfig, plan: StepPlan, chip: Chip) -> list[str
     if config.links is not None:
         lines += _measured(LinkTable.load(config.links), plan, chip)
     if config.hosts:
-        lines += _hosts(*_bandwidths(config, plan), plan, chip)
+        lines += _hosts(*_bandwidths(config, plan.mesh.size), plan, chip)
     if config.spines:
         lines += _fabric(config, plan, chip)
     return lines
@@ -106,16 +108,40 @@ def _measured(table: LinkTable, plan: StepPlan, chip: Chip) -> Iterator[str]:
         yield f"  {one.reason} over {' x '.join(one.axes)}: {text}, {nominal:.3g} s nominal"
 
 
+def host_links(config: NetworkConfig, num_devices: int, order: Sequence[int] = ()) -> HostLinks:
+    """Return the bytes per second between the hosts at the positions of the mesh.
+
+    Args:
+        config: Network; without hosts nothing is known.
+        num_devices: Devices of the plan.
+        order: Host at each position (`execution.host_order`); as given if empty.
+
+    Raises:
+        ValueError: The hosts do not divide the devices or are not those of the order, or
+            links.json cannot be read or is of other devices.
+    """
+    if not config.hosts:
+        return ()
+    bandwidth, _ = _bandwidths(config, num_devices)
+    if num_devices % len(bandwidth) or len(order) not in (0, len(bandwidth)):
+        raise ValueError(
+            f"network.hosts has {len(bandwidth)} hosts, which must divide the {num_devices} devices"
+            f" and be those of execution.host_order ({len(order) or 'none'})"
+        )
+    places = list(order) or list(range(len(bandwidth)))
+    return tuple(tuple(row) for row in bandwidth[np.ix_(places, places)].tolist())
+
+
 def _bandwidths(
-    config: NetworkConfig, plan: StepPlan
+    config: NetworkConfig, num_devices: int
 ) -> tuple[Float[np.ndarray, "H H"], tuple[str, ...]]:
     """Return the bytes per second between hosts, and the class of each if they are by class."""
     if config.links is not None and config.hosts == MEASURED:
         table = LinkTable.load(config.links)
-        if len(table.devices) != plan.mesh.size:
+        if len(table.devices) != num_devices:
             raise ValueError(
                 f"network.links={config.links} has {len(table.devices)} devices and the plan"
-                f" {plan.mesh.size}: measure the devices of the plan, or give classes of hosts"
+                f" {num_devices}: measure the devices of the plan, or give classes of hosts"
             )
         return host_bandwidth(table), ()
     classes = parse_classes(config.hosts)

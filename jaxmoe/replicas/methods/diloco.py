@@ -29,7 +29,7 @@ class DiLoCoConfig(AveragingBase):
     name: ClassVar[str] = "diloco"
 
     every: int = 500
-    """Steps between two exchanges."""
+    """Steps between two exchanges; the last step of a run has one as well."""
     learning_rate: float = 0.7
     """Learning rate of the outer optimiser."""
     momentum: float = 0.9

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""NoLoCo: pairs of workers average, and no collective spans them all (arXiv 2506.10911).
+"""NoLoCo: pairs of workers average, and no parameter is reduced over all (arXiv 2506.10911).
 
 Worker i and its peer of this round form a group G. Each has its own slow parameters and momentum:
 
@@ -10,6 +10,9 @@ Worker i and its peer of this round form a group G. Each has its own slow parame
 With gradients of 0 the mean of the slow parameters stays and their distance shrinks. The factor of
 the second term has a name of its own in the paper; its value there is not certain, and the public
 code uses a. Pairs come from a table of seeded permutations.
+
+Parameters travel between pairs alone. An exchange still adds up two integers over all workers, the
+numbers of refused steps, so that all processes stop a run alike.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from jaxmoe.replicas.timing import Timing
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NoLoCoConfig(ReplicasBase):
-    """Averages random pairs of workers, each with its own slow parameters; no all-reduce."""
+    """Averages random pairs of workers, each with its own slow parameters, without all-reduce."""
 
     name: ClassVar[str] = "noloco"
 

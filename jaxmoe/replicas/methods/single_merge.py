@@ -56,21 +56,12 @@ class SingleMergeConfig(ReplicasBase):
             raise ValueError(f"replicas.rounds={self.rounds} must be at least 1")
 
     def build(self, facts: TrainingFacts) -> Method:
-        """Return the method; see the base class.
-
-        Raises:
-            ValueError: The run ends before the first exchange.
-        """
-        if facts.steps < self.every:
-            raise ValueError(
-                f"replicas.every={self.every} must be at most training.steps={facts.steps}: the"
-                " workers would never be merged"
-            )
+        """Return the method; see the base class."""
         table = random_peers(facts.workers, self.rounds, self.peers, self.seed)
         receivers = np.zeros((self.rounds, facts.workers), bool)
         for row, pairs in zip(receivers, table, strict=True):
             row[[receiver for _, receiver in pairs]] = True
-        exchanges = facts.steps // self.every
+        exchanges = math.ceil(facts.steps / self.every)  # the last after the last step
         first = min(math.ceil(self.complete_from * facts.steps / self.every), exchanges)
 
         def gossip(x: Array, about: About) -> Array:
@@ -84,7 +75,7 @@ class SingleMergeConfig(ReplicasBase):
 
         def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
             own = decode(payload, slow)
-            # Exchange number n is after step (n + 1) every.
+            # Exchange number n is after step (n + 1) every, or the last step.
             mixed = jax.lax.cond(
                 about.round + 1 >= first,
                 lambda x: everyone(x, about),

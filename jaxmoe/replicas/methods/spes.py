@@ -98,7 +98,9 @@ class SpesConfig(ReplicasBase):
         )
 
         def finish(slow: dict[str, Array], number: Int[Array, ""]) -> dict[str, Array]:
-            return merging.apply(slow, (number + 1) * self.every)
+            # The exchange after the last step may come before its turn: experts stay then.
+            step = (number + 1) * self.every
+            return merging.apply(slow, jnp.where(step > facts.steps, self.merging_steps, step))
 
         return Method(
             timing=Timing(every=self.every),

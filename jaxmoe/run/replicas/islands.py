@@ -105,7 +105,7 @@ class Island:
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
             state, metrics = step_function(state, batch)
             self._step += 1
-            if (fragment := self._between.due(self._step)) is not None:
+            for fragment in self._between.due(self._step):
                 try:
                     state = self._exchange(fragment, state)
                 except IslandError as error:

@@ -143,4 +143,9 @@ def _timing_in_words(timing: Timing) -> str:
     parts = f"{timing.fragments} fragments" if timing.fragments > 1 else "all parameters"
     often = "every step" if timing.every == 1 else f"every {timing.every} steps"
     late = f", merged {timing.delay} step{'s' * (timing.delay > 1)} later" if timing.delay else ""
-    return f"{parts} {often}{late}"
+    last = timing.last
+    if last is not None and last < timing.offset(0):
+        return f"{parts} once, after the last step, as replicas.every={timing.every} is longer"
+    in_turn = all(timing.sends(part, last) for part in range(timing.fragments))
+    end = "" if last is None or (in_turn and not timing.delay) else ", and all after the last step"
+    return f"{parts} {often}{late}{end}"

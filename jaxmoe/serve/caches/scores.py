@@ -26,7 +26,7 @@ class ScoresConfig(ItemCacheConfig):
     weight: float = 0.5
     """Weight of the newest scores (a)."""
     kept: int = 16
-    """Scores of a layer that count (2 K)."""
+    """Scores of a layer that count, of any K; the paper has 2 K, which a trace does not hold."""
     ahead: int = 2
     """Experts of the next layer to load ahead."""
 

@@ -53,17 +53,19 @@ class BetweenJobs:
                 " replicas:diloco, or a method whose workers average their messages"
             )
 
-    def due(self, step: int) -> Fragment | None:
-        """Return the fragment that is exchanged after a step, if any."""
+    def due(self, step: int) -> list[Fragment]:
+        """Return the fragments that are exchanged after a step, in their order."""
         timing = self._training.method.timing
-        due = (part for part in self._training.fragments if timing.sends(part.number, step))
-        return next(due, None)
+        parts = self._training.fragments
+        return [part for part in parts if timing.sends(part.number, step) or timing.ends(step)]
 
     def rounds_before(self, step: int) -> int:
-        """Return the number of exchanges, of any fragment, up to a step."""
+        """Return the number of exchanges, of any fragment, up to a step of this run."""
         timing = self._training.method.timing
-        numbers = [timing.round(part.number, step) + 1 for part in self._training.fragments]
-        return sum(max(number, 0) for number in numbers)
+        parts = [part.number for part in self._training.fragments]
+        if timing.ends(step):
+            return sum(max(timing.round(part, step), 0) + 1 for part in parts)
+        return sum(max(timing.round(part, step + 1), 0) for part in parts)
 
     def encode(self, fragment: Fragment, state: TrainState) -> tuple[Any, TrainState]:
         """Return the message of this worker, and the state after it was encoded."""
@@ -104,6 +106,9 @@ class BetweenJobs:
             if weights is not None:
                 after = keep_state(weights[0] > 0.0, after, own)
             states[path] = jax.tree.map(lambda leaf: leaf[None], after)
+        past = local.past
+        if number == 0 and past is not None:
+            past = jax.tree.map(jnp.zeros_like, past)
         talk = replace(talk, codec=states, weighting=weighting)
         talks = tuple(talk if i == number else t for i, t in enumerate(local.talks))
         message: dict[str, Any] = {"payloads": payloads}
@@ -112,7 +117,7 @@ class BetweenJobs:
         if number == 0 and local.past is not None:
             message["total"] = total_of(local.past, state.step)
         state = replace(state, skipped=jnp.sum(local.skipped))
-        return message, replace(state, local=replace(local, talks=talks))
+        return message, replace(state, local=replace(local, talks=talks, past=past))
 
     def _merged(self, fragment: Fragment, state: TrainState, stacked: Any) -> TrainState:
         training, slow = self._training, fragment.take(flat(state.params))

@@ -33,7 +33,7 @@ from sharding.workers import Workers
 Past = RouterStatistics
 """Statistics of each worker in the last H steps, [R H L ...]; step t is at t mod H."""
 Total = RouterStatistics
-"""Statistics of the last H steps, [H L ...], the oldest first."""
+"""Statistics of the last H steps, [H L ...], the oldest first; zeros before the last exchange."""
 
 
 def begin_past(
@@ -110,6 +110,8 @@ def total_of(past: Past, step: Int[Array, ""]) -> Total:
 def replay(model: ModelConfig, state: TrainState, total: Total, last: Int[Array, ""]) -> Any:
     """Return the router state after the updates of the last H steps, from that of the world.
 
+    A step without statistics, which was refused or came before the last exchange, updates nothing.
+
     Args:
         model: Model with the routers.
         state: State of the world.
@@ -122,7 +124,8 @@ def replay(model: ModelConfig, state: TrainState, total: Total, last: Int[Array,
         number, statistics = given
         before = dataclasses.replace(state, router_state=router_state, step=number - 1)
         after = update_routers(model, before, statistics)
-        return jax.tree.map(partial(jnp.where, number > 0), after, router_state), None
+        counts = jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(statistics)]).any()
+        return jax.tree.map(partial(jnp.where, counts), after, router_state), None
 
     numbers = last - every + 1 + jnp.arange(every, dtype=jnp.int32)
     router_state, _ = jax.lax.scan(update, state.router_state, (numbers, total))

@@ -59,8 +59,8 @@ class WorkerStates:
     arrived: tuple[Arrived, ...] | None
     """What waits to be merged, by fragment; None without delay."""
     past: Past | None
-    """Routing statistics since the last exchange; None for routers without state, and where
-    workers never become equal."""
+    """Routing statistics since the last exchange, before it zeros; None for routers without state,
+    and where workers never become equal."""
     spread: Float[Array, " R"]
     """Distance of each worker's message from the pseudo-gradient at the last exchange, over the
     norm of the latter."""
@@ -105,7 +105,7 @@ class WorkerTraining:
                 state spans workers.
         """
         workers, leaves = workers_of(config, step.execution, island), trained_leaves(table)
-        method = config.build(TrainingFacts(leaves, workers.number, steps))
+        method = config.build(TrainingFacts(leaves, workers.number, steps)).until(steps)
         return cls(
             method=method,
             workers=workers,

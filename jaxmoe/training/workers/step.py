@@ -4,7 +4,8 @@
 
 Without delay, fragments are exchanged and merged after the step. With delay they are sent and
 merged before it: a message is made of the parameters that enter the step, and what arrives is
-merged before a later one, so that no step waits for a message that is under way.
+merged before a later one, so that no step waits for a message that is under way. After the last
+step of a run all fragments are exchanged and merged, whatever their turn and delay.
 
 A step without exchange has no collective between workers.
 """
@@ -45,7 +46,7 @@ def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> Che
         if has_delay and exchanges:
             state = exchange_late(training, state)
         state, metrics = local_steps(step, training, state, batch)
-        if not has_delay and exchanges:
+        if exchanges:
             state = exchange_now(training, state)
         measured = {"spread": state.local.spread, "outer_norm": state.local.outer_norm}
         in_a_row = state.skipped_in_a_row if exchanges else metrics.skipped_in_a_row[0]
@@ -137,15 +138,40 @@ def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) 
 
 
 def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
-    """Return the state after a step with the fragments exchanged and merged that are due."""
+    """Return the state after a step with the fragments exchanged and merged that are due.
+
+    With delay that is none before the last step.
+    """
+    timing = training.method.timing
+    if timing.delay:
+        if timing.last is None:
+            return state
+        last = partial(_exchange_last, training)
+        return jax.lax.cond(timing.ends(state.step), last, lambda state: state, state)
     for fragment in training.fragments:
 
         def both(state: TrainState, fragment: Fragment = fragment) -> TrainState:
             arrived, state = _send(training, fragment, state)
             return merge_arrived(training, fragment, arrived, state)
 
-        is_due = training.method.timing.sends(fragment.number, state.step)
+        is_due = timing.sends(fragment.number, state.step) | timing.ends(state.step)
         state = jax.lax.cond(is_due, both, lambda state: state, state)
+    return state
+
+
+def _exchange_last(training: WorkerTraining, state: TrainState) -> TrainState:
+    """Return the state after the last step with what is under way merged, and then all else."""
+    for fragment in training.fragments:
+        number = fragment.number
+        if training.method.timing.is_under_way(number):
+            waiting = state.local.arrived[number]
+            state = merge_arrived(training, fragment, waiting, state)
+            # A longer run that goes on from here does not merge it again.
+            merged = replace(waiting, last=jnp.zeros_like(waiting.last))
+            news = tuple(merged if i == number else a for i, a in enumerate(state.local.arrived))
+            state = replace(state, local=replace(state.local, arrived=news))
+        arrived, state = _send(training, fragment, state)
+        state = merge_arrived(training, fragment, arrived, state)
     return state
 
 
@@ -167,8 +193,10 @@ def exchange_late(training: WorkerTraining, state: TrainState) -> TrainState:
             skipped=sent.skipped,
             skipped_in_a_row=sent.skipped_in_a_row,
         )
+        if not number:
+            state = replace(state, local=replace(state.local, past=sent.local.past))
         state = jax.lax.cond(
-            timing.merges(number, before.step),
+            timing.merges(number, before.step) & (waiting.last == before.step - timing.delay),
             partial(merge_arrived, training, fragment, waiting),
             lambda state: state,
             state,
@@ -197,14 +225,16 @@ def _send(
         number=method.timing.round(number, state.step),
         key=jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number),
     )
-    total = None if local.past is None or number else total_of(local.past, state.step)
+    total, past = None, local.past
+    if past is not None and not number:
+        total, past = total_of(past, state.step), jax.tree.map(jnp.zeros_like, past)
     state = replace(
         _with_talk(state, number, talk),
         skipped=jnp.sum(local.skipped),
         skipped_in_a_row=jnp.min(local.skipped_in_a_row),
     )
     measured = _measure(training, talk, params, slow, pseudo)
-    state = replace(state, local=replace(state.local, **measured))
+    state = replace(state, local=replace(state.local, past=past, **measured))
     return Arrived(pseudo=pseudo, total=total, last=state.step), state
 
 
@@ -223,7 +253,7 @@ def merge_arrived(
         slow,
         state.opt_state[number] if method.is_shared else None,
         training.workers,
-        number=method.timing.round(number, state.step - method.timing.delay),
+        number=method.timing.round(number, arrived.last),
     )
     state = _with_talk(state, number, talk)
     local = replace(state.local, params=nested(fragment.put(mine, own, leading=1)))

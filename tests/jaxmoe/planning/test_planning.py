@@ -284,6 +284,20 @@ def test_predicted_time_is_flat_from_16_to_256_chips():
     assert sent[1] == pytest.approx(sent[0] * (255 / 256) / (15 / 16), rel=0.02)
 
 
+def test_gradients_of_a_layer_that_are_reduced_together_are_one_message():
+    """Norms and routers of a few kilobytes: latency counts once for a layer, not for each array."""
+    plan = plan_of(WIDE, MeshConfig(data=8), batch_size=8, length=64)
+    small = [row for row in plan.table if not any(row.spec)]
+    (found,) = (one for one in step_traffic(plan) if one.reason == "gradients of copies")
+    held = sum(row.size for row in small)
+    itemsize = jnp.dtype(plan.execution.precision.compute_dtype).itemsize
+    assert found.bytes == pytest.approx(2 * 7 / 8 * held * itemsize)
+    of_layers = [row for row in small if row.declaration.axes[:1] == ("layers",)]
+    alone = {row.path.partition("/")[0] for row in small if row not in of_layers}
+    assert len(of_layers) > 2
+    assert found.messages == 2 * 7 * (of_layers[0].shape[0] + len(alone))
+
+
 def test_bytes_of_fully_sharded_parameters_by_hand():
     """Gathered forward, and where layers are recomputed; scattered once."""
     plan = plan_of(WIDE, MeshConfig(data=8), batch_size=8, length=64)

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.replicas import CO2Config, DadaoConfig, NoLoCoConfig, SingleMergeConfig
+from jaxmoe.replicas import A2cid2Config, CO2Config, NoLoCoConfig, SingleMergeConfig
 from jaxmoe.replicas.gossip import matched_pairs, random_pairs, random_peers
-from jaxmoe.replicas.methods.dadao import edges_of
+from jaxmoe.replicas.methods.a2cid2 import edges_of
 from tests.support import worker_runs as wr
 
 INNER = optax.adam(0.03)
@@ -72,7 +72,7 @@ def test_noloco_keeps_the_mean_of_slow_parameters():
 def test_a_second_copy_speeds_gossip_on_a_ring():
     """Eight workers on a ring: the mean stays, and the distance shrinks faster than without."""
     spreads = {
-        gossip: still_workers(DadaoConfig(gossip=gossip), 80, workers=8)
+        gossip: still_workers(A2cid2Config(gossip=gossip), 80, workers=8)
         for gossip in ("continuous", "none")
     }
     assert spreads["continuous"][-1] < 0.5 * spreads["none"][-1] < 0.1 * spreads["none"][0]
@@ -89,7 +89,10 @@ def test_matchings_follow_the_edges_of_a_graph(graph):
 
 
 def still_workers(config, steps, workers=4):
-    """Largest distance of workers that do not train, before and after each step; the mean stays."""
+    """Largest distance of workers that do not train, before and after each step.
+
+    The mean of their parameters stays, or where they have copies that of the sum of both.
+    """
     spreads, means = [], []
     still = optax.sgd(0.0)
     training = wr.training_of(config, workers)
@@ -102,7 +105,12 @@ def still_workers(config, steps, workers=4):
 
     def watch(state):
         spreads.append(wr.spread(state.local.params))
-        means.append(jax.tree.map(lambda x: x.mean(0), state.local.params))
+        copies = {
+            path: x for path, x in state.local.talks[0].exchange.items() if not isinstance(x, tuple)
+        }
+        halves = jax.tree.map(lambda x: 0.5 * x, copies)  # of the copy less the parameters
+        params = state.local.params
+        means.append({path: (x + halves.get(path, 0.0)).mean(0) for path, x in params.items()})
 
     first = state.replace(local=local)
     spreads.append(wr.spread(noise))
@@ -132,6 +140,14 @@ def test_co2_equals_a_loop_that_is_a_round_late(clip):
             arrived = mean
         for w in range(4):
             own[w], moments[w] = wr.own_step(INNER, own[w], moments[w], w, step)
+    # After the last step the mean of step 12 is merged, and then what was learnt since.
+    for latest in (False, True):
+        mean = mean_of(own) if latest else arrived
+        m = jax.tree.map(lambda m, s, x: 0.5 * m + (s - x) / 1.25, m, slow, mean)
+        if clip is not None:
+            m = jax.tree.map(lambda m: jnp.clip(m, -clip, clip), m)
+        slow = jax.tree.map(lambda s, m: s - 0.9 * m, slow, m)
+        own = [slow] * 4
     assert wr.distance(got.params, slow) < 1e-6
     for w in range(4):
         assert wr.distance(at(got.local.params, w), own[w]) < 1e-6

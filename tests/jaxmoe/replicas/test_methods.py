@@ -9,14 +9,15 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxmoe.replicas import (
     REPLICAS,
+    A2cid2Config,
     CO2Config,
-    DadaoConfig,
     DiLoCoConfig,
     HeterogeneousConfig,
     NoLoCoConfig,
@@ -26,6 +27,7 @@ from jaxmoe.replicas import (
     StreamingConfig,
 )
 from jaxmoe.replicas.cost import cost
+from jaxmoe.replicas.timing import Timing
 from tests.support import worker_runs as wr
 
 
@@ -51,10 +53,10 @@ class Row:
 
 
 METHODS = {
-    "dadao": Row(
-        degenerate=DadaoConfig(every=1, gossip="none"),
+    "a2cid2": Row(
+        degenerate=A2cid2Config(every=1, gossip="none"),
         workers=2,
-        usual=DadaoConfig(every=2),
+        usual=A2cid2Config(every=2),
     ),
     "diloco": Row(
         degenerate=DiLoCoConfig(every=1, learning_rate=1.0, momentum=0.0),
@@ -188,8 +190,71 @@ def test_payloads_have_the_bits_of_their_codec(name):
             payload, _ = jax.eval_shape(codec.encode, x, codec.init(x), jax.random.key(0))
             size = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(payload))
             assert 8 * size == codec.bits(x.shape)
+    method = METHODS[name].usual.build(wr.facts())
+    bill = cost(method, wr.LEAVES, wr.WORKERS)
+    assert bill.step * method.timing.every == pytest.approx(sum(bill.exchanges))
+
+
+def longer_than_the_run(config):
+    """The config with more steps between exchanges than a run of the tests has."""
+    more = {"merging_every": 500} if hasattr(config, "merging_every") else {}
+    return dataclasses.replace(config, every=500, **more)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_shorter_than_a_round_ends_with_an_exchange(name):
+    """Workers that would never exchange otherwise: the world sees what they have learnt."""
+    config, seen = longer_than_the_run(METHODS[name].usual), []
+    state = wr.train(config, steps=5, watch=seen.append)
+    training = wr.training_of(config, steps=5)
+    assert wr.distance(seen[3].params, wr.parameters()) == 0.0
+    if training.method.is_shared:
+        assert wr.distance(state.params, wr.parameters()) > 0.01
+    alone = jax.tree.map(lambda *own: jnp.stack(own), *(wr.alone(w, steps=5) for w in range(4)))
+    assert wr.spread(state.local.params) < 0.9 * wr.spread(alone)
     bill = cost(training.method, wr.LEAVES, wr.WORKERS)
-    assert bill.step * training.method.timing.every == pytest.approx(sum(bill.exchanges))
+    assert 5 * bill.step == pytest.approx(sum(bill.exchanges))
+
+
+def test_the_exchange_after_the_last_step_is_that_of_diloco_and_a_longer_run_goes_on():
+    """Five steps of rounds of three, and four more: exchanges after 3, 5, 6 and 9."""
+    outer, config = optax.sgd(0.7, 0.9, nesterov=True), DiLoCoConfig(every=3)
+    slow = wr.parameters()
+    workers, outer_state, ends = [slow] * 4, outer.init(slow), {}
+    moments = [wr.SGD.init(slow)] * 4
+    for step in range(9):
+        for w in range(4):
+            workers[w], moments[w] = wr.own_step(wr.SGD, workers[w], moments[w], w, step)
+        if step + 1 in (3, 5, 6, 9):
+            delta = jax.tree.map(lambda s, *w: s - sum(w) / 4, slow, *workers)
+            updates, outer_state = outer.update(delta, outer_state, slow)
+            slow = optax.apply_updates(slow, updates)
+            workers, ends[step + 1] = [slow] * 4, slow
+    short = wr.train(config, steps=5)
+    assert wr.distance(short.params, ends[5]) < 1e-6
+    assert wr.distance(wr.train(config, steps=9, state=short).params, ends[9]) < 1e-6
+
+
+def test_a_message_merged_after_the_last_step_is_not_merged_again():
+    config = StreamingConfig(every=4, fragments=2, delay=3)
+    short = wr.train(config, steps=5)
+    # Fragment 0 was sent after step 2 and merged before step 6; fragment 1 after step 4.
+    assert [int(arrived.last) for arrived in short.local.arrived] == [0, 0]
+    still = wr.train(config, steps=6, state=short, inner=optax.sgd(0.0), run=20)
+    assert wr.distance(still.params, short.params) == 0.0
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("last", [2, 6, 7, 20])
+def test_exchanges_of_a_run_are_counted_with_the_last(every, delay, last):
+    timing = Timing(every=every, fragments=min(every, 2), delay=delay, last=last)
+    for part in range(timing.fragments):
+        sent = [step for step in range(last) if timing.sends(part, step)]
+        assert [timing.round(part, step) for step in sent] == list(range(len(sent)))
+        assert timing.round(part, last) == len(sent)
+        assert timing.exchanges_a_step(part) == pytest.approx((len(sent) + 1) / last)
+        assert timing.is_under_way(part) == bool(sent and sent[-1] + delay >= last)
 
 
 def test_diloco_equals_two_loops():

@@ -13,6 +13,7 @@ import pytest
 from jaxmoe.planning.hlo import collectives
 from jaxmoe.planning.mesh_axes import bytes_by_axes
 from jaxmoe.replicas import (
+    A2cid2Config,
     DiLoCoConfig,
     NoLoCoConfig,
     SingleMergeConfig,
@@ -20,6 +21,7 @@ from jaxmoe.replicas import (
     SpesConfig,
     StreamingConfig,
 )
+from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.replicas.cost import cost
 from jaxmoe.replicas.method import begin, merge, send
 from jaxmoe.training.workers.step import exchange_late, exchange_now
@@ -106,6 +108,45 @@ def test_a_step_does_not_wait_for_a_message_that_overlaps_it(delay):
     whole, read = ({row.kind for row in collectives(p.as_text())} for p in programs)
     assert "collective-permute" in whole
     assert bool(read) == (delay == 0), read
+
+
+def test_gossip_reduces_two_integers_over_all_workers_and_no_parameter():
+    """The numbers of refused steps, by which all processes stop alike."""
+    training = wr.training_of(NoLoCoConfig(every=1, pairings=1))
+    training = dataclasses.replace(training, workers=Workers(4, is_spread=True))
+    mesh = make_mesh(MeshConfig(replica=4), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda: training.begin(wr.new_state(wr.parameters(), wr.SGD)))()
+        compiled = jax.jit(functools.partial(exchange_now, training)).lower(state).compile()
+    rows = bytes_by_axes(collectives(compiled.as_text()), mesh.shape)
+    wire = {row.kind: row.wire_bytes for row in rows}
+    assert wire.keys() == {"collective-permute", "all-reduce"}
+    assert wire["all-reduce"] <= 2 * 2 * 4  # two numbers of four bytes, up and down
+    assert wire["collective-permute"] == cost(training.method, wr.LEAVES, 4).exchanges[0]
+
+
+def test_a_worker_has_one_clock_for_all_its_parameters():
+    """Equal parameters stay equal, and workers draw times of their own."""
+    leaves = [wr.LEAVES[0]._replace(path=path) for path in ("a", "same")]
+    method = A2cid2Config().build(TrainingFacts(leaves, 4, 10))
+    workers, known = Workers(4, is_spread=False), {leaf.path: leaf for leaf in leaves}
+    start = dict.fromkeys(known, wr.parameters()["a"])
+    talk = begin(method, known, start, workers)
+    noise = jax.random.normal(jax.random.key(0), (4, *leaves[0].shape))
+    own = dict.fromkeys(known, noise)
+
+    @jax.jit
+    def once(talk, own, number):
+        key = jax.random.fold_in(jax.random.key(1), number)
+        params, talk = send(method, known, talk, own, None, workers, number=number, key=key)
+        return talk.replace(slow=params), params
+
+    for number in range(4):
+        talk, own = once(talk, own, jnp.int32(number))
+        np.testing.assert_array_equal(own["a"], own["same"])
+        both = 2 * own["a"] + talk.exchange["a"]  # the parameters and their copy
+        np.testing.assert_allclose(both.mean(0), 2 * noise.mean(0), atol=1e-5)
+    assert np.abs(own["a"].mean(0) - noise.mean(0)).max() > 1e-3
 
 
 def test_experts_of_a_sharded_worker_come_from_their_owner():

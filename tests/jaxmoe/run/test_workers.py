@@ -69,21 +69,23 @@ def _check_equal_bitwise(run, whole, step=STEPS):
 
 @pytest.mark.slow
 def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
-    """Two workers on the same devices, with exchanges after steps 3 and 6."""
+    """Two workers on the same devices, with exchanges after steps 3 and 6, and after the last."""
     given = _config(DiLoCoConfig(every=3, workers=2))
     whole = Run(given, tmp_path / "whole")
     with caplog.at_level(logging.INFO, "jaxmoe"):
         assert whole.train().status == "done"
     said = (
-        "2 on the same devices, diloco: all parameters every 3 steps; 0.00599 MB a step and"
-        " worker (synchronous 0.018 MB)"
+        "2 on the same devices, diloco: all parameters every 3 steps, and all after the last step;"
+        " 0.00674 MB a step and worker (synchronous 0.018 MB)"
     )
     assert _said(whole, "replicas") == said
     assert f"replicas {said}" in caplog.text
     found = saved_leaves(whole.directory.path, STEPS)
     own = {path: leaf for path, leaf in found.items() if path.startswith("['local']['params']")}
     assert own and all(leaf.shape[0] == 2 for leaf in own.values())
-    assert any(np.any(leaf[0] != leaf[1]) for leaf in own.values())  # two steps apart
+    for path, leaf in own.items():
+        np.testing.assert_array_equal(leaf[0], leaf[1], err_msg=path)
+        np.testing.assert_array_equal(leaf[0], found[path.removeprefix("['local']")], err_msg=path)
 
     _check_equal_bitwise(_train_in_two(given, tmp_path / "parts", 4), whole)
 

@@ -72,6 +72,16 @@ def test_two_passes_equal_all_scores_with_every_key():
     assert_close(found[1:], wanted[1:], "matmul")
 
 
+def test_two_passes_lose_products_of_two_scores_below_zero():
+    """A core of rank 1, and more than K first scores above 0 on both sides: 9 is found, 25 best."""
+    first = jnp.asarray([3.0, 2.0, 1.0, -5.0], jnp.float32)
+    sides = jnp.stack([first, jnp.zeros(4)], axis=-1)[None]
+    core = jnp.asarray([[1.0, 0.0], [0.0, 0.0]])
+    found, wanted = choose_entries(sides, sides, core, 2), choose_among_all(sides, sides, core, 2)
+    np.testing.assert_array_equal(found[1], [[9.0, 6.0]])
+    np.testing.assert_array_equal(wanted[1], [[25.0, 9.0]])
+
+
 def test_two_passes_of_a_full_core_can_differ_from_all_scores():
     """Else the tests of rank 1 would prove nothing."""
     found, wanted = both_ways(*scores_of(1), jnp.asarray([[0.1, 1.0], [-1.0, 0.2]]), TOP_K)

@@ -57,7 +57,7 @@ def _one(state, worker):
 
 def _exchanged(between, states):
     """The states of all islands after an exchange; the messages travel as bytes."""
-    fragment = between.due(int(states[0].step))
+    (fragment,) = between.due(int(states[0].step))
     sent = [between.encode(fragment, state) for state in states]
     like = between.like(fragment, states[0])
     messages = [from_bytes(to_bytes(message), like) for message, _ in sent]

@@ -79,12 +79,20 @@ class Trained:
     """Workers on a mesh, compiled once."""
 
     def __init__(
-        self, mesh=None, inner=ADAM, config=CONFIG, model=TINY, rows=None, clip=1.0, **fields
+        self,
+        mesh=None,
+        inner=ADAM,
+        config=CONFIG,
+        model=TINY,
+        rows=None,
+        clip=1.0,
+        last=100,
+        **fields,
     ):
         execution = ExecutionConfig(mesh=mesh or MeshConfig(), **fields)
         step = TrainStep(model=model, optimizer=inner, execution=execution, clip=clip)
         table = parameter_table(model, None, execution.axis_rules)
-        self.training = WorkerTraining.of(config, table, step, steps=100)
+        self.training = WorkerTraining.of(config, table, step, steps=last)
         rows = one_step.batch() if rows is None else rows
         size = math.prod(execution.mesh.sizes)
         self.mesh = make_mesh(execution.mesh, jax.devices()[:size]) if size > 1 else None
@@ -194,16 +202,19 @@ def test_whole_matrices_of_muon_stay_those_of_a_worker():
 
 
 @pytest.mark.slow
-def test_router_state_of_a_round_is_that_of_the_summed_statistics():
+@pytest.mark.parametrize("every", [1, 2])
+def test_router_state_of_a_round_is_that_of_the_summed_statistics(every):
+    """Rounds of one step; and of two in a run of three, which ends with one of one step."""
     moe = dataclasses.replace(MOE, **METHODS["loss_free"].parts())
     model = dataclasses.replace(TINY, moe=moe)
-    config = DiLoCoConfig(every=1, workers=2, learning_rate=1.0, momentum=0.0)
+    config = DiLoCoConfig(every=every, workers=2, learning_rate=1.0, momentum=0.0)
+    inner = optax.sgd(0.1 if every == 1 else 0.0)  # of several steps, workers would lie apart
     rows = dataclasses.replace(one_step.batch(), segment_ids=None)
     rows = dataclasses.replace(rows, loss_weights=np.ones_like(rows.loss_weights))
-    trained = Trained(config=config, model=model, inner=optax.sgd(0.1), rows=rows, clip=None)
+    trained = Trained(config=config, model=model, inner=inner, rows=rows, clip=None, last=STEPS)
     state, _ = trained.steps(trained.state, rows=rows)
-    alone = TrainStep(model=model, optimizer=optax.sgd(0.1), clip=None).jitted()
-    wanted = state_around(model, optax.sgd(0.1), ExecutionConfig(), one_step.params_of(model), KEY)
+    alone = TrainStep(model=model, optimizer=inner, clip=None).jitted()
+    wanted = state_around(model, inner, ExecutionConfig(), one_step.params_of(model), KEY)
     wanted = jax.tree.map(jnp.array, wanted)
     for _ in range(STEPS):
         wanted, _ = alone(wanted, rows)

@@ -116,7 +116,7 @@ def _replicas(name: str) -> tuple[str, ...]:
     return (f"replicas:{name}", *flags, *mesh, *rows, *heads, *TWO_LAYERS)
 
 
-_TOGETHER = ("noloco", "dadao")
+_TOGETHER = ("noloco", "a2cid2")
 """Methods whose workers train on the same devices here: on devices of their own they permute in the
 branches of a conditional, which aborts in XLA for the CPU when two executions meet."""
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gossip on a graph, accelerated by a second copy of the parameters that mixes in continuous time.
+"""A2CiD2 in rounds: gossip on a graph, with a second copy that mixes in continuous time.
 
 A worker holds parameters x and a copy y. Local steps move both. Between two exchanges a random time
 dt passes, in which x and y mix; then pairs of neighbours exchange p = x_i - x_j:
@@ -13,10 +13,12 @@ chi_1 is the inverse of the smallest positive eigenvalue of the mean Laplacian o
 chi_2 half of the largest resistance of an edge. `none` leaves y out.
 
 This is the pair of vectors of A2CiD2 (arXiv 2306.08289), with constants that were not compared with
-its code; it is the form for models of DADAO (arXiv 2208.00779), whose six vectors need the strong
-convexity and smoothness of the loss, which those of models lack, and stand only in the tests. dt is
-exponential with mean 1 and equal on all workers, which have no clocks of their own inside one
-program. Pairs come from a table of random matchings of the graph.
+its code. There workers run asynchronously; here all of them step and exchange together, and a
+worker's clock is the exponential time dt, of mean 1, that it draws for each exchange and uses for
+all its parameters. So x + y keeps its mean over the workers, and x keeps it where clocks agree.
+DADAO (arXiv 2208.00779) is not this: its six vectors need the strong convexity and smoothness of
+the loss, which those of models lack, and stand only in the tests. Pairs come from a table of random
+matchings of the graph.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ Graph = Literal["ring", "complete"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DadaoConfig(ReplicasBase):
+class A2cid2Config(ReplicasBase):
     """Averages neighbours of a graph, helped by a second copy of the parameters."""
 
-    name: ClassVar[str] = "dadao"
+    name: ClassVar[str] = "a2cid2"
 
     every: int = 1
     """Steps between two exchanges."""
@@ -80,7 +82,9 @@ class DadaoConfig(ReplicasBase):
                 return 0.5 * (own + received(own, table, about, about.round)), state
             # What the worker has learnt since the last exchange moves its copy as well.
             copy = slow + state + (own - slow)
-            elapsed = jax.random.exponential(about.key, dtype=own.dtype)
+            assert about.round_key is not None  # set in every exchange of parameters
+            clock = jax.random.fold_in(about.round_key, jax.lax.axis_index(about.axis))
+            elapsed = jax.random.exponential(clock, dtype=own.dtype)
             moved = 0.5 * (1 - jnp.exp(-2 * rates.eta * elapsed)) * (copy - own)
             own, copy = own + moved, copy - moved
             difference = own - received(own, table, about, about.round)
