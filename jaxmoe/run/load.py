@@ -195,12 +195,12 @@ def _load_huggingface(
 
 
 def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) -> TrainState:
-    """Return the state, or its shapes and shardings, that a checkpoint is restored to."""
+    """Return shapes and shardings to restore a checkpoint to, and small arrays as they are."""
     execution, plan = assembly.execution, assembly.plan
     precision = execution.precision
     trains = precision.weights == "floating" or plan.model.adapter is not None
     if trains and not _is_imported(manager, step):
-        return assembly.new_state()
+        return assembly.state_shapes()
     key = jax.random.key(plan.config.training.seed)
     with jax.set_mesh(assembly.mesh):
         state = jax.jit(lambda: state_around(plan.model, None, execution, {}, key))()

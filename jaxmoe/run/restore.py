@@ -111,11 +111,11 @@ class Lineage:
             assembly: Plan, devices and data of the run.
             checkpoints: Checkpoint manager of the run.
             snapshots: Snapshots of this process; None without any.
-            target: Shapes and shardings to restore to; those of a new state when None.
+            target: Shapes and shardings to restore to; those of a new state when None. A new state
+                is drawn only where none is restored: the devices may hold but one.
         """
         config = assembly.plan.config.checkpoint
-        state = assembly.new_state() if target is None else None
-        wanted = state if target is None else target
+        wanted = assembly.state_shapes() if target is None else target
         if snapshots is not None:
             newest = agree(checkpoints.latest_step() or 0)
             kept = snapshots.restore_newest(wanted, at_least=newest, check=self.check)
@@ -123,8 +123,8 @@ class Lineage:
                 snapshots.keep_only(None if kept is None else kept.step)
             if kept is not None:
                 return self._begun(assembly, kept.step, kept.state, kept.words)
-        if (newest := checkpoints.latest_step()) is not None and state is not None:
-            other = with_other_workers(assembly, checkpoints, newest, state)
+        if (newest := checkpoints.latest_step()) is not None and target is None:
+            other = with_other_workers(assembly, checkpoints, newest, wanted)
             if other is not None:
                 self.check(checkpoints.shared_manifest(newest))
                 return self._begun(assembly, newest, other, f"step {newest}, with other workers")
@@ -143,14 +143,15 @@ class Lineage:
                 snapshots.keep_only(None)
             return self._begun(assembly, *found, f"step {found[0]} from {checkpoints.directory}")
         if config.on_lost_stage == "average":
-            state = assembly.new_state() if state is None else state
+            state = assembly.new_state()
             if (begun := self._averaged(assembly, checkpoints, snapshots, state)) is not None:
                 return begun
+            del state
         if config.initial_state == "all":
             source, state = branched_state(assembly, wanted, self.check)
             origin = f"step {source.step} from {source.path}, of which this run is a branch"
             return self._begun(assembly, source.step, state, origin, source)
-        state = assembly.new_state() if state is None else state
+        state = assembly.new_state()
         if config.initial is None:
             return self._begun(assembly, 0, state, None)
         source, state = initial_state(assembly, state)
