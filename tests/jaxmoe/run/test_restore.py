@@ -12,6 +12,7 @@ import pytest
 
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.manifest import CheckpointsLostError
 from jaxmoe.configs import to_json
 from jaxmoe.data import SkippedRows
 from jaxmoe.execution import ExecutionConfig
@@ -66,9 +67,10 @@ def peaks(monkeypatch):
     return found
 
 
-def _saved(assembly: Assembly, manager: CheckpointManager) -> int:
-    """Save a new state and return its bytes."""
+def _saved(assembly: Assembly, manager: CheckpointManager, count: int = 3) -> int:
+    """Save a state of step 3 and return its bytes."""
     state, position = assembly.new_state(), assembly.loader.position(3)
+    state = dataclasses.replace(state, step=state.step + count)
     given = to_json(dataclasses.replace(assembly.plan.config, model=assembly.plan.model))
     assert manager.save(3, state, config=given, data=position) and manager.finish()
     return _bytes_of(state)
@@ -106,3 +108,14 @@ def test_the_shapes_to_restore_to_are_those_of_a_new_state(name):
         where = jax.tree_util.keystr(path)
         assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype), where
         assert shape.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), where
+
+
+def test_a_state_of_another_step_than_its_checkpoint_is_damaged(tmp_path, caplog):
+    """Whole files, and manifest and directory that agree, do not prove which state it is."""
+    assembly = assemble(config())
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    _saved(assembly, manager, count=2)
+    with pytest.raises(CheckpointsLostError, match=r"all steps are damaged \(3\)"):
+        Lineage(assembly.loader, SkippedRows()).restore_or_start(assembly, manager)
+    assert "checkpoints/3 is damaged: it holds the state of step 2" in caplog.text
+    manager.close()
