@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -280,7 +281,9 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
             f"run.directory={directory.path} holds weights that were imported, without an"
             " optimiser's state: choose another directory with --run.directory"
         )
-    weights = directory.config_json().get("execution", {}).get("precision", {}).get("weights")
+    weights: Any = directory.config_json()
+    for name in ("execution", "precision", "weights"):
+        weights = weights.get(name) if isinstance(weights, dict) else None
     if weights not in (None, "floating") and not has_adapter:
         raise ValueError(
             f"run.directory={directory.path} holds a run whose weights were rounded to {weights},"
