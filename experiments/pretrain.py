@@ -29,7 +29,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.cli import flags
-from experiments.cli.continuation import WORDS, parse_continuation
+from experiments.cli.continuation import WORDS, named_fields, parse_continuation
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import exit_code
 from experiments.cli.output import say, write
@@ -54,9 +54,10 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         age: Seconds that the process has spent on this run before the call.
     """
     prog, about = "python -m experiments.pretrain", __doc__ or ""
-    extends = bool(argv) and argv[0] in WORDS
-    if extends:
+    extends: bool | frozenset[str] = False
+    if argv and argv[0] in WORDS:
         recipe, config = None, parse_continuation(argv, prog, about)
+        extends = named_fields(argv[2:])
     else:
         recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, about)
     name = config.run.name or recipe
@@ -71,7 +72,7 @@ def train(
     command: str,
     name: str | None,
     shown: str = "",
-    extends: bool = False,
+    extends: bool | frozenset[str] = False,
     age: float = 0.0,
 ) -> int:
     """Train a run, and return the exit code of the command.
@@ -81,7 +82,8 @@ def train(
         command: Name of the command, for messages.
         name: Name of the run; that of its directory when None.
         shown: Name in the first message; `name` when empty.
-        extends: Whether a run that is there may go on with changed fields.
+        extends: Whether a run that is there may go on with changed fields; or those that the
+            command line names.
         age: Seconds that the process has spent on this run before the call.
     """
     stopwatch = Stopwatch(START, already=age)

@@ -16,7 +16,7 @@ import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,23 @@ def kind_of_special_file(path: str | os.PathLike[str]) -> str | None:
     Raises:
         OSError: The path does not exist, or is a symbolic link that leads to itself.
     """
-    mode = os.stat(path).st_mode
+    return kind_of_mode(os.stat(path).st_mode)
+
+
+def kind_of_mode(mode: int) -> str | None:
+    """Return what a path of this `st_mode` is, such as "a socket"; None for a regular file."""
     return None if stat.S_ISREG(mode) else _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
+
+
+def check_plain_files(paths: Iterable[pathlib.Path]) -> None:
+    """Refuse paths that exist and are no plain files: opening a FIFO would wait for its writer.
+
+    Raises:
+        ValueError: One is a directory, a FIFO or the like; the message names it.
+    """
+    for path in paths:
+        if path.exists() and (kind := kind_of_special_file(path)) is not None:
+            raise ValueError(f"{path} is {kind}, and must be a plain file: move it away")
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes | str) -> None:

@@ -3,19 +3,30 @@
 """Parses JSON of untrusted files with bounds on bytes, depth and number of values.
 
 `json.loads` alone raises RecursionError for deep JSON, and code that walks the result may as well.
+Files are opened without waiting, as a FIFO would make a reader do.
+
+    read_json     one value; errors are for a caller that names the file
+    read_record   an object or a list of a run directory; errors name the file
+    read_lines    the objects of a file with one a line; lines that hold none are passed over
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from jaxmoe.disk import kind_of_mode
 
 MAX_JSON_BYTES = 1 << 24
 MAX_JSON_VALUES = 1 << 19
 """Largest number of objects and lists in one file."""
 MAX_JSON_DEPTH = 64
+_KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text"}
+_KINDS |= {dict: "an object", list: "a list"}
 
 # Possessive: linear in the length of the text, also for strings that do not end.
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
@@ -32,12 +43,92 @@ def read_json(
         max_values: Largest number of objects and lists.
 
     Raises:
-        ValueError: The file is too large or too deep, or not JSON.
+        ValueError: The file is too large or too deep, not JSON, or no plain file.
+        OSError: It is missing or cannot be read.
     """
-    size = path.stat().st_size
-    if size > max_bytes:
+    return parse_json(read_text(path, max_bytes=max_bytes), max_values=max_values)
+
+
+def read_text(path: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """Return the text of a plain file.
+
+    Args:
+        path: File, in UTF-8.
+        max_bytes: Largest size of the file.
+
+    Raises:
+        ValueError: It is a directory, a FIFO or the like, too large, or not in UTF-8.
+        OSError: It is missing or cannot be read.
+    """
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(max_bytes + 1)
+    if max(size, len(data)) > max_bytes:
         raise ValueError(f"{size} bytes, at most {max_bytes} are allowed")
-    return parse_json(path.read_text(encoding="utf-8"), max_values=max_values)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not in UTF-8 ({error})") from error
+
+
+def read_record(path: pathlib.Path, kind: type[dict] | type[list]) -> Any:
+    """Return the object or the list in a file of a run directory.
+
+    Args:
+        path: File.
+        kind: Type of the value.
+
+    Raises:
+        ValueError: It cannot be used; the message names the file.
+        OSError: It is missing or cannot be read.
+    """
+    try:
+        value = read_json(path)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}): restore or remove it") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used ({error}): restore or remove it") from error
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{path} holds {_KINDS[type(value)]}, and must hold {_KINDS[kind]}: restore or remove"
+            " it"
+        )
+    return value
+
+
+def read_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file with one a line, each with the byte position after its line.
+
+    Args:
+        path: File; lines that are cut, too long or no object are passed over.
+
+    Raises:
+        ValueError: It is no plain file; the message names it.
+        OSError: It is missing or cannot be read.
+    """
+    position = 0
+    try:
+        file = _open(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used ({error}): restore or remove it") from error
+    with file:
+        while line := file.readline(MAX_JSON_BYTES):
+            position += len(line)
+            try:
+                value = json.loads(line) if line.endswith(b"\n") else None
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                yield position, value
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    """Open a plain file to be read; a FIFO is refused, and not waited for."""
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if (kind := kind_of_mode(os.fstat(opened).st_mode)) is not None:
+        os.close(opened)
+        raise ValueError(f"it is {kind}, and must be a plain file")
+    return os.fdopen(opened, "rb")
 
 
 def parse_json(text: str, *, max_values: int = MAX_JSON_VALUES) -> Any:

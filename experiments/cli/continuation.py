@@ -56,6 +56,17 @@ def parse_continuation(argv: Sequence[str], prog: str, description: str) -> Pret
     return given
 
 
+def named_fields(words: Sequence[str]) -> frozenset[str]:
+    """Return the dotted paths of the fields that a command line names.
+
+    Args:
+        words: Flags and choices, such as `--training.steps 900 schedule:wsd`.
+    """
+    flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+    choices = {word.partition(":")[0] for word in words if not word.startswith("-")}
+    return frozenset(name.replace("-", "_") for name in flags | choices)
+
+
 def _resumed(config: PretrainConfig, path: str) -> PretrainConfig:
     run = dataclasses.replace(config.run, directory=path, steal_lock=False)
     return dataclasses.replace(config, run=run)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 
 from jaxmoe.checkpoint import bounds, checksums
-from jaxmoe.checkpoint.manifest import CheckpointDamagedError, CheckpointError
+from jaxmoe.checkpoint.manifest import CheckpointDamagedError, CheckpointError, read_manifest
 from sharding.distributed import agree
 
 Verify = Literal["full", "files", "off"]
@@ -97,7 +97,7 @@ def _damage(step: pathlib.Path, verify: Verify) -> list[str]:
     lines = lines or bounds.texts(step)
     if not has_list and verify != "off" and not _is_of_schema_1(step):
         lines = lines or checksums.damage(step)
-    return lines or bounds.contents(step)
+    return lines or bounds.contents(step) or _exchanged(step)
 
 
 def _uncommitted(step: pathlib.Path) -> list[str]:
@@ -109,6 +109,18 @@ def _uncommitted(step: pathlib.Path) -> list[str]:
         return []
     missing = [name for name in checksums.OF_THE_COMMIT if not (step / name).is_file()]
     return [f"{name}: missing, the step was not committed" for name in missing]
+
+
+def _exchanged(step: pathlib.Path) -> list[str]:
+    """Return a line for a step that lies in the directory of another one."""
+    try:
+        manifest = read_manifest(step)
+    except CheckpointError:
+        return []  # said where the manifest is read
+    if str(manifest.step) == step.name:
+        return []
+    number = f"of step {manifest.step}, in the directory of step {step.name}"
+    return [f"manifest: {number}: renamed or exchanged"]
 
 
 def _is_of_schema_1(step: pathlib.Path) -> bool:

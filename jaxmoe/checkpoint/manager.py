@@ -46,6 +46,7 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointManifest,
     CheckpointsLostError,
     check_arrays,
+    check_count,
     check_global,
     check_json,
     make_manifest,
@@ -278,6 +279,7 @@ class CheckpointManager:
         *,
         check: Callable[[CheckpointManifest], None] | None = None,
         is_strict: bool = False,
+        counts_steps: bool = False,
     ) -> tuple[int, Any] | None:
         """Return the newest undamaged step and its state; None if there are no steps.
 
@@ -289,6 +291,8 @@ class CheckpointManager:
             check: Function that raises a ValueError to refuse a manifest, or
                 CheckpointAbandonedError to set the step aside.
             is_strict: Raise at the first damaged step.
+            counts_steps: Whether states are of a run: one of another step than its directory counts
+                as damaged.
 
         Raises:
             CheckpointsLostError: All steps are damaged.
@@ -302,7 +306,10 @@ class CheckpointManager:
                 manifest = self.shared_manifest(step)
                 if check is not None:
                     check(manifest)
-                return step, self._read(step, manifest, target)
+                state = self._read(step, manifest, target)
+                if counts_steps:
+                    check_count(step, state, f"{self.directory}/{step}")
+                return step, state
             except CheckpointAbandonedError as error:
                 self._set_aside(step, error)
                 abandoned += 1

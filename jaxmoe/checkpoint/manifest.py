@@ -328,6 +328,22 @@ def check_fingerprints(manifest: CheckpointManifest, state: Any, where: str) -> 
         )
 
 
+def check_count(step: int, state: Any, where: str) -> None:
+    """Raise unless a training state has consumed as many batches as its checkpoint says.
+
+    Args:
+        step: Number of the checkpoint.
+        state: Restored state of a run.
+        where: Name of the checkpoint in messages.
+
+    Raises:
+        CheckpointDamagedError: The state is of another step.
+    """
+    number = int(state.step.addressable_data(0))
+    if number != step:
+        raise CheckpointDamagedError(f"{where} is damaged: it holds the state of step {number}")
+
+
 def spell(array: Mapping[str, Any]) -> str:
     """Return an array of a manifest as text: `float32[4,8]`."""
     return f"{array['dtype']}[{','.join(map(str, array['shape']))}]"

@@ -12,6 +12,7 @@ To add a field of the batch: `abstract_batch` in `jaxmoe/planning/abstract_step.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,19 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
     is_away = execution.optimizer_memory != "device"
     opt_state = waiting(state.opt_state) if is_away else state.opt_state
     return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+def shapes_after(function: Callable[[Any], Any], shapes: Any, mesh: Mesh) -> Any:
+    """Return shapes and shardings of the result of a function, of which nothing is computed.
+
+    Args:
+        function: Function of one tree of arrays, in device memory.
+        shapes: `ShapeDtypeStruct`s with shardings on the mesh.
+        mesh: Mesh of the result.
+    """
+    with jax.set_mesh(mesh):
+        results = jax.eval_shape(function, shapes)
+    return jax.tree.map(lambda leaf: _on(mesh, leaf), results)
 
 
 def _on(mesh: AnyMesh, leaf: Any, memory_kind: str | None = None) -> jax.ShapeDtypeStruct:

@@ -39,6 +39,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmoe.disk import DiskGuard
+from jaxmoe.json_bounds import read_lines
 from jaxmoe.training import stopwatch as kinds
 from jaxmoe.training.stopwatch import Stopwatch
 
@@ -172,15 +173,26 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Record]:
 
     Args:
         path: File; may be missing.
+
+    Raises:
+        ValueError: It is no plain file.
     """
     path = pathlib.Path(path)
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            records.append(Record(**json.loads(line)))
-        except (ValueError, TypeError):
-            continue
-    return records
+    found = (fields for _, fields in read_lines(path)) if path.exists() else ()
+    return [Record(**fields) for fields in found if _is_record(fields)]
+
+
+def _is_record(fields: Mapping[str, Any]) -> bool:
+    """Return whether fields have the names and types of a `Record`."""
+    seconds = fields.get("seconds")
+    return (
+        fields.keys() == {field.name for field in dataclasses.fields(Record)}
+        and all(type(fields[name]) is int for name in ("start", "first_step", "step"))
+        and type(fields["began"]) in (int, float)
+        and type(fields["status"]) is str
+        and isinstance(seconds, dict)
+        and all(type(value) in (int, float) for value in seconds.values())
+    )
 
 
 def account(records: Iterable[Record]) -> Goodput:

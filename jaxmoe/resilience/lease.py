@@ -45,6 +45,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmoe.checkpoint import LeaseLostError
+from jaxmoe.disk import check_plain_files
+from jaxmoe.json_bounds import read_json
 from jaxmoe.messages import write
 
 FILES = ("run.lock", "run.lease", "run.heartbeat")
@@ -55,6 +57,8 @@ STALE = 3
 
 _LOOKS = 10  # a heartbeat, while one watches
 _LENGTH = 120  # of a heartbeat's text, padded
+_MOST = 1 << 16  # bytes of a file
+_LONGEST = 86400.0  # seconds between heartbeats that a reader believes
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -138,6 +142,7 @@ class Lease:
             ValueError: Another process holds it.
             OSError: The files cannot be written.
         """
+        check_plain_files((self._lock_file, self._lease_file, self._heartbeat_file))
         with contextlib.ExitStack() as undo:
             undo.callback(self._close)
             has_lock = self._take_lock()
@@ -312,10 +317,13 @@ class Lease:
 
     def _read_holder(self) -> Holder | None:
         """Return the holder in run.lease; None if there is none that this version can read."""
-        try:
-            return Holder(**_read(self._lease_file))
-        except TypeError:
+        found = _read(self._lease_file)
+        kinds = dict.fromkeys(("run", "token", "host", "boot", "since"), str)
+        kinds |= {"incarnation": int, "pid": int, "heartbeat": float | int, "flock": bool}
+        if found.keys() != kinds.keys():
             return None
+        is_read = all(isinstance(found[name], kind) for name, kind in kinds.items())
+        return Holder(**found) if is_read and 0 < found["heartbeat"] <= _LONGEST else None
 
     def _heartbeat_of(self, holder: Holder) -> Any:
         """Return the count of a holder; None while the file has another holder's."""
@@ -348,9 +356,9 @@ def _is_same_file(opened: int, path: pathlib.Path) -> bool:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    """Return a JSON object; empty if there is no file."""
+    """Return a JSON object; empty if there is no file, or none that holds one."""
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path, max_bytes=_MOST)
     except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

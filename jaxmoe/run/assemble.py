@@ -21,10 +21,9 @@ from jaxmoe.data.mixture import tasks_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.mixing import has_mixing
-from jaxmoe.layers.sequences import choose_form
-from jaxmoe.models.quantize import quantized_params
+from jaxmoe.models.quantize import abstract_params, quantized_params
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.planning.abstract_step import abstract_state
+from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
 from jaxmoe.replicas import ReplicasConfig
@@ -207,19 +206,27 @@ class Assembly:
             estimator=self.plan.init_estimator,
             average=self.plan.config.training.averaging,
         )
-        precision, table = self.execution.precision, self.plan.table
+        precision, rules = self.execution.precision, self.execution.axis_rules
         if precision.weights == "floating":
             return state
-        rounded = quantized_params(
-            table, state.params, precision, self.execution.axis_rules, self.mesh
-        )
+        rounded = quantized_params(self.plan.table, state.params, precision, rules, self.mesh)
         return dataclasses.replace(state, params=rounded)
 
     def state_shapes(self) -> TrainState:
-        """Return shapes and shardings of the state of a run without workers."""
-        keeps = self.plan.config.checkpoint.keeps_layer_norms
-        plan = self.plan.step_plan(self.execution)
-        return abstract_state(plan, self.mesh, keeps_layer_norms=keeps)
+        """Return shapes and shardings of `new_state`, of which nothing is computed."""
+        training, shapes = self.worker_training or self.gradient_training, self.world_shapes()
+        return shapes if training is None else shapes_after(training.begin, shapes, self.mesh)
+
+    def world_shapes(self) -> TrainState:
+        """Return shapes and shardings of `new_world`."""
+        plan, precision = self.plan, self.execution.precision
+        keeps = plan.config.checkpoint.keeps_layer_norms
+        shapes = abstract_state(plan.step_plan(self.execution), self.mesh, keeps_layer_norms=keeps)
+        if precision.weights == "floating":
+            return shapes
+        rules, dtype = self.execution.axis_rules, precision.parameter_dtype
+        params = abstract_params(plan.table, precision.weights, dtype, rules, self.mesh)
+        return dataclasses.replace(shapes, params=params)
 
     @functools.cached_property
     def learner(self) -> Learner | None:
@@ -374,13 +381,6 @@ def _level_packing(plan: Plan, execution: ExecutionConfig, mesh: Mesh) -> LevelP
         )
     chip = attached_chip(mesh.devices.flat[0])
     return level_packing(plan.step_plan(execution), training.assign, chip)
-
-
-def sequence_form(assembly: Assembly) -> str:
-    """Return how attention spreads the positions of a sequence and, if chosen, why."""
-    plan, length = assembly.plan, assembly.plan.config.training.sequence_length
-    mesh = dict(assembly.mesh.shape)
-    return choose_form(plan.model.context, assembly.execution, length, mesh).reason
 
 
 def entropy_floor(assembly: Assembly) -> float | None:

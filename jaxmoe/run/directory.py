@@ -47,7 +47,8 @@ from typing import Any, TypeVar
 from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json
-from jaxmoe.disk import check_local, remove_leftovers, replace_file
+from jaxmoe.disk import check_local, check_plain_files, remove_leftovers, replace_file
+from jaxmoe.json_bounds import read_record
 from jaxmoe.resilience.lease import FILES as LEASE_FILES
 from jaxmoe.resilience.lease import Lease
 from jaxmoe.run.environment import describe_environment
@@ -167,11 +168,17 @@ class RunDirectory:
         """
         with self.usable():
             self.path.mkdir(parents=True, exist_ok=True)
+            check_plain_files(self._files())
             lease = Lease(self.path, heartbeat=heartbeat, steal=steal, on_lost=on_lost)
             lease.acquire()
         self._lease = lease
         for place in (self.path, self.plots_directory, self.bad_data_directory):
             remove_leftovers(place)
+
+    def _files(self) -> list[pathlib.Path]:
+        """Return the files that a run reads and writes; a bad resize.json is refused by the run."""
+        names = [name for name, path in vars(RunDirectory).items() if isinstance(path, _Path)]
+        return [getattr(self, n) for n in names if n.endswith("_file") and n != "resize_file"]
 
     def fence(self) -> None:
         """Raise LeaseLostError, with the holder, unless this process holds the directory."""
@@ -286,15 +293,13 @@ class RunDirectory:
 
     def environment(self) -> dict[str, Any] | None:
         """Return the content of `environment.json`; None if there is none, or it is damaged."""
-        try:
-            found = json.loads(self.environment_file.read_text())
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+        with contextlib.suppress(OSError, ValueError):
+            return read_record(self.environment_file, dict)
+        return None
 
-    def skipped(self) -> Any:
+    def skipped(self) -> list[Any]:
         """Return the content of `skipped.json`; empty without a rollback; ValueError if damaged."""
-        return self._read(self.skipped_file) if self.skipped_file.exists() else []
+        return self._read(self.skipped_file, list) if self.skipped_file.exists() else []
 
     def write_skipped(self, windows: list[list[int]]) -> None:
         """Write `skipped.json`; a ValueError if that is not possible.
@@ -304,9 +309,9 @@ class RunDirectory:
         """
         self._write(self.skipped_file, windows)
 
-    def lineage(self) -> Any:
+    def lineage(self) -> list[Any]:
         """Return the content of `lineage.json`; empty for a new run; ValueError if damaged."""
-        return self._read(self.lineage_file) if self.lineage_file.exists() else []
+        return self._read(self.lineage_file, list) if self.lineage_file.exists() else []
 
     def write_lineage(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Write `lineage.json`; a ValueError if that is not possible.
@@ -359,12 +364,9 @@ class RunDirectory:
                     raise ValueError(str(error)) from error
             replace_file(file, json.dumps(data, indent=2) + "\n")
 
-    def _read(self, file: pathlib.Path) -> Any:
-        try:
-            with self.usable():
-                return json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not JSON ({error}): restore or remove it") from error
+    def _read(self, file: pathlib.Path, kind: type[dict] | type[list] = dict) -> Any:
+        with self.usable():
+            return read_record(file, kind)
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
@@ -394,6 +396,4 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -195,12 +196,12 @@ def _load_huggingface(
 
 
 def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) -> TrainState:
-    """Return the state, or its shapes and shardings, that a checkpoint is restored to."""
+    """Return shapes and shardings to restore a checkpoint to, and small arrays as they are."""
     execution, plan = assembly.execution, assembly.plan
     precision = execution.precision
     trains = precision.weights == "floating" or plan.model.adapter is not None
     if trains and not _is_imported(manager, step):
-        return assembly.new_state()
+        return assembly.state_shapes()
     key = jax.random.key(plan.config.training.seed)
     with jax.set_mesh(assembly.mesh):
         state = jax.jit(lambda: state_around(plan.model, None, execution, {}, key))()
@@ -280,7 +281,9 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
             f"run.directory={directory.path} holds weights that were imported, without an"
             " optimiser's state: choose another directory with --run.directory"
         )
-    weights = directory.config_json().get("execution", {}).get("precision", {}).get("weights")
+    weights: Any = directory.config_json()
+    for name in ("execution", "precision", "weights"):
+        weights = weights.get(name) if isinstance(weights, dict) else None
     if weights not in (None, "floating") and not has_adapter:
         raise ValueError(
             f"run.directory={directory.path} holds a run whose weights were rounded to {weights},"

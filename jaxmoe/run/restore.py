@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,10 +71,17 @@ class Lineage:
     Args:
         loader: Loader of the run.
         skipped: Rows that the run has skipped, as recorded in skipped.json.
+        check_config: Function that raises ValueError for a checkpoint of this run with another
+            config; None where the config is that of the steps before, as after a rollback.
     """
 
-    def __init__(self, loader: Loader, skipped: SkippedRows):
-        self._skipped = skipped
+    def __init__(
+        self,
+        loader: Loader,
+        skipped: SkippedRows,
+        check_config: Callable[[CheckpointManifest], None] | None = None,
+    ):
+        self._skipped, self._check_config = skipped, check_config
         self.loader = dataclasses.replace(loader, skipped=skipped)
         """Loader that continues the checkpoint checked last, or a new run."""
 
@@ -97,6 +105,12 @@ class Lineage:
         self.loader = dataclasses.replace(self.loader, skipped=skipped)
         check_position(manifest.data, self.loader.position(manifest.step))
 
+    def _check_own(self, manifest: CheckpointManifest) -> None:
+        """Accept a checkpoint of this run, or of this lineage if the config is not compared."""
+        if self._check_config is not None:
+            self._check_config(manifest)
+        self.check(manifest)
+
     def restore_or_start(
         self,
         assembly: Assembly,
@@ -111,26 +125,29 @@ class Lineage:
             assembly: Plan, devices and data of the run.
             checkpoints: Checkpoint manager of the run.
             snapshots: Snapshots of this process; None without any.
-            target: Shapes and shardings to restore to; those of a new state when None.
+            target: Shapes and shardings to restore to; those of a new state when None. A new state
+                is drawn only where none is restored: the devices may hold but one.
         """
         config = assembly.plan.config.checkpoint
-        state = assembly.new_state() if target is None else None
-        wanted = state if target is None else target
+        wanted = assembly.state_shapes() if target is None else target
         if snapshots is not None:
             newest = agree(checkpoints.latest_step() or 0)
-            kept = snapshots.restore_newest(wanted, at_least=newest, check=self.check)
+            kept = snapshots.restore_newest(wanted, at_least=newest, check=self._check_own)
             if kept is not None or config.on_lost_stage == "fail":
                 snapshots.keep_only(None if kept is None else kept.step)
             if kept is not None:
                 return self._begun(assembly, kept.step, kept.state, kept.words)
-        if (newest := checkpoints.latest_step()) is not None and state is not None:
-            other = with_other_workers(assembly, checkpoints, newest, state)
+        if (newest := checkpoints.latest_step()) is not None and target is None:
+            other = with_other_workers(assembly, checkpoints, newest, wanted)
             if other is not None:
-                self.check(checkpoints.shared_manifest(newest))
+                self._check_own(checkpoints.shared_manifest(newest))
                 return self._begun(assembly, newest, other, f"step {newest}, with other workers")
         try:
             found = checkpoints.restore_newest(
-                wanted, check=self.check, is_strict=config.on_damage == "stop"
+                wanted,
+                check=self._check_own,
+                is_strict=config.on_damage == "stop",
+                counts_steps=True,
             )
         except CheckpointsLostError:
             if config.on_lost_stage == "fail":
@@ -143,14 +160,15 @@ class Lineage:
                 snapshots.keep_only(None)
             return self._begun(assembly, *found, f"step {found[0]} from {checkpoints.directory}")
         if config.on_lost_stage == "average":
-            state = assembly.new_state() if state is None else state
+            state = assembly.new_state()
             if (begun := self._averaged(assembly, checkpoints, snapshots, state)) is not None:
                 return begun
+            del state
         if config.initial_state == "all":
             source, state = branched_state(assembly, wanted, self.check)
             origin = f"step {source.step} from {source.path}, of which this run is a branch"
             return self._begun(assembly, source.step, state, origin, source)
-        state = assembly.new_state() if state is None else state
+        state = assembly.new_state()
         if config.initial is None:
             return self._begun(assembly, 0, state, None)
         source, state = initial_state(assembly, state)
@@ -166,15 +184,16 @@ class Lineage:
         """Return a snapshot, or a state with its lost parts replaced; None if nothing was saved."""
         averaged, table, shelf = None, assembly.plan.table, checkpoints.damaged_directory
         if snapshots is not None:
-            kept = snapshots.restore_newest(state, check=self.check)  # older than the checkpoints
+            # Those older than the checkpoints.
+            kept = snapshots.restore_newest(state, check=self._check_own)
             if kept is not None:
                 snapshots.keep_only(kept.step)
                 return self._begun(assembly, kept.step, kept.state, kept.words)
             shared = pathlib.Path(checkpoints.directory).with_name("snapshots")
-            averaged = restore_averaged_snapshot(snapshots, shared, state, table, self.check)
+            averaged = restore_averaged_snapshot(snapshots, shared, state, table, self._check_own)
             snapshots.keep_only(None)
         if averaged is None:
-            averaged = restore_averaged(shelf, state, table, self.check)
+            averaged = restore_averaged(shelf, state, table, self._check_own)
         if averaged is None:
             return None
         origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"

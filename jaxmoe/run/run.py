@@ -66,7 +66,8 @@ class Run:
             that is there already is resumed, if its configuration is the same.
         name: Name in messages and trackers; `config.run.name` or the directory's when None.
         extends: Whether a run that is there may go on with changed `EXTENSION_FIELDS`, such as more
-            steps, another schedule or another learning rate; lineage.json records it.
+            steps, another schedule or another learning rate; lineage.json records it. A set names
+            the fields that are chosen where a checkpoint has others than config.json.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Run:
         directory: str | os.PathLike[str] | None = None,
         *,
         name: str | None = None,
-        extends: bool = False,
+        extends: bool | frozenset[str] = False,
     ):
         if directory is not None:
             run = dataclasses.replace(config.run, directory=os.fspath(directory))

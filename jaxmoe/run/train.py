@@ -42,6 +42,7 @@ from jaxmoe.run.provenance.adapted import base_of
 from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
+from jaxmoe.run.provenance.saved_config import config_check
 from jaxmoe.run.recovery import averaged_events, averaged_steps, record_averaged, with_raised_rate
 from jaxmoe.run.replicas.islands import Island
 from jaxmoe.run.reporter import Reporter, check_packages
@@ -91,7 +92,7 @@ def train_steps(
     directory: RunDirectory,
     supervision: Supervision,
     *,
-    extends: bool = False,
+    extends: bool | frozenset[str] = False,
 ) -> Steps[TrainResult]:
     """Train a run, new or interrupted, to its last step.
 
@@ -100,7 +101,8 @@ def train_steps(
         config: Configuration of this start.
         directory: Run directory.
         supervision: Watchdog, signals and resources of this process.
-        extends: Whether a run in the directory may go on with changed `EXTENSION_FIELDS`.
+        extends: Whether a run in the directory may go on with changed `EXTENSION_FIELDS`; or the
+            fields that the command line names, which may differ from those of the checkpoint too.
 
     Yields:
         Each step, once it is dispatched and its hooks have run.
@@ -139,7 +141,7 @@ def prepare(
     directory: RunDirectory,
     supervision: Supervision,
     *,
-    extends: bool = False,
+    extends: bool | frozenset[str] = False,
 ) -> Prepared:
     """Check the configuration, lease the directory and restore the newest state.
 
@@ -147,7 +149,7 @@ def prepare(
         config: Configuration of this start.
         directory: Run directory; leased until `supervision.resources` closes.
         supervision: Watchdog, signals and resources of this process.
-        extends: Whether a run in the directory may go on with changed `EXTENSION_FIELDS`.
+        extends: See `train_steps`.
 
     Raises:
         ValueError: The configuration, the directory or the data cannot be used.
@@ -171,7 +173,7 @@ def prepare(
             on_lost=supervision.stop.taken_over,
         )
         resources.callback(directory.release)
-        record = check_config(directory, config, assembly.plan, extends=extends)
+        record = check_config(directory, config, assembly.plan, extends=extends is not False)
     assembly = assembly.with_files(directory.path)
     if assembly.files is not None:
         resources.callback(assembly.files.close)
@@ -188,7 +190,9 @@ def prepare(
     barrier("before restoring", config.processes.barrier)
     if (snapshots := open_snapshots(assembly, directory)) is not None:
         resources.callback(snapshots.finish)
-    lineage = Lineage(assembly.loader, read_skipped(directory))
+    own = dataclasses.replace(assembly.plan.config, model=assembly.plan.model)
+    agrees = config_check(directory, own, extends)
+    lineage = Lineage(assembly.loader, read_skipped(directory), agrees)
     # Initial values of a new run belong to its start.
     restores = checkpoints.latest_step() is not None or snapshots is not None
     kind = RESTORE if restores or config.checkpoint.initial is not None else START

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.disk import DiskGuard
+from jaxmoe.json_bounds import read_lines
 from jaxmoe.tracking.tracker import Histogram
 
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -89,7 +90,8 @@ def read_metrics(path: str | os.PathLike[str]) -> Series:
     """Return the numbers of a run from `metrics.jsonl`.
 
     Args:
-        path: The file; lines that are no JSON object (a cut last line) are passed over.
+        path: The file; lines that are no JSON object (a cut last line) are passed over, and so are
+            values that are no numbers.
 
     Returns:
         Steps and values per metric, in the order of the file.
@@ -97,7 +99,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Series:
     series: dict[str, tuple[list[int], list[float]]] = {}
     for _, record in _records(pathlib.Path(path)):
         for name, value in record.items():
-            if name not in ("step", "text", "histogram"):
+            if name != "step" and (value is None or type(value) in (int, float)):
                 steps, values = series.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(math.nan if value is None else value)
@@ -117,14 +119,7 @@ def _end_of(path: pathlib.Path, step: int) -> int:
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the complete lines: the byte position after each, and its object."""
-    position = 0
-    with path.open("rb") as file:
-        for line in file:
-            position += len(line)
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and "step" in record:
-                yield position, record
+    """Yield the complete lines of steps: the byte position after each, and its object."""
+    for position, record in read_lines(path):
+        if type(record.get("step")) is int:
+            yield position, record

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 from experiments import describe, pretrain, recipes
+from experiments.cli.continuation import named_fields
 from experiments.cli.flags import ExitCode
+from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.configs import to_json
 from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
 from jaxmoe.run.config import CheckpointConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.lineage import check_config, read_lineage
+from jaxmoe.run.provenance.saved_config import config_check
 from tests.support.runs import flags, logged_losses, saved_leaves
 
 WSD = ("schedule:wsd", "--tracking.sample_length", "0", "--evaluation.every", "0")
@@ -116,6 +120,59 @@ def test_extension_is_explicit_and_recorded(begun, capsys):
     assert describe.main(["--run.directory", str(directory.path)]) == 0
     shown = "lineage              extended at step 50: schedule: linear -> cosine\n"
     assert shown in capsys.readouterr().out
+
+
+def _checkpoint(config, step=50):
+    given = to_json(dataclasses.replace(config, model=make_plan(config).model))
+    return CheckpointManifest(step=step, arrays={}, config=given, data={})
+
+
+def _check_saved(directory, config, manifest, extends: bool | frozenset[str] = False):
+    plan = make_plan(config)
+    own = dataclasses.replace(config, model=plan.model)
+    agrees = config_check(directory, own, extends)
+    check_config(directory, config, plan, extends=extends is not False)()
+    agrees(manifest)
+
+
+def test_a_checkpoint_with_another_config_than_config_json_is_refused(begun):
+    directory, config = begun
+    saved = _checkpoint(config)
+    _check_saved(directory, config, saved)
+    other = _with(config, "optimizer", learning_rate=0.5)
+    directory.config_file.write_text(json.dumps(to_json(other)))
+    old = config.optimizer.learning_rate
+    with pytest.raises(ValueError) as refused:
+        _check_saved(directory, other, saved)
+    assert str(refused.value) == (
+        f"{directory.config_file} is not the config with which step 50 was trained:\n"
+        f"  optimizer.learning_rate: {old} in the checkpoint, 0.5 in config.json\n"
+        f"write the values of the checkpoint into {directory.config_file}, or say which ones shall"
+        f" hold: python -m experiments.pretrain resume {directory.path}"
+        f" --optimizer.learning_rate {old}"
+    )
+    _check_saved(directory, other, saved, frozenset({"optimizer.learning_rate"}))
+    _check_saved(directory, config, saved, frozenset({"optimizer.learning_rate"}))
+    _check_saved(directory, config, saved)
+    wrong = _with(config, "training", seed=7)
+    directory.config_file.write_text(json.dumps(to_json(wrong)))
+    with pytest.raises(ValueError, match=r"training.seed: 0 in the .* 7 in config.json\n.*n$"):
+        _check_saved(directory, wrong, saved, frozenset({"training.seed"}))
+
+
+def test_a_checkpoint_from_before_an_extension_is_accepted(begun):
+    directory, config = begun
+    saved, longer = _checkpoint(config), _with(config, "training", steps=200)
+    _check_saved(directory, longer, saved, extends=True)
+    _check_saved(directory, longer, saved)  # killed before its first save, and started again
+    _check_saved(directory, longer, _checkpoint(config, step=40))
+    with pytest.raises(ValueError, match=r"training.steps: 100 in the checkpoint, 200 in config"):
+        _check_saved(directory, longer, _checkpoint(config, step=60))  # saved after it
+    assert named_fields(["--training.steps=9", "--training.max-skipped", "3", "schedule:wsd"]) >= {
+        "training.steps",
+        "training.max_skipped",
+        "schedule",
+    }
 
 
 REFUSED = {

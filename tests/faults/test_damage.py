@@ -157,6 +157,23 @@ def test_nothing_whole_is_left(copy):
     assert sorted(p.name for p in (copy / "damaged").iterdir()) == ["1", "2"]
 
 
+def test_a_directory_with_the_number_of_another_step_is_damaged(copy):
+    """Renamed, or exchanged with another: each file is whole, and the number is wrong."""
+    manager = CheckpointManager(copy, is_writer=False)
+    (copy / "2").rename(copy / "3")
+    line = "manifest: of step 2, in the directory of step 3: renamed or exchanged"
+    assert manager.damage(3) == [line] and manager.damage(1) == []
+    with pytest.raises(CheckpointDamagedError, match=f"{copy}/3 is damaged: {line}"):
+        load_checkpoint(copy, step=3, verify="off")
+    step, state = manager.restore_newest(_state(0))
+    assert (step, _bits(state)) == (1, _bits(_state(1)))
+    (copy / "1").rename(copy / "2")
+    (copy / "3").rename(copy / "1")
+    with pytest.raises(CheckpointError, match=r"all steps are damaged \(1, 2\)"):
+        manager.restore_newest(_state(0))
+    manager.close()
+
+
 def test_links_are_refused(copy, tmp_path):
     """A link could name any file of the machine."""
     file = next(p for p in (copy / "2" / "state").rglob("*") if p.is_file())

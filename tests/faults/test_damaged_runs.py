@@ -46,4 +46,43 @@ def test_resume_from_the_checkpoint_before_a_damaged_one_is_bitwise(tmp_path, ca
     for path, leaf in saved_leaves(run, 6).items():
         np.testing.assert_array_equal(leaf, wanted[path], err_msg=path)
     assert logged_losses(run) == losses
+
+    (checkpoints / "6").rename(checkpoints / "spare")
+    (checkpoints / "4").rename(checkpoints / "6")
+    (checkpoints / "spare").rename(checkpoints / "4")
+    capsys.readouterr()
+    assert evaluate.main(["--run.directory", str(run)]) == ExitCode.DONE
+    assert "step=2 " in capsys.readouterr().out, "neither 4 nor 6 is what its name says"
+    assert pretrain.main(command) == ExitCode.DONE
+    assert "continuing after step 2" in capsys.readouterr().out
+    for path, leaf in saved_leaves(run, 6).items():
+        np.testing.assert_array_equal(leaf, wanted[path], err_msg=path)
     assert json.loads((run / "summary.json").read_text())["checkpoint_step"] == 6
+
+
+@pytest.mark.slow
+def test_a_changed_digit_of_the_config_is_named_and_refused(tmp_path, capsys):
+    """With the value on the command line the run goes on, and records it."""
+    run = tmp_path / "run"
+    command = flags(run, 4, "--tracking.sample_length", "0", "--optimizer.learning_rate", "0.005")
+    assert pretrain.main(command) == ExitCode.DONE
+    config, files = run / "config.json", _files(run)
+    text = config.read_text()
+    assert text.count('"learning_rate": 0.005') == 1
+    config.write_text(text.replace('"learning_rate": 0.005', '"learning_rate": 0.007'))
+    more = ["resume", str(run)]
+    with pytest.raises(SystemExit) as stopped:
+        pretrain.main(more)
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    said = capsys.readouterr().err
+    assert "optimizer.learning_rate: 0.005 in the checkpoint, 0.007 in config.json" in said
+    assert f"resume {run} --optimizer.learning_rate 0.005" in said
+    assert _files(run) == files, "a refused start leaves the run as it is"
+    longer = [*more, "--training.steps", "5", "--optimizer.learning_rate", "0.007"]
+    assert pretrain.main(longer) == ExitCode.DONE
+    assert pretrain.main(more) == ExitCode.DONE, "the lineage says who changed it"
+
+
+def _files(run: pathlib.Path) -> list[str]:
+    paths = (path for path in run.rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if not path.name.startswith("run."))

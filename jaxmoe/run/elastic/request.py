@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.disk import replace_file
+from jaxmoe.json_bounds import read_record
 from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -160,10 +161,15 @@ def read_text(directory: RunDirectory) -> str | None:
 def read_resizes(directory: RunDirectory) -> list[dict[str, Any]]:
     """Return what became of the requests of all starts, as JSON; empty without any."""
     try:
-        found = json.loads(directory.resizes_file.read_text(encoding="utf-8"))
+        found = read_record(directory.resizes_file, list)
     except (OSError, ValueError):
         return []
-    return found if isinstance(found, list) else []
+    names = ("name", "status", "message")
+    return [
+        event
+        for event in found
+        if isinstance(event, dict) and all(isinstance(event.get(name), str) for name in names)
+    ]
 
 
 def record(directory: RunDirectory, event: Resized, answered: str | None) -> None:

@@ -91,12 +91,24 @@ def read_lineage(directory: RunDirectory) -> tuple[Event, ...]:
     Raises:
         ValueError: The file is damaged.
     """
-    try:
-        return tuple(
-            Event(**{**event, "changes": tuple(event["changes"])}) for event in directory.lineage()
-        )
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{directory.lineage_file} is damaged: restore or remove it") from error
+    events = directory.lineage()
+    if not all(map(_is_event, events)):
+        raise ValueError(f"{directory.lineage_file} is damaged: restore or remove it")
+    return tuple(Event(**{**event, "changes": tuple(event["changes"])}) for event in events)
+
+
+def _is_event(value: Any) -> bool:
+    """Return whether a value has the names and types of an `Event`."""
+    names = {field.name for field in dataclasses.fields(Event)}
+    return (
+        isinstance(value, dict)
+        and value.keys() == names
+        and type(value["step"]) is int
+        and all(type(value[name]) is str for name in ("event", "time"))
+        and isinstance(value["source"], str | None)
+        and isinstance(value["changes"], list)
+        and all(type(change) is str for change in value["changes"])
+    )
 
 
 def add_event(directory: RunDirectory, event: Event) -> None:

@@ -44,14 +44,15 @@ def world_of_workers(assembly: Assembly, manager: CheckpointManager, step: int) 
         manager: Checkpoints of the run.
         step: Step to read.
     """
-    state = dataclasses.replace(assembly.new_world(), opt_state={})
     names = ("params", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
-    target = {name: getattr(state, name) for name in names}
+    shapes = assembly.world_shapes()
+    target = {name: getattr(shapes, name) for name in names}
+    state = dataclasses.replace(assembly.new_world(), opt_state={}, **dict.fromkeys(names))
     return dataclasses.replace(state, **restore_part(manager.directory, target, step=step))
 
 
 def with_other_workers(
-    assembly: Assembly, manager: CheckpointManager, step: int, state: TrainState
+    assembly: Assembly, manager: CheckpointManager, step: int, shapes: TrainState
 ) -> TrainState | None:
     """Return a checkpoint's state for another number of workers; None where the number is equal.
 
@@ -59,12 +60,12 @@ def with_other_workers(
         assembly: Plan and devices of this start.
         manager: Checkpoints of the run.
         step: Step to read.
-        state: New state of this start.
+        shapes: Shapes and shardings of a new state of this start.
     """
     manifest, name = manager.shared_manifest(step), "local/skipped"
-    if state.local is None or name not in manifest.arrays:
+    if shapes.local is None or name not in manifest.arrays:
         return None
-    (before,), number = manifest.arrays[name]["shape"], state.local.skipped.shape[0]
+    (before,), number = manifest.arrays[name]["shape"], shapes.local.skipped.shape[0]
     if before == number:
         return None
     logger.warning(
@@ -79,15 +80,16 @@ def with_other_workers(
         return jax.ShapeDtypeStruct((before, *leaf.shape[1:]), leaf.dtype, sharding=where)
 
     names = ("opt_state", "router_state", "recent_norms")
-    own = {name: getattr(state.local, name) for name in names}
+    own = {name: getattr(shapes.local, name) for name in names}
     fields = ("params", "opt_state", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
-    target = {name: getattr(state, name) for name in fields}
+    target = {name: getattr(shapes, name) for name in fields}
+    state = dataclasses.replace(assembly.new_state(), local=None, **dict.fromkeys(fields))
     found = restore_part(manager.directory, target | {"local": jax.tree.map(saved, own)}, step=step)
     taken = jnp.arange(number) % before
     local = found.pop("local")
     with jax.set_mesh(assembly.mesh):
         mine = jax.tree.map(lambda x, like: jax.device_put(x[taken], like.sharding), local, own)
-        world = dataclasses.replace(state, **found, local=None)
+        world = dataclasses.replace(state, **found)
         begun = assembly.with_workers(world)
     return dataclasses.replace(
         begun,

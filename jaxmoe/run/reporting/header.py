@@ -7,9 +7,10 @@ from __future__ import annotations
 import jax
 
 from jaxmoe.data.levels.rows import documents_of
+from jaxmoe.layers.sequences import choose_form
 from jaxmoe.messages import say
 from jaxmoe.routing.composition import advice, causal_advice
-from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
+from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import Plan, describe_rates
@@ -83,6 +84,13 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         notes.append(cost)
     for text in notes:
         say(f"note     {text}")
+
+
+def sequence_form(assembly: Assembly) -> str:
+    """Return how attention spreads the positions of a sequence and, if chosen, why."""
+    plan, length = assembly.plan, assembly.plan.config.training.sequence_length
+    mesh = dict(assembly.mesh.shape)
+    return choose_form(plan.model.context, assembly.execution, length, mesh).reason
 
 
 def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) -> str:

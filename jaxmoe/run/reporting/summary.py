@@ -15,10 +15,11 @@ from jaxmoe.data import ngram_bits_per_byte, xz_bits_per_byte
 from jaxmoe.resilience import goodput
 from jaxmoe.routing.balancers import conversions
 from jaxmoe.routing.telemetry import LoadWindow
-from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
+from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.replicas.workers import describe_workers
 from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.reporting.header import sequence_form
 from jaxmoe.run.reporting.pipelines import saved_by_skipping
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.indicators import over_layers

@@ -111,14 +111,6 @@ def test_restore_has_no_barrier_inside_orbax(manager, monkeypatch):
     assert met == [{0}, {0}]
 
 
-def test_step_is_read_in_place(manager):
-    """The number in its manifest does not matter: the directory may have been renamed."""
-    (manager.directory / "1").rename(manager.directory / "7")
-    step, state = manager.restore_newest(_state(0))
-    assert step == 7
-    np.testing.assert_array_equal(state["w"], 1)
-
-
 def test_bad_sector_is_reported_as_damage(manager, monkeypatch, caplog):
     measure = checksums._measure
 
