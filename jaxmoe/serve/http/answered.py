@@ -37,6 +37,8 @@ class Choice:
     """Tokens so far."""
     ended: Ended | None = None
     """Its end."""
+    has_begun: bool = False
+    """Whether a part of it was written into a stream."""
 
 
 def usage(ends: Sequence[Ended], number: int) -> dict[str, Any]:
@@ -96,6 +98,7 @@ class Form(abc.ABC):
             tokens: Tokens of the part.
         """
         written = self._part(choice, new) | self._end(choice, tokens)
+        choice.has_begun = True
         return self._head | {"object": self.chunk_kind, "choices": [written]}
 
     def counted(self, counts: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class Form(abc.ABC):
         """Return the ids and experts of tokens, as far as they are asked for."""
         found: dict[str, Any] = {}
         if self._asked.has_token_ids:
-            if len(tokens) == len(choice.tokens):
+            if not choice.has_begun:
                 prompt = self._asked.prompts[choice.index // self._asked.number]
                 found["prompt_token_ids"] = list(prompt)
             found["token_ids"] = [one.token for one in tokens]
@@ -175,8 +178,8 @@ class ChatForm(Form):
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
     def _part(self, choice: Choice, new: str) -> dict[str, Any]:
-        is_first = len(choice.text) == len(new) and choice.ended is None
-        return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": new}}
+        role = {} if choice.has_begun else {"role": "assistant"}
+        return {"delta": role | {"content": new}}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
         def entry(token: int, value: float | None) -> dict[str, Any]:

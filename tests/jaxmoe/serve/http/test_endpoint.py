@@ -174,6 +174,48 @@ def test_streams_end_with_usage(client):
     assert {one.id for one in chunks} == {chunks[0].id}
 
 
+@pytest.mark.parametrize(
+    ("answer", "asked"),
+    [
+        ("\U0001f600b!", {"max_tokens": 9, "logprobs": True, "stop": ["!"]}),
+        ("xyzw", {"max_tokens": 2, "stop": ["xyQ"]}),
+        ("xyzw", {"max_tokens": 4, "stop": ["x"]}),
+        ("xyzw", {"max_tokens": 4, "n": 3}),
+    ],
+    ids=["parts of a character", "held back until the end", "stopped at once", "several answers"],
+)
+def test_a_stream_names_the_role_in_its_first_part_alone(answer, asked):
+    """Also where that part has no text, or is the last one."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True} | asked
+    with serving(Speller(answer=answer.encode())) as (address, _, _):
+        text = httpx.post(f"{address}/v1/chat/completions", json=body).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    for index in range(asked.get("n", 1)):
+        own = [one["choices"][0] for one in events if one["choices"][0]["index"] == index]
+        assert [one["delta"].get("role") for one in own] == ["assistant"] + [None] * (len(own) - 1)
+
+
+def test_tokens_that_nobody_asked_for_are_not_too_many(client):
+    """Without a limit a prompt gets up to 16 tokens, or what it leaves of 128."""
+    whole = client.completions.create(model="speller", prompt=["p" * 120, "p"], seed=0)
+    assert [one.finish_reason for one in whole.choices] == ["length", "length"]
+    assert [len(one.text) for one in whole.choices] == [8, 16]
+    talk = [{"role": "user", "content": "p" * 20}]
+    answer = client.chat.completions.create(model="speller", messages=talk, seed=0)
+    assert answer.usage.total_tokens == 128
+
+
+def test_the_newer_name_of_the_limit_of_a_chat_holds(client):
+    talk = {"model": "speller", "messages": [{"role": "user", "content": "hi"}], "seed": 0}
+    both = client.chat.completions.create(**talk, max_completion_tokens=2, max_tokens=5)
+    assert both.usage.completion_tokens == 2
+    old = client.chat.completions.create(**talk, max_tokens=5)
+    assert old.usage.completion_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="lower max_completion_tokens") as caught:
+        client.chat.completions.create(**talk, max_completion_tokens=128, max_tokens=5)
+    assert caught.value.param == "max_completion_tokens"
+
+
 def test_a_chat_ends_at_the_mark_of_its_template():
     answer = "h\u00e9<|im_end|>never".encode()
     with (
@@ -197,7 +239,7 @@ def test_a_chat_ends_at_the_mark_of_its_template():
         ("completions", {"prompt": ["a", 1]}, 400, "prompt must be a text, token ids, or a list"),
         ("completions", {"prompt": [300]}, 400, "prompt holds ids above 255"),
         ("completions", {"prompt": "a", "max_tokens": 128}, 400, "Shorten the prompt, or lower"),
-        ("completions", {"prompt": "a" * 128}, 400, "the prompt has 128 tokens, and 16 are"),
+        ("completions", {"prompt": "a" * 128}, 400, "the prompt has 128 tokens, and 1 are"),
         ("completions", {"prompt": "a", "max_token": 1}, 400, "max_token is not a field"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be a"),
         ("completions", {"prompt": "a", "temperature": True}, 400, "temperature=True must be a"),
