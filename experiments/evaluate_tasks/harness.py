@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmoe.data import Source
+from jaxmoe.generation.text import added_text, context_of
 from jaxmoe.optional import require
 from jaxmoe.serve.engine import Executor
 from jaxmoe.serve.offline import Prompt, answer_all
@@ -198,14 +199,16 @@ def harness_model(
             def is_done(written: list[int]) -> bool:
                 if written[-1] == text.separator:
                     return True
-                answer = text.decode(written)
+                answer = added_text(start, text.decode(before + written))
                 return any(end in answer for end in ends)
 
             tokens = text.encode(context) or [text.separator]
+            before = context_of(tokens)
+            start = text.decode(before)
             written = scorer.greedy(tokens, most, is_done)
             if text.separator in written:
                 written = written[: written.index(text.separator)]
-            answer = text.decode(written)
+            answer = added_text(start, text.decode(before + written))
             for end in ends:
                 answer = answer.partition(end)[0]
             return answer

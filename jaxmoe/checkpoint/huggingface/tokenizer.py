@@ -29,6 +29,7 @@ from jaxmoe.checkpoint.huggingface.paths import plain_file
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data import CorpusConfig, DataConfig, TextOnlyConfig
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
+from jaxmoe.data.tokenizer.byte_level import CHARACTERS
 from jaxmoe.json_bounds import parse_json
 
 TOKENIZER = "tokenizer.json"
@@ -207,17 +208,10 @@ def byte_tokenizer() -> dict[str, Any]:
             **dict.fromkeys(("dropout", "unk_token")),
             **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix")),
             **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
-            "vocab": {character: byte for byte, character in enumerate(_characters())},
+            "vocab": {character: byte for byte, character in enumerate(CHARACTERS)},
             "merges": [],
         },
     }
-
-
-def _characters() -> list[str]:
-    """Return GPT-2's character of each byte: itself if printable, else from U+0100 on."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte if byte in seen else 0x100 + hidden.index(byte)) for byte in range(256)]
 
 
 def _settings(**tokens: str) -> Mapping[str, Any]:

@@ -160,19 +160,7 @@ def _asked(
             " with --engine.has_experts True",
             "unsupported_field",
         )
-    longest, most = max(map(len, prompts)), served.engine.facts.max_length
-    room = most - longest
-    given = {name: fields.integer(name, None, 1) for name in limits}
-    field = next((name for name in limits if given[name] is not None), limits[0])
-    limit = given[field] or default or max(most - min(map(len, prompts)), 1)
-    if room < 1 or (given[field] or 0) > room:
-        raise HTTPError(
-            400,
-            f"the prompt has {longest} tokens, and {given[field] or 1} are to be written: this"
-            f" server holds {most} tokens of a request. Shorten the prompt, or lower {field}",
-            param=field if room > 0 else "prompt",
-            code="context_length_exceeded",
-        )
+    limit = _limit(fields, limits, default, prompts, served.engine.facts.max_length)
     options = fields.any("stream_options")
     options = Fields({} if options is None else options, ("include_usage",), "stream_options")
     drawn: dict[str, Any] = {
@@ -209,6 +197,37 @@ def _asked(
             "priority": fields.integer("priority", 0, -1000, 1000),
         },
     )
+
+
+def _limit(
+    fields: Fields,
+    names: tuple[str, ...],
+    default: int | None,
+    prompts: tuple[tuple[int, ...], ...],
+    most: int,
+) -> int:
+    """Return the largest number of tokens of an answer; see `_asked`.
+
+    Args:
+        fields: Fields of the body.
+        names: Fields of the number.
+        default: Number without any of them.
+        prompts: Token ids.
+        most: Tokens of a prompt and its answer that the server holds.
+    """
+    longest = max(map(len, prompts))
+    room = most - longest
+    given = {name: fields.integer(name, None, 1) for name in names}
+    field = next((name for name in names if given[name] is not None), names[0])
+    if room < 1 or (given[field] or 0) > room:
+        raise HTTPError(
+            400,
+            f"the prompt has {longest} tokens, and {given[field] or 1} are to be written: this"
+            f" server holds {most} tokens of a request. Shorten the prompt, or lower {field}",
+            param=field if room > 0 else "prompt",
+            code="context_length_exceeded",
+        )
+    return given[field] or default or most - min(map(len, prompts))
 
 
 def _seed(fields: Fields) -> int:

@@ -93,7 +93,8 @@ def test_directory_without_tokenizer_takes_ids(tmp_path, capsys):
     bare = jaxmoe.from_huggingface(str(tmp_path / "bare"))
     ids = bare.generate([5, 6, 7], length=4, temperature=0.0)
     assert len(ids) == 4 and all(0 <= token < model.vocab_size for token in ids)
-    assert bare.generate("5 6 7", length=4, temperature=0.0) == " ".join(map(str, ids))
+    text = bare.generate("5 6 7", length=4, temperature=0.0)
+    assert f"5 6 7{text}" == " ".join(map(str, [5, 6, 7, *ids]))  # a text goes on as it began
     given = ("--run.directory", str(tmp_path / "bare"), "--length", "4", "--temperature", "0")
     assert generate.main([*given, "--prompt", "5 6 7"]) == ExitCode.DONE
     assert " ".join(map(str, ids)) in capsys.readouterr().out

@@ -14,7 +14,10 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from jaxmoe.data import TextOnlyConfig
+from jaxmoe.data.tokenizer import FileConfig
 from tests.support.endpoint import Speller, serving
+from tests.support.sentencepiece_tokenizers import write_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,67 @@ def test_log_probabilities(client):
     first = talk.choices[0].logprobs.content[0]
     assert first.logprob == -0.5 and first.bytes == list(first.token.encode())
     assert [(one.token, one.logprob) for one in first.top_logprobs] == [("a", -0.5)]
+
+
+def _post(address, route, **asked):
+    return httpx.post(f"{address}/v1/{route}", json=asked, timeout=60)
+
+
+def test_bytes_of_tokens_spell_the_text():
+    """Also of tokens that are parts of a character, which are named as OpenAI's API names them."""
+    text = "\u00e9\U0001f600"
+    asked = {"max_tokens": 6, "seed": 0}
+    with serving(Speller(answer=text.encode())) as (address, _, _):
+        talk = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+        whole = _post(address, "chat/completions", **talk, **asked, top_logprobs=1).json()
+        old = _post(address, "completions", prompt="a", logprobs=1, **asked).json()
+    tokens = whole["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for one in tokens for byte in one["bytes"]).decode() == text
+    assert [one["token"] for one in tokens[:2]] == ["\\xc3", "\\xa9"]
+    found = old["choices"][0]["logprobs"]
+    assert found["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert found["text_offset"] == [0, 0, 1, 1, 1, 1]
+
+
+def test_tokens_that_spell_alike_have_names_of_their_own(tmp_path):
+    """A key of top_logprobs is one token's; the chosen token has the name that `tokens` has."""
+    codec = TextOnlyConfig(
+        tokenizer=FileConfig(path=str(write_sentencepiece(tmp_path, has_bos=False)))
+    ).build()
+    alike = int(codec.encode("e")[-1])  # a letter, and the byte of the same letter
+    byte = next(one for one in range(259) if codec.token_bytes(one) == b"e")
+    assert byte != alike and codec.token_bytes(alike) == b"e"
+    speller = Speller(answer=[byte], top=((alike, -0.25), (byte, -0.5)), largest=999)
+    with serving(speller, codec=codec) as (address, _, _):
+        answer = _post(address, "completions", prompt="hello", max_tokens=1, logprobs=2).json()
+    found = answer["choices"][0]["logprobs"]
+    assert found["tokens"] == ["e"]
+    assert found["top_logprobs"] == [{f"token_id:{alike}": -0.25, "e": -0.5}]
+
+
+def test_the_first_space_of_a_continuation_is_sent(tmp_path):
+    """Of tokenizers that mark spaces: in the text, in the parts of a stream, and in logprobs."""
+    codec = TextOnlyConfig(tokenizer=FileConfig(path=str(write_sentencepiece(tmp_path)))).build()
+    prompt, rest = "hello", " world \u00e9 and dogs"
+    ids = codec.encode(prompt + rest)[len(codec.encode(prompt)) :].tolist()
+    asked = {"prompt": prompt, "max_tokens": len(ids), "logprobs": 1}
+    with serving(Speller(answer=ids, largest=999), codec=codec) as (address, _, _):
+        whole = _post(address, "completions", **asked).json()["choices"][0]
+        stream = _post(address, "completions", stream=True, **asked).text
+        begin = asked | {"prompt": [1], "max_tokens": 1}
+        first = _post(address, "completions", **begin).json()["choices"][0]
+    assert whole["text"] == rest and whole["logprobs"]["tokens"][0].startswith(" ")
+    parts = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    choices = [one["choices"][0] for one in parts]
+    assert "".join(one["text"] for one in choices) == rest
+    for name in ("tokens", "text_offset"):
+        spelled = [value for one in choices for value in one["logprobs"][name]]
+        assert spelled == whole["logprobs"][name]
+    places = zip(whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"], strict=True)
+    assert all(rest[at:].startswith(token) for token, at in places if "bytes:" not in token)
+    assert (
+        first["text"] == first["logprobs"]["tokens"][0] == whole["text"][1:][: len(first["text"])]
+    )
 
 
 def test_experts_and_ids_of_tokens_are_sent_where_asked_for(client):
