@@ -155,14 +155,25 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
 def _family_name(model: ModelConfig) -> str:
     """Return the family with the recurrent mixer of a model, or else with its attention.
 
+    Of several the first that describes the model, or else the first: families with recurrent
+    layers also have models without any.
+
     Raises:
         CheckpointError: No family has it.
     """
     kind = (model.attention.name, getattr(model.attention, "qk_norm", None))
     recurrent = next((one.mixer.name for one in model.kinds if one.mixer.is_recurrent), None)
-    for name, family in FAMILIES.items():
-        if family.recurrent == recurrent and (recurrent or family.attention == kind):
+    names = [
+        name
+        for name, family in FAMILIES.items()
+        if (family.recurrent == recurrent if recurrent else family.attention == kind)
+    ]
+    for name in names:
+        with contextlib.suppress(CheckpointError):
+            _config(model, name, FAMILIES[name], "float32", 1)
             return name
+    if names:
+        return names[0]
     raise CheckpointError(f"no family has the attention {kind[0]}: {', '.join(FAMILIES)}")
 
 
