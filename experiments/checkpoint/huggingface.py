@@ -22,7 +22,7 @@ import jax
 from flax import traverse_util
 
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields, to_huggingface
-from jaxmoe.checkpoint.huggingface.export import suggest_family
+from jaxmoe.checkpoint.huggingface.export import TOKENS, suggest_family
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.checkpoint.huggingface.tokenizer import (
     TOKENIZER,
@@ -30,6 +30,7 @@ from jaxmoe.checkpoint.huggingface.tokenizer import (
     bundled_data,
     is_byte_tokenizer,
     own_tokenizer,
+    read_generation,
     read_tokenizer_files,
     tokenizer_files,
 )
@@ -39,7 +40,7 @@ from jaxmoe.configs import to_json
 from jaxmoe.data import DataConfig
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
-from jaxmoe.run.conversion import first_token_of, length_of, new_run
+from jaxmoe.run.conversion import first_token_of, imported_generation, length_of, new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.kept_tokenizer import own_data
@@ -144,6 +145,8 @@ def export_run(
     params, state = _under(arrays, _PARAMS), _under(arrays, f"{ROUTER_STATE}/")
     length = given.max_length or length_of(directory, config)
     special = {"eos_token_id": files.separator, "bos_token_id": first_token_of(directory)}
+    kept, generation = imported_generation(directory)
+    special |= kept
     title = f"Step {step} of the run {config.run.name or pathlib.Path(source).name}"
     to_huggingface(
         model,
@@ -156,6 +159,7 @@ def export_run(
         max_shard_bytes=given.max_shard_bytes,
         max_length=length,
         fields={name: token for name, token in special.items() if token is not None},
+        generation=generation,
         texts={"README.md": _card(title, name, files), **files.texts},
     )
     size = sum(file.stat().st_size for file in target.iterdir())
@@ -198,6 +202,7 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
         )
     model, tensors = open_huggingface(place, nonfinite=given.nonfinite)
     texts, fields = read_tokenizer_files(place), read_fields(place)
+    generation = read_generation(place)
     config = PretrainConfig(
         run=RunConfig(directory=str(target), name=target.name),
         model=model,
@@ -221,6 +226,8 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
                 "parameters_total": tensors.table.total,
                 "max_length": fields.get("max_position_embeddings"),
                 "bos_token_id": fields.get("bos_token_id"),
+                "special_tokens": {name: fields.get(name) for name in TOKENS},
+                "generation": generation,
                 "data": assembly.source.fingerprint(),
             }
         )

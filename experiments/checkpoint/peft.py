@@ -113,7 +113,12 @@ def import_adapter(source: str, target: pathlib.Path, given: ImportConfig) -> st
             f"imported.base={base} holds an adapter itself ({saved.model.adapter.name}): name the"
             " model that it adapts, or fold it first"
         )
-    adapter, arrays = read_peft(place, make_plan(saved).model)
+    model = make_plan(saved).model
+
+    def params() -> Any:
+        return load_run(base, None, needs_data=False)[1].params
+
+    adapter, arrays = read_peft(place, model, params)
     config = dataclasses.replace(
         saved,
         model=dataclasses.replace(saved.model, adapter=adapter),

@@ -6,9 +6,11 @@
     lm_eval.simple_evaluate(model, tasks=["arc_easy"])
 
 The run's tokenizer encodes texts without separators. The separator between documents precedes a
-text without context, and ends generated text. Context and continuation are split by the harness as
-for its own models, so that results are comparable. Generation is greedy; the answers of a task are
-written together by the serving engine where it serves the model, else one after the other.
+text without context, and ends generated text. A model that was imported reads texts as its
+tokenizer encodes them: with the token that begins a text, where that adds one. Context and
+continuation are split by the harness as for its own models, so that results are comparable.
+Generation is greedy; the answers of a task are written together by the serving engine where it
+serves the model, else one after the other.
 
 The harness (extra `lm-eval`) is imported when a model is made.
 """
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmoe.data import Source
+from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.optional import require
 from jaxmoe.serve.engine import Executor
 from jaxmoe.serve.offline import Prompt, answer_all
@@ -35,12 +38,18 @@ _MAX_WRITTEN = 256
 
 
 class TextTokens(NamedTuple):
-    """Converts text to token ids and back, without separators."""
+    """Converts text to token ids and back."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     separator: int
     """Id before and after every document."""
+    begin: tuple[int, ...] = ()
+    """Ids that `encode` puts before a text, unless it spells them."""
+
+    def encode_rest(self, text: str) -> list[int]:
+        """Return the ids of a text without those that begin one."""
+        return self.encode(text)[len(self.begin) :]
 
 
 class _Codec:
@@ -66,6 +75,8 @@ def text_tokens(source: Source) -> TextTokens:
         ValueError: The data is not text.
     """
     tokenizer = getattr(source, "tokenizer", None)
+    if tokenizer is not None and tokenizer.is_text and getattr(source, "is_imported", False):
+        return _imported_tokens(source, tokenizer)
     if tokenizer is not None and tokenizer.is_text and tokenizer.separator is not None:
         return TextTokens(
             lambda text: [int(token) for token in tokenizer.encode_all([text])[0]],
@@ -80,6 +91,33 @@ def text_tokens(source: Source) -> TextTokens:
         "the tasks of the harness are text, and the data of this run is token ids: evaluate it with"
         " experiments.evaluate"
     )
+
+
+def _imported_tokens(source: Source, tokenizer: Tokenizer) -> TextTokens:
+    """Return the encoder and decoder of an imported model: its tokenizer's."""
+    assert tokenizer.separator is not None  # of a text
+    begin, ends = _added(tokenizer)
+
+    def encode(text: str) -> list[int]:
+        spelled = tokenizer.encode_controls(text).tolist()
+        if tuple(spelled[: len(begin)]) == begin:  # not twice
+            return spelled
+        whole = tokenizer.encode_prompt(text).tolist()
+        return whole[: len(whole) - ends]
+
+    return TextTokens(
+        encode, lambda tokens: source.decode(_array(tokens)), tokenizer.separator, begin
+    )
+
+
+def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int]:
+    """Return the ids that a tokenizer puts before a prompt, and the number of those behind it."""
+    whole = tokenizer.encode_prompt("a").tolist()
+    alone = tokenizer.encode_controls("a").tolist()
+    for first in range(len(whole) - len(alone) + 1):
+        if whole[first : first + len(alone)] == alone:
+            return tuple(whole[:first]), len(whole) - len(alone) - first
+    return (), 0
 
 
 def harness_model(
@@ -112,6 +150,10 @@ def harness_model(
             return text.separator
 
         @property
+        def prefix_token_id(self) -> int:
+            return text.begin[0] if text.begin else text.separator
+
+        @property
         def max_length(self) -> int:
             return scorer.max_length
 
@@ -122,8 +164,8 @@ def harness_model(
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
         ) -> list[int]:
-            del add_special_tokens, kwargs  # there are no special tokens
-            return text.encode(string)
+            del kwargs
+            return text.encode_rest(string) if add_special_tokens is False else text.encode(string)
 
         def _loglikelihood_tokens(
             self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -189,7 +231,11 @@ def harness_model(
                 prompts.append(Prompt(tokens=tuple(tokens), sampling=sampling, stop=tuple(ends)))
             assert make_executor is not None  # the caller has looked
             executor = executor or make_executor()
-            return [answer.text for answer in answer_all(executor, prompts, _Codec(text))]
+            answers = answer_all(executor, prompts, _Codec(text))
+            return [
+                _answer(text, answer.tokens, prompt.stop)
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
 
         def _written(self, context: str, asked: dict[str, Any]) -> str:
             """Return the answer up to the first stop text."""
@@ -198,19 +244,29 @@ def harness_model(
             def is_done(written: list[int]) -> bool:
                 if written[-1] == text.separator:
                     return True
-                answer = text.decode(written)
-                return any(end in answer for end in ends)
+                return any(end in text.decode(written) for end in ends)
 
             tokens = text.encode(context) or [text.separator]
-            written = scorer.greedy(tokens, most, is_done)
-            if text.separator in written:
-                written = written[: written.index(text.separator)]
-            answer = text.decode(written)
-            for end in ends:
-                answer = answer.partition(end)[0]
-            return answer
+            return _answer(text, scorer.greedy(tokens, most, is_done), ends)
 
     return HarnessModel()
+
+
+def _answer(text: TextTokens, written: Sequence[int], ends: Sequence[str]) -> str:
+    """Return the text of an answer up to its first stop text, decoded as the harness does it.
+
+    Args:
+        text: Decoder of the tokens.
+        written: Token ids; the separator ends them.
+        ends: Stop texts.
+    """
+    written = list(written)
+    if text.separator in written:
+        written = written[: written.index(text.separator)]
+    answer = text.decode(written)
+    for end in ends:
+        answer = answer.partition(end)[0]
+    return answer
 
 
 def _warn(num_truncated: int, num_requests: int, max_length: int) -> None:

@@ -155,6 +155,11 @@ class Corpus:
         ids = np.asarray(tokens)
         return bytes(ids[ids < 256].tolist()).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the byte of an id; ids above 255 have none."""
+        del is_first
+        return bytes([token] if token < 256 else [])
+
 
 def _read_documents() -> list[bytes]:
     """Return the non-empty files of the library, in the order of their paths."""

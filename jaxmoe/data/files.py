@@ -95,6 +95,7 @@ class FileCollection:
         self._spelled = f"{field}={' '.join(paths)}"
         self.files = find_files(paths, field)
         self._without_checksum: set[str] = set()
+        self._records: dict[str, set[str]] = {}
 
     def __str__(self) -> str:
         return self._spelled
@@ -108,14 +109,29 @@ class FileCollection:
         return self._content
 
     def warnings(self) -> list[str]:
-        """Return what `records` found that does not stop it: content without a checksum."""
+        """Return what `records` found that does not stop it.
+
+        Content without a checksum, and files of records that were read as one text each.
+        """
+        found = [
+            f"{self}: {len(names)} of {len(self.files)} files are {kind}, {min(names)} among them,"
+            " and each is trained as one text, with its quotes, braces and names of fields. To"
+            " train on a field of its records, write them as JSON lines (.jsonl) and name the"
+            " field with --data.text_field"
+            for kind, names in sorted(self._records.items())
+        ]
         if not self._without_checksum:
-            return []
+            return found
         return [
+            *found,
             f"{self}: {len(self._without_checksum)} of {len(self.files)} files have zstd frames "
             f"without a checksum, {min(self._without_checksum)} among them, so that damaged "
-            "content may be read as text: compress them with `zstd --check` to have it detected"
+            "content may be read as text: compress them with `zstd --check` to have it detected",
         ]
+
+    def holds_records(self, path: epath.Path, kind: str) -> None:
+        """Remember that a file that is read as one text holds records, such as "JSON"."""
+        self._records.setdefault(kind, set()).add(str(path))
 
     def without_checksum(self, path: epath.Path) -> None:
         """Remember that compressed content of a file has no checksum."""
@@ -184,6 +200,7 @@ class Files(FileCollection):
                 bin_dtype=self._config.bin_dtype,
                 separator=None if tokenizer is None else tokenizer.separator,
                 on_no_checksum=functools.partial(self.without_checksum, path),
+                on_records=functools.partial(self.holds_records, path),
             )
 
 

@@ -203,6 +203,10 @@ class Mixture:
         """Return the text of ids, by the tokenizer of all parts."""
         return self._sources[0].decode(tokens)
 
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text; see `Source.token_bytes`."""
+        return self._sources[0].token_bytes(token, is_first=is_first)
+
 
 def _part(text: str) -> tuple[str, float, str]:
     """Return name, weight and path of `NAME=WEIGHT:PATH`."""

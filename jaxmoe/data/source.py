@@ -146,3 +146,12 @@ class Source(Protocol):
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
         """Return the text of token ids."""
         ...
+
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text, in UTF-8.
+
+        Args:
+            token: Its id; an id without text, such as the separator, has none.
+            is_first: Whether no text precedes it: some tokenizers leave out a space there.
+        """
+        ...

@@ -280,6 +280,10 @@ class SyntheticSource:
         """Return the token ids as numbers separated by spaces."""
         return " ".join(str(token) for token in np.asarray(tokens).tolist())
 
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the number, after a space where it is not the first."""
+        return f"{'' if is_first else ' '}{token}".encode()
+
 
 def normalized_mutual_information(counts: Shaped[np.ndarray, "M E"]) -> float:
     """Return the normalized mutual information of languages and experts.

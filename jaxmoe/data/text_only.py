@@ -89,6 +89,10 @@ class TextOnly:
         """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text; see `Source.token_bytes`."""
+        return self.tokenizer.token_bytes(token, is_first=is_first)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextOnlyConfig(SourceKind):

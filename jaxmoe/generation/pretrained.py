@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmoe.checkpoint.huggingface import read_fields, read_huggingface
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
-from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data, eos_ids
+from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data, eos_ids, read_generation
 from jaxmoe.checkpoint.huggingface.weights import Nonfinite
 from jaxmoe.data import Source
 from jaxmoe.errors import configuration_errors
@@ -147,6 +147,6 @@ def from_huggingface(
             params=found.params,
             router_state=found.router_state,
             tokenizer=bundled_data(place, fields).build(),
-            eos_ids=eos_ids(fields),
+            eos_ids=eos_ids(fields, read_generation(place)),
             execution=execution or ExecutionConfig(),
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,9 @@ _AT_ONCE = 8
 """Tokens between two looks for stop strings, and two pieces of a stream."""
 STEPS_PER_TOKEN = 2.0
 """Steps of masked diffusion for each token: two tokens are seldom filled in at once then."""
+_CONTEXT = 8
+"""Tokens of a prompt that its continuation is decoded behind: more than a character has, and than
+marks without text stand side by side."""
 _BROKEN = "\ufffd"
 """Replacement of bytes that are not UTF-8, such as the first ones of a character."""
 
@@ -40,13 +44,28 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
+class ByteCodec(Codec, Protocol):
+    """Codec that knows the bytes of each token, of which a character may need several."""
+
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text, in UTF-8.
+
+        Args:
+            token: Its id; an id without text has none.
+            is_first: Whether no text precedes it: some tokenizers leave out a space there.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A prompt and the text that a model generated after it."""
 
     prompt: str
     text: str
-    """Continuation, without the prompt, cut before a stop string or the end of text."""
+    """What the tokens add to the text of the prompt, a first space included; cut before a stop
+    string or the end of text."""
     precision: str = ""
     """Formats of quantised weights and cache; empty without any."""
     token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
@@ -191,6 +210,27 @@ def continue_texts(
     return [text.finished() for text in texts]
 
 
+def context_of(prompt: Sequence[int] | np.ndarray) -> list[int]:
+    """Return the last tokens of a prompt, behind which its continuation is decoded.
+
+    Decoders treat the first token of a text apart: those of SentencePiece leave out its space.
+
+    Args:
+        prompt: Token ids.
+    """
+    return [int(token) for token in prompt[-_CONTEXT:]]
+
+
+def added_text(before: str, text: str) -> str:
+    """Return what a text has beyond an earlier state of it, whose last character may have grown.
+
+    Args:
+        before: Text of the first tokens.
+        text: Text of these and further tokens.
+    """
+    return text[len(os.path.commonprefix([before, text])) :]
+
+
 class _Text:
     """One continuation, as its tokens arrive."""
 
@@ -203,6 +243,8 @@ class _Text:
         on_sample: OnSample | None,
     ):
         self._codec, self._given, self._on_sample = codec, given, on_sample
+        self._context = context_of(prompt)
+        self._before = codec.decode(np.asarray(self._context, np.int32))
         self._sample = Sample(
             prompt=codec.decode(np.asarray(prompt, np.int32)), text="", precision=precision
         )
@@ -235,7 +277,8 @@ class _Text:
         return dataclasses.replace(self._sample, text=text, token_ids=tuple(self._tokens))
 
     def _decoded(self) -> str:
-        return self._codec.decode(np.asarray(self._tokens, np.int32))
+        tokens = np.asarray(self._context + self._tokens, np.int32)
+        return added_text(self._before, self._codec.decode(tokens))
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int:

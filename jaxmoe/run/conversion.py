@@ -9,11 +9,11 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from jaxmoe.checkpoint.huggingface import read_fields
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
-from jaxmoe.checkpoint.huggingface.tokenizer import eos_ids
+from jaxmoe.checkpoint.huggingface.tokenizer import eos_ids, read_generation
 from jaxmoe.data import Source
 from jaxmoe.generation.text import separator_of
 from jaxmoe.run.config import PretrainConfig
@@ -46,6 +46,28 @@ def first_token_of(directory: RunDirectory) -> int | None:
     return _imported(directory, "bos_token_id")
 
 
+def imported_ends(directory: RunDirectory) -> tuple[int, ...]:
+    """Return the ids that end a text of an imported model; none of other runs.
+
+    Args:
+        directory: Run directory.
+    """
+    found = eos_ids(*imported_generation(directory))
+    return found if all(isinstance(one, int) for one in found) else ()
+
+
+def imported_generation(directory: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return special token ids and generation_config.json of an imported model; empty of others.
+
+    Args:
+        directory: Run directory.
+    """
+    summary = directory.summary() or {}
+    found = [summary.get(name) for name in ("special_tokens", "generation")]
+    special, generation = (one if isinstance(one, dict) else {} for one in found)
+    return special, generation
+
+
 def end_ids(
     directory: RunDirectory, config: PretrainConfig, source: Source, eos: Ends
 ) -> tuple[int, ...]:
@@ -64,7 +86,9 @@ def end_ids(
     if eos == "ignore" or (eos == "auto" and not (is_imported or not config.data.has_rows)):
         return ()
     if is_imported:
-        return eos_ids(read_fields(directory.path))
+        return eos_ids(read_fields(directory.path), read_generation(directory.path))
+    if found := imported_ends(directory):
+        return found
     separator = separator_of(source)
     if separator is None and eos == "stop":
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.generation.text import Codec, certain_length, first_stop
+from jaxmoe.generation.text import Codec, added_text, certain_length, context_of, first_stop
 from jaxmoe.serve.requests import EndReason
 
 
@@ -83,17 +83,18 @@ class TextStream:
     Only the tokens since the last certain character are decoded again with each token.
     """
 
-    def __init__(self, codec: Codec | None, stop: Sequence[str] = ()):
+    def __init__(self, codec: Codec | None, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         """Begin an answer.
 
         Args:
             codec: Decoder of tokens; None gives no text.
             stop: Strings that end the text, which is cut before them.
+            prompt: Token ids that the answer continues.
         """
         self._codec, self._stop = codec, tuple(stop)
-        self._tokens: list[int] = []
+        self._tokens = context_of(prompt)
         self._text, self._shown = "", 0
-        self._before = self._read = 0
+        self._before, self._read = 0, len(self._tokens)
         self.is_stopped = False
         """Whether a stop string was found."""
 
@@ -134,10 +135,11 @@ class TextStream:
         """
         before = self._decode(self._before, self._read)
         text = self._decode(self._before, len(self._tokens))
-        if not is_last and (text.endswith("\ufffd") or len(text) <= len(before)):
+        new = added_text(before, text)
+        if not is_last and (text.endswith("\ufffd") or not new):
             return ""
         self._before, self._read = self._read, len(self._tokens)
-        return text[len(before) :]
+        return new
 
     def _decode(self, first: int, end: int) -> str:
         assert self._codec is not None  # asked by the callers

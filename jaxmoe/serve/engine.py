@@ -186,7 +186,8 @@ class Engine:
             priority=priority,
         )
         self._members.all[0].executor.check(request)
-        stream = Stream(request, TextStream(self._codec, stop), on_event, self.cancel)
+        text = TextStream(self._codec, stop, request.prompt)
+        stream = Stream(request, text, on_event, self.cancel)
         with self._lock:
             refusal = self._failure or (self._is_draining and "the engine is draining") or ""
             if not refusal:

@@ -11,7 +11,8 @@ from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
 from experiments.evaluate_tasks import __main__ as evaluate_tasks
 from experiments.evaluate_tasks.harness import harness_model, text_tokens
-from jaxmoe.data import CorpusConfig
+from jaxmoe.data import CorpusConfig, TextOnlyConfig
+from jaxmoe.data.tokenizer import FileConfig
 from jaxmoe.run.load import load_run
 from jaxmoe.training.score import Scorer
 from tests.experiments.test_convert_huggingface import (
@@ -20,6 +21,7 @@ from tests.experiments.test_convert_huggingface import (
     refused,
     trained_vocabulary,
 )
+from tests.support.sentencepiece_tokenizers import write_sentencepiece
 
 TASKS = {
     "choices": """
@@ -73,6 +75,20 @@ def tasks(tmp_path, monkeypatch):
         cache = "dataset_name: null\n"
         (folder / f"{name}.yaml").write_text(head + cache + kwargs + text)
     return folder
+
+
+def test_texts_of_imported_models_begin_as_their_tokenizer_begins_them(tmp_path):
+    """With <s> before a context, once, and never before a continuation alone."""
+    place = write_sentencepiece(tmp_path / "words")
+    text = text_tokens(TextOnlyConfig(tokenizer=FileConfig(path=str(place))).build())
+    whole, context = text.encode("hello world"), text.encode("hello")
+    assert text.begin == (1,) and whole[0] == context[0] == 1 and 1 not in whole[1:]
+    assert whole[: len(context)] == context  # what follows is the continuation
+    assert text.encode_rest("hello world") == whole[1:]
+    assert text.encode("<s>hello") == context
+    plain = write_sentencepiece(tmp_path / "plain", has_bos=False)
+    other = text_tokens(TextOnlyConfig(tokenizer=FileConfig(path=str(plain))).build())
+    assert other.begin == () and other.encode("hello") == context[1:] == other.encode_rest("hello")
 
 
 def test_evaluate_tasks_refuses_ids(tmp_path, capsys):

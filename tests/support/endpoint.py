@@ -39,14 +39,18 @@ class Text:
     def decode(self, tokens):
         return bytes(int(token) for token in tokens).decode("utf-8", "replace")
 
+    def token_bytes(self, token, *, is_first=False):
+        return bytes([token])
+
 
 class Speller:
     """Draws the letter after the last one, and waits before each step."""
 
     mesh = MeshConfig()
 
-    def __init__(self, seconds=0.0, answer=None):
+    def __init__(self, seconds=0.0, answer=None, *, top=TOP, largest=255):
         self.seconds, self.answer, self.fails = seconds, answer, False
+        self.top, self.largest = top, largest
         self.adapters = set()
 
     def facts(self, *, max_waiting):
@@ -60,8 +64,8 @@ class Speller:
         )
 
     def check(self, request):
-        if max(request.prompt) > 255:
-            raise ValueError("prompt holds ids above 255")
+        if max(request.prompt) > self.largest:
+            raise ValueError(f"prompt holds ids above {self.largest}")
 
     def run(self, step):
         time.sleep(self.seconds)
@@ -70,7 +74,7 @@ class Speller:
         self.adapters |= {work.adapter for work in step.works}
         return {
             work.id: Result(
-                self._next(work), -0.5, TOP[: work.sampling.num_logprobs], self._experts(work)
+                self._next(work), -0.5, self.top[: work.sampling.num_logprobs], self._experts(work)
             )
             for work in (*step.singles, *step.pieces)
             if work.draws
@@ -110,14 +114,16 @@ def serving(
     adapters=None,
     has_experts=True,
     layouts=None,
+    codec=None,
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
     executor = executor or Speller()
     chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
     config = config or EngineConfig(max_waiting=max_waiting)
-    engine = Engine(executor, config, codec=Text(), layouts=layouts)
-    given = {"codec": Text(), "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
+    codec = codec or Text()
+    engine = Engine(executor, config, codec=codec, layouts=layouts)
+    given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given["has_experts"] = has_experts
     served = Served(name="speller", engine=engine, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))

@@ -30,6 +30,7 @@ from jaxmoe.checkpoint.huggingface import modeling
 from jaxmoe.checkpoint.huggingface.describe import check_described, normal_form
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
+from jaxmoe.checkpoint.huggingface.tokenizer import GENERATION
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Piece, pieces_of, state_table
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
@@ -39,8 +40,7 @@ from jaxmoe.parameters import ParameterSpec
 from jaxmoe.scaling.initialize import parameter_table
 
 CONFIG = "config.json"
-_GENERATION = "generation_config.json"
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SHOWN = 20
 
@@ -57,6 +57,7 @@ def to_huggingface(
     max_shard_bytes: int = 5_000_000_000,
     max_length: int = 4096,
     fields: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> pathlib.Path:
     """Write a model to a directory that `from_pretrained` of `transformers` reads.
@@ -78,6 +79,7 @@ def to_huggingface(
         max_shard_bytes: Largest size of a file.
         max_length: Positions that readers should support (max_position_embeddings).
         fields: Further fields of config.json, such as bos_token_id.
+        generation: Fields of generation_config.json, such as several ids that end a text.
         texts: Further files by name, such as those of `tokenizer.tokenizer_files`.
 
     Returns:
@@ -110,13 +112,15 @@ def to_huggingface(
         write_tensors(partial, planned, source.read, max_shard_bytes=max_shard_bytes)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (partial / CONFIG).write_text(text, encoding="utf-8")
+        asked = dict(generation or {})
         if chosen is OWN:
             (partial / modeling.FILE).write_text(modeling.MODELING, encoding="utf-8")
-            # The modelling file has no cache, which generation uses by default. Generation reads
-            # token ids from this file alone if it exists.
-            asked = {name: config[name] for name in _TOKENS if config[name] is not None}
-            text = json.dumps({"use_cache": False} | asked, indent=2) + "\n"
-            (partial / _GENERATION).write_text(text, encoding="utf-8")
+            # The modelling file has no cache, which generation uses by default.
+            asked["use_cache"] = False
+        if asked:  # generation reads token ids from this file alone if it exists
+            given = {name: config[name] for name in TOKENS if config[name] is not None}
+            text = json.dumps(given | asked, indent=2) + "\n"
+            (partial / GENERATION).write_text(text, encoding="utf-8")
         for file, content in (texts or {}).items():
             with open(partial / file, "x", encoding="utf-8") as stream:  # must not exist
                 stream.write(content)
@@ -151,14 +155,25 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
 def _family_name(model: ModelConfig) -> str:
     """Return the family with the recurrent mixer of a model, or else with its attention.
 
+    Of several the first that describes the model, or else the first: families with recurrent
+    layers also have models without any.
+
     Raises:
         CheckpointError: No family has it.
     """
     kind = (model.attention.name, getattr(model.attention, "qk_norm", None))
     recurrent = next((one.mixer.name for one in model.kinds if one.mixer.is_recurrent), None)
-    for name, family in FAMILIES.items():
-        if family.recurrent == recurrent and (recurrent or family.attention == kind):
+    names = [
+        name
+        for name, family in FAMILIES.items()
+        if (family.recurrent == recurrent if recurrent else family.attention == kind)
+    ]
+    for name in names:
+        with contextlib.suppress(CheckpointError):
+            _config(model, name, FAMILIES[name], "float32", 1)
             return name
+    if names:
+        return names[0]
     raise CheckpointError(f"no family has the attention {kind[0]}: {', '.join(FAMILIES)}")
 
 
@@ -170,7 +185,7 @@ def _config(
     Raises:
         CheckpointError: The family has no fields for it.
     """
-    tokens: dict[str, Any] = dict.fromkeys(_TOKENS)
+    tokens: dict[str, Any] = dict.fromkeys(TOKENS)
     config = tokens | {"model_type": name, "max_position_embeddings": max_length}
     config |= {"torch_dtype": dtype, "architectures": [family.architecture], "use_cache": True}
     if family is OWN:

@@ -29,6 +29,8 @@ from jaxmoe.layers.mixers import Mamba2Config, MambaConfig
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.routing import METHODS
 
+_EXPAND = 2
+"""Channels of recurrent layers over the width, in configs of models without any."""
 _KINDS = {
     **{"mamba": True, "linear_attention": True},
     **{"attention": False, "full_attention": False},
@@ -187,7 +189,7 @@ def granite_moe_hybrid_fields(model: ModelConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: The channels are no multiple of D.
     """
-    mixer, moe = _recurrent(model, Mamba2Config()), moe_of(model)
+    mixer, moe = _recurrent(model, _unused(model)), moe_of(model)
     attention: Any = model.attention
     shared, factors = moe.num_shared_experts * moe.expert_dim, model.multipliers
     scale = factors.attention_scale
@@ -211,6 +213,13 @@ def granite_moe_hybrid_fields(model: ModelConfig) -> dict[str, Any]:
         "mamba_chunk_size": mixer.chunk,
         **_mamba_fields(model, mixer),
     }
+
+
+def _unused(model: ModelConfig) -> Mamba2Config:
+    """Return a mixer whose heads fill the channels that a config names without using them."""
+    inner = _EXPAND * model.embed_dim
+    head_dim = math.gcd(inner, 64)
+    return Mamba2Config(num_heads=inner // head_dim, head_dim=head_dim)
 
 
 def _layer_types(fields: Fields) -> list[bool]:
@@ -280,7 +289,7 @@ def _mamba_fields(model: ModelConfig, mixer: Any) -> dict[str, Any]:
             f" be a multiple of model.embed_dim={model.embed_dim} (mamba_expand is an integer)"
         )
     return {
-        "mamba_expand": mixer.inner_dim // model.embed_dim if is_used else 2,
+        "mamba_expand": mixer.inner_dim // model.embed_dim if is_used else _EXPAND,
         "mamba_d_state": mixer.state_dim,
         "mamba_d_conv": mixer.conv_length,
         "mamba_conv_bias": mixer.has_conv_bias,

@@ -11,6 +11,9 @@ up have one A. All of this is exact up to the rounding of a scale:
     scales other than alpha / rank            multiplied into B
     matrices absent among those of a role     factors of zeros
 
+Beside the factors PEFT stores the weights of embeddings and head where these are adapted. They are
+the model's own, and left out; weights that were trained or resized are refused.
+
 Import after export gives the same bits, but for the factors of layers that are not adapted, which
 are zeros then.
 """
@@ -18,12 +21,15 @@ are zeros then.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from flax import traverse_util
 
 from jaxmoe.adapters import LoraConfig, TargetsConfig
 from jaxmoe.checkpoint.huggingface.families import OWN, Family
@@ -31,7 +37,7 @@ from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import plain_file
 from jaxmoe.checkpoint.huggingface.peft import TENSORS, adapted_rows, family_of_model, lora_of
 from jaxmoe.checkpoint.huggingface.peft_config import PeftFields, read_peft_fields
-from jaxmoe.checkpoint.huggingface.peft_matrices import Factors, Matrix, matrices_of
+from jaxmoe.checkpoint.huggingface.peft_matrices import PREFIX, Factors, Matrix, matrices_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import ModelConfig
@@ -39,25 +45,35 @@ from jaxmoe.parameters import ParameterSpec
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import axes as ax
 
+logger = logging.getLogger(__name__)
+
 _PICKLED = "adapter_model.bin"
+_COPY = re.compile(re.escape(PREFIX) + r"(?:.*\.)?(lm_head|embed_tokens)(?:\.base_layer)?\.weight")
+"""Weights of the model itself, as `save_embedding_layers` of peft stores them."""
+_ROUNDING = 2.0**-7
+"""Difference of equal weights at most, of which one file may be bfloat16."""
 _SHOWN = 10
 
 
 def read_peft(
-    directory: str | os.PathLike[str], model: ModelConfig
+    directory: str | os.PathLike[str],
+    model: ModelConfig,
+    params: Callable[[], Any] | None = None,
 ) -> tuple[LoraConfig, dict[str, np.ndarray]]:
     """Read an adapter of PEFT.
 
     Args:
         directory: Directory with adapter_config.json and adapter_model.safetensors.
         model: Model that was adapted.
+        params: Returns its parameters, to compare weights of the model that are stored beside the
+            factors; None trusts them to be equal, with a warning.
 
     Returns:
         The adapter, and its factors and scales by path, f32.
 
     Raises:
         CheckpointError: It is not plain LoRA; a tensor is not of this model, of another shape or
-            not finite; or one factor of a matrix is missing.
+            not finite; one factor of a matrix is missing; or weights are not those of the model.
     """
     place, family = pathlib.Path(directory), family_of_model(model)
     fields = read_peft_fields(place)
@@ -80,11 +96,53 @@ def read_peft(
             scale = fields.scale_of(matrix, rank)
             factors = matrix.from_tensors(down, up)
             found.setdefault(row.path, []).append((matrix, factors, scale))
+    known |= _copies(place, tensors, table, params)
     _check_known(place, tensors, known)
     rows = {row.path: row for row in table}
     merged = {path: _merged(rows[path], parts) for path, parts in found.items()}
     adapter = _adapter_of(model, fields, rows, merged)
     return adapter, _arrays_of(dataclasses.replace(model, adapter=adapter), merged)
+
+
+def _copies(
+    place: pathlib.Path,
+    tensors: Mapping[str, Any],
+    table: Iterable[ParameterSpec],
+    params: Callable[[], Any] | None,
+) -> set[str]:
+    """Return the tensors that repeat the embeddings or the head of the model.
+
+    Raises:
+        CheckpointError: One has another shape or other values than the model.
+    """
+    rows = {row.declaration.role: row for row in table}
+    found = dict[str, ParameterSpec]()
+    for key, tensor in tensors.items():
+        if (match := _COPY.fullmatch(key)) is None:
+            continue
+        row = rows.get("head" if match[1] == "lm_head" else "embedding", rows["embedding"])
+        if sorted(tensor.shape) != sorted(row.shape):
+            raise CheckpointError(
+                f"{place}: {key} has shape {list(tensor.shape)}, and the model has"
+                f" {sorted(row.shape, reverse=True)}: its vocabulary was resized for the adapter."
+                " Merge the adapter into its model with peft, and import that"
+            )
+        found[key] = row
+    if found and params is None:
+        logger.warning(
+            "%s holds weights of the model beside the factors (%s): they are taken to be its own",
+            *(place, ", ".join(found)),
+        )
+    flat = {} if params is None or not found else traverse_util.flatten_dict(params(), sep="/")
+    for key, row in found.items() if flat else ():
+        theirs, ours = np.asarray(tensors[key], np.float32), np.asarray(flat[row.path], np.float32)
+        ours = ours if ours.shape == theirs.shape else ours.T
+        if not np.allclose(theirs, ours, rtol=_ROUNDING, atol=_ROUNDING):
+            raise CheckpointError(
+                f"{place}: {key} are other weights than the model's: they were trained beside the"
+                " factors. Merge the adapter into its model with peft, and import that"
+            )
+    return set(found)
 
 
 def _fused_names(matrix: Matrix, fields: PeftFields) -> set[str]:

@@ -25,14 +25,16 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxmoe.checkpoint.huggingface.paths import plain_file
+from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data import CorpusConfig, DataConfig, TextOnlyConfig
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
+from jaxmoe.data.tokenizer.byte_level import CHARACTERS
 from jaxmoe.json_bounds import parse_json
 
 TOKENIZER = "tokenizer.json"
 _MAX_BYTES, _MAX_VALUES = 1 << 28, 1 << 24  # an object or a list for each merge
+GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
 _JINJA = "chat_template.jinja"
 _BESIDE = (
@@ -131,13 +133,35 @@ def is_byte_tokenizer(text: str) -> bool:
         return False
 
 
-def eos_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a text, of which a config names one, several or none.
+def read_generation(directory: pathlib.Path) -> dict[str, Any]:
+    """Return the fields of generation_config.json; empty without the file.
+
+    Args:
+        directory: Directory of the model.
+
+    Raises:
+        CheckpointError: It cannot be read, is no object, or names ends that are no ids.
+    """
+    if not os.path.lexists(directory / GENERATION):
+        return {}
+    file = plain_file(directory, GENERATION)
+    fields = read_object(file)
+    found = fields.get("eos_token_id")
+    several = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(one) is int and 0 <= one < 2**31 for one in several):
+        raise CheckpointError(f"{file}: eos_token_id={found!r} must be an id, or a list of ids")
+    return fields
+
+
+def eos_ids(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids that end a text, as `transformers` takes them: one, several or none.
 
     Args:
         fields: Fields of config.json.
+        generation: Fields of generation_config.json, whose ids hold where it names any.
     """
-    found = fields.get("eos_token_id")
+    found = generation.get("eos_token_id")
+    found = fields.get("eos_token_id") if found is None else found
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
@@ -207,17 +231,10 @@ def byte_tokenizer() -> dict[str, Any]:
             **dict.fromkeys(("dropout", "unk_token")),
             **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix")),
             **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
-            "vocab": {character: byte for byte, character in enumerate(_characters())},
+            "vocab": {character: byte for byte, character in enumerate(CHARACTERS)},
             "merges": [],
         },
     }
-
-
-def _characters() -> list[str]:
-    """Return GPT-2's character of each byte: itself if printable, else from U+0100 on."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte if byte in seen else 0x100 + hidden.index(byte)) for byte in range(256)]
 
 
 def _settings(**tokens: str) -> Mapping[str, Any]:

@@ -45,6 +45,7 @@ class Conversations(FileCollection):
         super().__init__(paths, field)
         self._template = template
         self._train_on: TrainOn = train_on
+        self._endless: dict[str, int] = {}
 
     def identity(self) -> Any:
         """Return what identifies the files, the template and the tokens to train on."""
@@ -68,6 +69,22 @@ class Conversations(FileCollection):
                 except ConversationError as error:
                     yield BadRecord(f"{row.where}: {error}")
 
+    def warnings(self) -> list[str]:
+        """Return what `records` found that does not stop it; answers without an end as well."""
+        if not self._endless:
+            return super().warnings()
+        end = self._template.end
+        never = "the template names no end of an answer"
+        if end is not None:
+            written = "the separator between documents" if not end.text else repr(end.text)
+            never = f"the template does not write {written} behind them, where generation stops"
+        return [
+            *super().warnings(),
+            f"{self}: {sum(self._endless.values()):,} answers are trained without an end,"
+            f" {next(iter(self._endless))} among them: {never}. The model will not end its answers:"
+            " choose data.template chatml or plain, or a template that ends each answer so",
+        ]
+
     def _record(
         self, where: str, messages: Sequence[Message], tokenizer: Tokenizer | None
     ) -> Record:
@@ -75,7 +92,9 @@ class Conversations(FileCollection):
         if tokenizer is None:
             pieces = self._template.pieces(messages, add_generation_prompt=False)
             return Record(where, "".join(piece.text for piece in pieces), digest=known)
-        tokens, weights = masked(messages, self._template, tokenizer, self._train_on)
+        tokens, weights, endless = masked(messages, self._template, tokenizer, self._train_on)
+        if endless:
+            self._endless[where] = endless
         tokens = tokens.astype(np.uint8) if tokenizer.vocab_size <= 256 else tokens
         return Record(where, tokens, weights=weights, digest=known)
 

@@ -61,7 +61,8 @@ def read_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
     """Return messages of JSON values.
 
     Args:
-        value: List of objects with `role` and `content`.
+        value: List of objects with `role` and `content`: a text, or a list of parts
+            `{"type": "text", "text": ...}`.
         name: Field of the list, for messages.
 
     Raises:
@@ -108,7 +109,27 @@ def _message(value: Any, where: str) -> Message:
         raise ConversationError(
             f"{where} has the role {repr(role)[:40]}{hint}: choose one of {', '.join(ROLES)}"
         )
-    return Message(role, _text(value["content"], f"{where}['content']"))
+    return Message(role, _content(value["content"], f"{where}['content']"))
+
+
+def _content(value: Any, where: str) -> str:
+    """Return the text of a content, which is a text or a list of parts, joined by line ends."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return _text(value, where)
+    if not value:
+        raise ConversationError(f"{where} is an empty list: give it a part of text, or a text")
+    texts = []
+    for number, part in enumerate(value):
+        place = f"{where}[{number}]"
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or kind not in ("text", "input_text", "output_text"):
+            found = f"type {repr(kind)[:40]}" if isinstance(part, dict) else type(part).__name__
+            raise ConversationError(
+                f"{place} must be a part of text, {{'type': 'text', 'text': ...}}, found {found}:"
+                " models here read text alone"
+            )
+        texts.append(_text(part.get("text"), f"{place}['text']"))
+    return "\n".join(texts)
 
 
 def _text(value: Any, where: str) -> str:

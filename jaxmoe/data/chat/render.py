@@ -31,6 +31,8 @@ class Masked(NamedTuple):
     tokens: Int[np.ndarray, " S"]
     weights: Shaped[np.ndarray, " S"]
     """1 for a token to train on, else 0 (uint8)."""
+    endless: int = 0
+    """Trained answers without the end of an answer, which generation would not end."""
 
 
 def render(
@@ -86,10 +88,13 @@ def masked(
     known: dict[Piece, np.ndarray] = {}
     tokens = _rendered(messages, template, tokenizer, False, known)
     weights = np.zeros(len(tokens), np.uint8)
+    answers = [number for number, message in enumerate(messages) if message.role == ANSWER]
     if train_on == "all":
         weights[1:] = 1
-        return Masked(tokens, weights)
-    answers = [number for number, message in enumerate(messages) if message.role == ANSWER]
+        ends = stop_sequences(template, tokenizer)
+        is_endless = answers and not any(_last_end(tokens, 0, stop) for stop in ends)
+        return Masked(tokens, weights, len(answers) if is_endless else 0)
+    endless = 0
     for number in answers[-1:] if train_on == "last" else answers:
         start, end = (
             _length_of_prefix(
@@ -100,8 +105,11 @@ def masked(
             )
             for count, is_prompt in ((number, True), (number + 1, False))
         )
-        weights[start : _end_of_answer(tokens[:end], start, template, tokenizer)] = 1
-    return Masked(tokens, weights)
+        stops = stop_sequences(template, tokenizer)
+        found = next(filter(None, (_last_end(tokens[:end], start, one) for one in stops)), None)
+        weights[start : found or end] = 1
+        endless += found is None
+    return Masked(tokens, weights, endless)
 
 
 def _rendered(
@@ -173,12 +181,9 @@ def _length_of_prefix(
     )
 
 
-def _end_of_answer(
-    tokens: np.ndarray, start: int, template: ChatTemplate, tokenizer: Tokenizer
-) -> int:
-    """Return the place after the last stop sequence of an answer; its end if there is none."""
-    for stop in stop_sequences(template, tokenizer):
-        for end in range(len(tokens), start + len(stop) - 1, -1):
-            if tuple(tokens[end - len(stop) : end].tolist()) == stop:
-                return end
-    return len(tokens)
+def _last_end(tokens: np.ndarray, start: int, stop: tuple[int, ...]) -> int | None:
+    """Return the place after the last stop sequence behind `start`; None if there is none."""
+    for end in range(len(tokens), start + len(stop) - 1, -1):
+        if tuple(tokens[end - len(stop) : end].tolist()) == stop:
+            return end
+    return None

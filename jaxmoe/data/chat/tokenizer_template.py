@@ -28,6 +28,8 @@ from jaxmoe.json_bounds import MAX_JSON_BYTES, parse_json
 from jaxmoe.optional import require
 
 SETTINGS, JINJA = "tokenizer_config.json", "chat_template.jinja"
+SPECIAL = "special_tokens_map.json"
+"""Further special tokens; those of SETTINGS are taken first."""
 _LONGEST_TEXT = 2**25
 """Characters of a rendered conversation above which a template is stopped."""
 _WAY_OUT = "Choose data.template chatml or plain, or a tokenizer of a model that was made for chats"
@@ -104,7 +106,8 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
             f"data.template=tokenizer: {place} has no {JINJA}, and no text chat_template in "
             f"{SETTINGS}: its tokenizer brings no chat template. {_WAY_OUT}"
         )
-    template = TokenizerTemplate(source, _special_tokens(settings), str(where))
+    special = _special_tokens(_object(place / SPECIAL)) | _special_tokens(settings)
+    template = TokenizerTemplate(source, tuple(sorted(special.items())), str(where))
     _compiled(template)
     return template
 
@@ -123,16 +126,8 @@ def has_template(place: pathlib.Path) -> bool:
 
 def _source(place: pathlib.Path) -> tuple[Any, dict[str, Any], pathlib.Path]:
     """Return the text of the template, if there is one, the settings, and the template's file."""
-    settings_text, source = _read(place / SETTINGS), _read(place / JINJA)
+    settings, source = _object(place / SETTINGS), _read(place / JINJA)
     where = place / (SETTINGS if source is None else JINJA)
-    settings: Any = {}
-    if settings_text is not None:
-        try:
-            settings = parse_json(settings_text)
-        except ValueError as error:
-            raise DataError(f"{place / SETTINGS} cannot be read: {error}") from error
-        if not isinstance(settings, dict):
-            raise DataError(f"{place / SETTINGS} must hold an object, found {settings_text[:40]!r}")
     if source is None:
         source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
@@ -141,14 +136,27 @@ def _source(place: pathlib.Path) -> tuple[Any, dict[str, Any], pathlib.Path]:
     return source, settings, where
 
 
-def _special_tokens(settings: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return name and text of each special token in a tokenizer_config.json."""
+def _object(path: pathlib.Path) -> dict[str, Any]:
+    """Return the object in a file; empty without the file."""
+    if (text := _read(path)) is None:
+        return {}
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} must hold an object, found {text[:40]!r}")
+    return found
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the text of each special token in a file that names them."""
     found = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in settings.items()
         if name.endswith("_token")
     }
-    return tuple((name, text) for name, text in sorted(found.items()) if isinstance(text, str))
+    return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
 def _read(path: pathlib.Path) -> str | None:

@@ -7,7 +7,8 @@
     .npy                     token ids: [tokens], or [documents, tokens]
     .bin with .idx           token ids of Megatron-LM, with document borders
     .bin                     token ids without borders, of the config's integer type
-    anything else            UTF-8 text, one document per file
+    anything else            UTF-8 text, one document per file; JSON and CSV are told of, since
+                             their braces, quotes and commas become text as well
 
 Text and JSON lines may be compressed (.gz, .zst). Token ids without borders are cut after every
 separator of the tokenizer. An error in one record (not UTF-8, not an object, no text) is yielded as
@@ -20,6 +21,7 @@ To add a format: `jaxmoe/data/reading/formats.py` (a function that yields record
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 import tokenize
@@ -32,12 +34,16 @@ from etils import epath
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.reading.compressed import COMPRESSED, chunks
 from jaxmoe.data.reading.records import BadRecord, Record, json_lines, not_utf8
+from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
 
 _CHUNK = 2**20
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
+_TABLE_SUFFIXES = (".csv", ".tsv")
+_SNIFFED, _MOST_SNIFFED = 2**16, 2**20
+"""Characters of a text in which JSON is looked for: its first line, and the whole of short ones."""
 DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *COMPRESSED)
 """Suffixes of files that are data even if their first bytes are not text."""
 
@@ -49,6 +55,7 @@ def read_records(
     bin_dtype: str,
     separator: int | None,
     on_no_checksum: Callable[[], object] = lambda: None,
+    on_records: Callable[[str], object] = lambda kind: None,
 ) -> Iterator[Record | BadRecord]:
     """Yield the records of a file, in order.
 
@@ -58,6 +65,8 @@ def read_records(
         bin_dtype: Integer type (numpy name) of a .bin file without .idx.
         separator: Id that ends a document in files of ids without borders; None: one document.
         on_no_checksum: Function to call when compressed content has no checksum.
+        on_records: Function to call with "JSON" or "CSV" when a file that is read as one text is
+            that.
 
     Raises:
         DataError: The file as a whole cannot be used.
@@ -77,17 +86,48 @@ def read_records(
         elif name.endswith(".bin"):
             yield from _plain_ids(path, np.dtype(bin_dtype), separator)
         else:
-            yield _text(path, chunks(path, on_no_checksum))
+            found = _text(path, chunks(path, on_no_checksum))
+            if isinstance(found, Record) and (kind := _kind_of_records(path, str(found.value))):
+                on_records(kind)
+            yield found
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def is_json_lines(path: epath.Path) -> bool:
     """Return whether the name of a file, which may be compressed, is one of JSON lines."""
+    return _plain_name(path).endswith(_JSON_SUFFIXES)
+
+
+def _plain_name(path: epath.Path) -> str:
+    """Return the name of a file in small letters, without the suffix of its compression."""
     plain = path.name.lower()
     for suffix in COMPRESSED:
         plain = plain.removesuffix(suffix)
-    return plain.endswith(_JSON_SUFFIXES)
+    return plain
+
+
+def _kind_of_records(path: epath.Path, text: str) -> str | None:
+    """Return "JSON" or "CSV" for a text that is one by its name, or is JSON by its begin."""
+    name = _plain_name(path)
+    if name.endswith(_TABLE_SUFFIXES):
+        return "CSV"
+    begin = text[:_SNIFFED].lstrip("\ufeff \t\r\n")
+    if name.endswith(".json") or _is_json(text, begin):
+        return "JSON"
+    return None
+
+
+def _is_json(text: str, begin: str) -> bool:
+    """Return whether a text, or its first line, is an object or a list of JSON."""
+    if not begin.startswith(("{", "[")):
+        return False
+    for part in (begin.partition("\n")[0], text.lstrip("\ufeff")):
+        if len(part) <= _MOST_SNIFFED:
+            with contextlib.suppress(ValueError):
+                parse_json(part)
+                return True
+    return False
 
 
 def index_file(path: epath.Path) -> epath.Path:

@@ -83,6 +83,10 @@ class Tokenizer(Protocol):
         """Return the text of ids to show, with separators and special tokens."""
         ...
 
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text; see `Source.token_bytes`."""
+        ...
+
     def fingerprint(self) -> dict[str, Any]:
         """Return kind, size and sha256 as JSON values."""
         ...
@@ -270,6 +274,11 @@ class ByteTokenizer:
         tokens = np.where(np.asarray(tokens) == self.separator, ord("|"), tokens)
         return tokens.astype(np.uint8).tobytes().decode(errors="replace")
 
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the byte; the separator has none."""
+        del is_first
+        return b"" if token == self.separator else bytes([token])
+
     def fingerprint(self) -> dict[str, Any]:
         """Return kind and size."""
         return {"kind": BytesConfig.name, "vocab_size": self.vocab_size}
@@ -303,6 +312,10 @@ class IdTokenizer:
     def spell(self, tokens: Shaped[np.ndarray, " S"]) -> str:
         """Return the numbers as text."""
         return self.decode(tokens).decode()
+
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the number, after a space where it is not the first."""
+        return f"{'' if is_first else ' '}{token}".encode()
 
     def fingerprint(self) -> dict[str, Any]:
         """Return kind, size and separator."""

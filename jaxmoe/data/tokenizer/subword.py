@@ -9,12 +9,14 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmoe.data.batch import DataError
+from jaxmoe.data.tokenizer.byte_level import BYTE_OF
 from jaxmoe.data.tokenizer.encoding import Kind, encode_pieces, kind_of
 from jaxmoe.disk import kind_of_special_file
 from jaxmoe.json_bounds import parse_json
@@ -26,6 +28,8 @@ SEPARATOR = "<|endoftext|>"
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>", "<s>")
 MOST_IDS = 2**31
 """Largest vocabulary: token ids are int32."""
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Token of a byte in vocabularies that fall back to bytes."""
 _MAX_JSON_VALUES = 1 << 24  # an object or a list for each merge
 
 
@@ -67,6 +71,7 @@ class SubwordTokenizer:
                 "Give another file"
             )
         self._kind: Kind = kind_of(data)
+        self._decoders = frozenset(_types(data.get("decoder")))
         candidates = _KNOWN_SEPARATORS if separator is None else (separator,)
         found = next((token for token in candidates if token in vocabulary), None)
         if found is None:
@@ -118,6 +123,43 @@ class SubwordTokenizer:
         """Return the text of ids to show, with separators and special tokens."""
         return self._bpe.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text; see `Source.token_bytes`.
+
+        A token that is a part of a character has its own bytes.
+        """
+        alone = self.decode(np.array([token]))
+        name = self._bpe.id_to_token(token)
+        if name is None or token in self._silent:
+            return b""
+        if "ByteLevel" in self._decoders and token not in self._added:
+            found = [BYTE_OF.get(character) for character in name]
+            if None not in found:
+                return bytes(byte for byte in found if byte is not None)
+        if "ByteFallback" in self._decoders and (match := _BYTE.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        if is_first:
+            return alone
+        anchor, text = self._anchor
+        behind = self.decode(np.array([*anchor, token])).decode()
+        return behind[len(text) :].encode() if behind.startswith(text) else alone
+
+    @functools.cached_property
+    def _added(self) -> Mapping[int, Any]:
+        """Tokens beside the vocabulary, which are text as they stand, by id."""
+        return self._bpe.get_added_tokens_decoder()
+
+    @functools.cached_property
+    def _silent(self) -> frozenset[int | None]:
+        """Ids that decode to nothing."""
+        return frozenset({self.separator, *(i for i, one in self._added.items() if one.special)})
+
+    @functools.cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Ids that a token is decoded behind, and their text."""
+        ids = self.encode_all(["a"])[0][-1:]
+        return ids.tolist(), self.decode(ids).decode()
+
     def _encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         with _RustErrors(self.path):
             encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -135,6 +177,14 @@ class SubwordTokenizer:
             "separator": self.separator,
             "sha256": self._sha256,
         }
+
+
+def _types(decoder: Any) -> list[str]:
+    """Return the types of the decoders of a tokenizer.json, those of a sequence included."""
+    if not isinstance(decoder, dict):
+        return []
+    found = [_types(one) for one in decoder.get("decoders") or ()]
+    return [str(decoder.get("type")), *(one for some in found for one in some)]
 
 
 class _RustErrors(contextlib.AbstractContextManager[None]):

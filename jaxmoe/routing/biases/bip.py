@@ -32,8 +32,8 @@ them: identical tokens have the same experts. Max violations of `batch` seen wit
 of 16 with a preference of 3 for some experts, 0.91 and 1.7 at scales of 32 and 64, where softmax
 saturates; 0.15 for logits of a Cauchy distribution; 0.84 for four clusters of tokens that differ by
 1e-3 in their logits, 0.48 for eight; 0.93 and 0.60 where they differ by 1e-5, with any number of
-rounds. With 32 tokens for each expert normal logits reach 0.19, with 8 0.38. `histogram` needs scores that differ
-by more than a bin, 1 / `num_bins`; saturated ones do not (up to 1.8).
+rounds. With 32 tokens for each expert normal logits reach 0.19, with 8 0.38. `histogram` needs
+scores that differ by more than a bin, 1 / `num_bins`; saturated ones do not (up to 1.8).
 
 In evaluation all three route with the q in the state; for the first two it is the mean over the
 scopes of the last step. Scores should be in [0, 1] (softmax, sigmoid); a histogram counts larger

@@ -14,6 +14,7 @@ Further fields of a choice, where a request asks for them:
 from __future__ import annotations
 
 import abc
+import codecs
 import dataclasses
 import secrets
 import time
@@ -23,6 +24,22 @@ from typing import Any
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.served import Served
+
+
+class Spelled:
+    """Counts the characters of tokens, of which a character may need several."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.has_bytes = False
+        """Whether a token had any."""
+        self.offset = 0
+        """Whole characters of all tokens."""
+
+    def add(self, token: bytes) -> None:
+        """Take the bytes of a token."""
+        self.has_bytes = self.has_bytes or bool(token)
+        self.offset += len(self._decoder.decode(token))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -37,6 +54,10 @@ class Choice:
     """Tokens so far."""
     ended: Ended | None = None
     """Its end."""
+    has_begun: bool = False
+    """Whether a part of it was written into a stream."""
+    spelled: Spelled = dataclasses.field(default_factory=lambda: Spelled())
+    """Text of the tokens whose log-probabilities were written."""
 
 
 def usage(ends: Sequence[Ended], number: int) -> dict[str, Any]:
@@ -96,6 +117,7 @@ class Form(abc.ABC):
             tokens: Tokens of the part.
         """
         written = self._part(choice, new) | self._end(choice, tokens)
+        choice.has_begun = True
         return self._head | {"object": self.chunk_kind, "choices": [written]}
 
     def counted(self, counts: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +134,7 @@ class Form(abc.ABC):
         """Return the ids and experts of tokens, as far as they are asked for."""
         found: dict[str, Any] = {}
         if self._asked.has_token_ids:
-            if len(tokens) == len(choice.tokens):
+            if not choice.has_begun:
                 prompt = self._asked.prompts[choice.index // self._asked.number]
                 found["prompt_token_ids"] = list(prompt)
             found["token_ids"] = [one.token for one in tokens]
@@ -121,8 +143,21 @@ class Form(abc.ABC):
             found["routed_experts"] = [] if experts is None else experts.tolist()
         return found
 
-    def _spelled(self, token: int) -> str:
-        return self._served.text([token])
+    def _bytes(self, choice: Choice, one: Generated) -> dict[int, bytes]:
+        """Return the bytes that a token, and each alternative, adds to the text of a choice.
+
+        An id that ends the text has none.
+        """
+        prompt = self._asked.prompts[choice.index // self._asked.number]
+        is_first = not choice.spelled.has_bytes and not self._served.has_text(prompt)
+        found = dict[int, bytes]()
+        for token in (one.token, *(token for token, _ in one.alternatives)):
+            is_end = token in self._asked.sampling.stop_ids
+            found[token] = (
+                b"" if is_end else self._served.codec.token_bytes(token, is_first=is_first)
+            )
+        choice.spelled.add(found[one.token])
+        return found
 
     @abc.abstractmethod
     def _whole(self, choice: Choice) -> dict[str, Any]:
@@ -150,20 +185,43 @@ class CompletionForm(Form):
         return {"text": new}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
-        spelled = [self._spelled(one.token) for one in tokens]
-        offset = len("".join(self._spelled(one.token) for one in choice.tokens))
-        ends, at = [], offset - len("".join(spelled))
-        for text in spelled:
-            ends.append(at)
-            at += len(text)
+        texts, alternatives, offsets = [], [], []
+        for one in tokens:
+            offsets.append(choice.spelled.offset)
+            names = _distinct(self._bytes(choice, one))
+            texts.append(names[one.token])
+            alternatives.append({names[token]: value for token, value in one.alternatives})
         return {
-            "tokens": spelled,
+            "tokens": texts,
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [
-                {self._spelled(token): value for token, value in one.alternatives} for one in tokens
-            ],
-            "text_offset": ends,
+            "top_logprobs": alternatives,
+            "text_offset": offsets,
         }
+
+
+def _distinct(spelled: dict[int, bytes]) -> dict[int, str]:
+    """Return a name for each token: its text, where no token before it has the same.
+
+    The keys of an object are distinct: others are named by their ids, as vLLM names them.
+    """
+    found = dict[int, str]()
+    for token, content in spelled.items():
+        name = _text_of(content, "bytes:")
+        found[token] = f"token_id:{token}" if name in found.values() else name
+    return found
+
+
+def _text_of(content: bytes, mark: str = "") -> str:
+    """Return the text of a token; the bytes of a part of a character as OpenAI's API spells them.
+
+    Args:
+        content: Bytes of the token.
+        mark: What stands before bytes.
+    """
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return mark + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 class ChatForm(Form):
@@ -175,18 +233,18 @@ class ChatForm(Form):
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
     def _part(self, choice: Choice, new: str) -> dict[str, Any]:
-        is_first = len(choice.text) == len(new) and choice.ended is None
-        return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": new}}
+        role = {} if choice.has_begun else {"role": "assistant"}
+        return {"delta": role | {"content": new}}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
-        def entry(token: int, value: float | None) -> dict[str, Any]:
-            text = self._spelled(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        content = []
+        for one in tokens:
+            spelled = self._bytes(choice, one)
+            several = [_entry(spelled[token], value) for token, value in one.alternatives]
+            content.append(_entry(spelled[one.token], one.logprob) | {"top_logprobs": several})
+        return {"content": content}
 
-        return {
-            "content": [
-                entry(one.token, one.logprob)
-                | {"top_logprobs": [entry(token, value) for token, value in one.alternatives]}
-                for one in tokens
-            ]
-        }
+
+def _entry(content: bytes, value: float | None) -> dict[str, Any]:
+    """Return a token of a chat with its log-probability."""
+    return {"token": _text_of(content), "logprob": value, "bytes": list(content)}

@@ -73,7 +73,7 @@ def read_completion(body: Any, served: Served) -> Asked:
     fields = Fields(body, COMPLETION)
     prompts = _prompts(fields.any("prompt"), served)
     most = fields.integer("logprobs", None, 0)
-    return _asked(fields, served, prompts, most, default=16)
+    return _asked(fields, served, prompts, most, ("max_tokens",), default=16)
 
 
 def read_chat(body: Any, served: Served) -> Asked:
@@ -100,8 +100,8 @@ def read_chat(body: Any, served: Served) -> Asked:
     if most and not fields.flag("logprobs"):
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
     given = most if fields.flag("logprobs") else None
-    limit = fields.integer("max_completion_tokens", None, 1)
-    asked = _asked(fields, served, (prompt,), given, default=limit)
+    names = ("max_completion_tokens", "max_tokens")  # the second is the deprecated name
+    asked = _asked(fields, served, (prompt,), given, names, default=None)
     ids, texts = chat.ends
     sampling = dataclasses.replace(asked.sampling, stop_ids=(*asked.sampling.stop_ids, *ids))
     return dataclasses.replace(asked, sampling=sampling, stop=(*asked.stop, *texts))
@@ -130,9 +130,20 @@ def _asked(
     served: Served,
     prompts: tuple[tuple[int, ...], ...],
     num_logprobs: int | None,
+    limits: tuple[str, ...],
     default: int | None,
 ) -> Asked:
-    """Return the request; the default number of tokens is what the longest prompt leaves."""
+    """Return the request.
+
+    Args:
+        fields: Fields of the body.
+        served: The model.
+        prompts: Token ids.
+        num_logprobs: Alternatives of each token.
+        limits: Fields of the largest number of tokens; the first that is given holds.
+        default: Tokens without any of them; None is all that a prompt leaves. `Answers` gives a
+            prompt no more than it leaves.
+    """
     model = fields.text("model", served.name)
     adapter = served.adapter_of(model)
     if num_logprobs is not None and num_logprobs > served.max_logprobs:
@@ -149,17 +160,7 @@ def _asked(
             " with --engine.has_experts True",
             "unsupported_field",
         )
-    longest, most = max(map(len, prompts)), served.engine.facts.max_length
-    room = most - longest
-    limit = fields.integer("max_tokens", default or max(room, 1), 1)
-    if limit > room:
-        raise HTTPError(
-            400,
-            f"the prompt has {longest} tokens, and {limit} are to be written: this server holds"
-            f" {most} tokens of a request. Shorten the prompt, or lower max_tokens",
-            param="max_tokens" if room > 0 else "prompt",
-            code="context_length_exceeded",
-        )
+    limit = _limit(fields, limits, default, prompts, served.engine.facts.max_length)
     options = fields.any("stream_options")
     options = Fields({} if options is None else options, ("include_usage",), "stream_options")
     drawn: dict[str, Any] = {
@@ -196,6 +197,37 @@ def _asked(
             "priority": fields.integer("priority", 0, -1000, 1000),
         },
     )
+
+
+def _limit(
+    fields: Fields,
+    names: tuple[str, ...],
+    default: int | None,
+    prompts: tuple[tuple[int, ...], ...],
+    most: int,
+) -> int:
+    """Return the largest number of tokens of an answer; see `_asked`.
+
+    Args:
+        fields: Fields of the body.
+        names: Fields of the number.
+        default: Number without any of them.
+        prompts: Token ids.
+        most: Tokens of a prompt and its answer that the server holds.
+    """
+    longest = max(map(len, prompts))
+    room = most - longest
+    given = {name: fields.integer(name, None, 1) for name in names}
+    field = next((name for name in names if given[name] is not None), names[0])
+    if room < 1 or (given[field] or 0) > room:
+        raise HTTPError(
+            400,
+            f"the prompt has {longest} tokens, and {given[field] or 1} are to be written: this"
+            f" server holds {most} tokens of a request. Shorten the prompt, or lower {field}",
+            param=field if room > 0 else "prompt",
+            code="context_length_exceeded",
+        )
+    return given[field] or default or most - min(map(len, prompts))
 
 
 def _seed(fields: Fields) -> int:

@@ -14,7 +14,7 @@ from jaxmoe.data import DataError
 from jaxmoe.data.chat import ChatTemplate, read_messages, render
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.generation.chat import answer_ends
-from jaxmoe.generation.text import Codec
+from jaxmoe.generation.text import ByteCodec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
 
@@ -58,7 +58,7 @@ class Served:
     """Name of the model in requests."""
     engine: Engine
     """Engine, made with the codec."""
-    codec: Codec
+    codec: ByteCodec
     """Encoder and decoder of text."""
     chat: ChatFormat | None = None
     """How it reads conversations; None refuses them."""
@@ -123,6 +123,6 @@ class Served:
             raise wrong(param, " has no token: give more text")
         return ids
 
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return self.codec.decode(np.asarray(ids, np.int32))
+    def has_text(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends with text, behind which an answer is written."""
+        return bool(self.codec.decode(np.asarray(context_of(prompt), np.int32)))

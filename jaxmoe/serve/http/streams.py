@@ -45,8 +45,10 @@ class Answers:
     def _submit(self, engine: Engine, asked: Asked, prompt: tuple[int, ...]) -> None:
         """Submit one prompt; its other answers wait for the first, to share its pages."""
         leader: Stream | None = None
+        most = min(asked.sampling.max_tokens, engine.facts.max_length - len(prompt))
         for number in range(asked.number):
-            sampling = dataclasses.replace(asked.sampling, seed=asked.sampling.seed + number)
+            seed = asked.sampling.seed + number
+            sampling = dataclasses.replace(asked.sampling, seed=seed, max_tokens=most)
             stream = engine.submit(
                 prompt,
                 sampling,

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from etils import epath
 
-from jaxmoe.data import DataError
+from jaxmoe.data import DataError, FilesConfig
 from jaxmoe.data.reading.formats import read_records
 from jaxmoe.data.reading.records import BadRecord, Record, json_lines
 from jaxmoe.tracking import MissingPackageError
@@ -308,3 +308,35 @@ def test_long_lines_are_left_out_wherever_chunks_end(lines, sizes, longest):
     for item, text in zip(found, rest, strict=True):
         assert isinstance(item, BadRecord) == (len(text) > longest)
         assert isinstance(item, BadRecord) or item.value == int(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("a.json", '[{"text": "one"}]', "JSON"),
+        ("a.json", "no JSON at all", "JSON"),
+        ("A.CSV", "text,label\none,1\n", "CSV"),
+        ("a.tsv.gz", "text\tlabel\n", "CSV"),
+        ("a.txt", '\ufeff {"text": "one"}\n{"text": "two"}\n', "JSON"),
+        ("a.jl", '{\n "text": "one"\n}', "JSON"),
+        ("a.txt", "[a list] in words", None),
+        ("a.c", "{ return 1; }", None),
+        ("a.jsonl", '{"text": "one"}', None),
+    ],
+)
+def test_files_of_records_that_are_trained_as_text_are_told_of(
+    tmp_path, monkeypatch, caplog, name, text, kind
+):
+    """In words, when they are read and when they come from the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content = text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (tmp_path / "b.txt").write_text("two")
+    given = {"validation_path": (str(tmp_path / "b.txt"),)}
+    config = FilesConfig(path=(str(tmp_path / name),), **given)
+    for _ in range(2):
+        caplog.clear()
+        config.build()
+        told = {one.getMessage() for one in caplog.records}
+        wanted = f"1 of 1 files are {kind}, {tmp_path / name} among them"
+        assert [wanted in one for one in told] == [True] * (kind is not None)

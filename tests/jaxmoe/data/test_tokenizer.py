@@ -56,6 +56,9 @@ def test_trained_tokenizer_round_trip(trained):
     assert all(0 not in ids for ids in encoded)
     assert [trained.decode(ids).decode() for ids in encoded] == texts
     assert len(encoded[0]) < len(TEXTS[0]) / 2
+    spelled = [b"".join(trained.token_bytes(int(i)) for i in ids) for ids in encoded]
+    assert spelled == [text.encode() for text in texts]
+    assert trained.token_bytes(trained.separator) == b""
 
 
 SPACES = " \n\t\r\x0b\x1c\x85\xa0\u3000"

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -93,7 +94,8 @@ def test_directory_without_tokenizer_takes_ids(tmp_path, capsys):
     bare = jaxmoe.from_huggingface(str(tmp_path / "bare"))
     ids = bare.generate([5, 6, 7], length=4, temperature=0.0)
     assert len(ids) == 4 and all(0 <= token < model.vocab_size for token in ids)
-    assert bare.generate("5 6 7", length=4, temperature=0.0) == " ".join(map(str, ids))
+    text = bare.generate("5 6 7", length=4, temperature=0.0)
+    assert f"5 6 7{text}" == " ".join(map(str, [5, 6, 7, *ids]))  # a text goes on as it began
     given = ("--run.directory", str(tmp_path / "bare"), "--length", "4", "--temperature", "0")
     assert generate.main([*given, "--prompt", "5 6 7"]) == ExitCode.DONE
     assert " ".join(map(str, ids)) in capsys.readouterr().out
@@ -160,6 +162,32 @@ def test_end_of_text_ends_a_text(place, pretrained, tmp_path):
     assert list(run.generate("the quick", eos="ignore", **GREEDY).token_ids) == ids
     texts = run.generate(["the quick", "x"], **GREEDY)
     assert texts[0] == short and texts[1] == run.generate("x", **GREEDY)
+
+
+def test_ends_of_generation_config_hold_through_import_and_export(place, pretrained, tmp_path):
+    """As transformers takes them: those of generation_config.json, where it names any."""
+    other, prompt = tmp_path / "other", pretrained.tokenizer.encode("the quick").tolist()
+    shutil.copytree(place, other)
+    ids = pretrained.generate(prompt, **GREEDY)
+    number = next(n for n in range(1, len(ids)) if ids[n] not in ids[:n])
+    end = json.loads((place / "config.json").read_text())["eos_token_id"]
+    generation = {"eos_token_id": [end, ids[number]], "top_p": 0.5, "pad_token_id": 0}
+    (other / "generation_config.json").write_text(json.dumps(generation))
+    found = jaxmoe.from_huggingface(other)
+    assert found.eos_ids == (end, ids[number]) and found.generate(prompt, **GREEDY) == ids[:number]
+    assert list(Run.open(other).generate("the quick", **GREEDY).token_ids) == ids[:number]
+    run, back = str(tmp_path / "run"), tmp_path / "back"
+    assert checkpoint.main(["convert", "--from_huggingface", str(other), "--to", run]) == 0
+    assert list(Run.open(run).generate("the quick", **GREEDY).token_ids) == ids[:number]
+    given = ("--run.directory", run, "--to_huggingface", "auto", "--to", str(back))
+    assert checkpoint.main(["convert", *given]) == ExitCode.DONE
+    assert json.loads((back / "config.json").read_text())["eos_token_id"] == end
+    written = json.loads((back / "generation_config.json").read_text())
+    assert generation.items() <= written.items()
+    for wrong in ({"eos_token_id": ["x"]}, {"eos_token_id": -1}, {"eos_token_id": [True]}):
+        (other / "generation_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ConfigurationError, match="generation_config.json: eos_token_id"):
+            jaxmoe.from_huggingface(other)
 
 
 def test_names_on_the_hub_are_downloaded(place, downloads, capsys, monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 """Models with `model.layers`, written for transformers in their short form or refused."""
 
 import dataclasses
+import json
 import operator
 import re
 
@@ -12,6 +13,7 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointError, read_huggingface, to_huggingface
 from jaxmoe.checkpoint.huggingface.export import suggest_family
+from jaxmoe.checkpoint.huggingface.families import FAMILIES
 from jaxmoe.layers.mixers import Mamba2Config, MambaConfig
 from jaxmoe.models.config import (
     AttentionConfig,
@@ -158,3 +160,39 @@ def test_layers_of_experts_without_a_period_are_refused(tmp_path):
     )
     with pytest.raises(CheckpointError, match=text):
         to_huggingface(ModelConfig(**given, dense_layers=(0, 1)), {}, tmp_path / "it")
+
+
+@pytest.mark.parametrize("width", [24, 32, 10])
+@pytest.mark.parametrize("num_experts", [0, 2])
+def test_a_model_without_recurrent_layers_is_exported_as_its_hybrid_family(
+    num_experts, width, tmp_path
+):
+    """As granite-4.0-micro, -1b and -350m: attention in all layers, dense or with experts."""
+    config = dict(read("granitemoehybrid").config)
+    config |= {
+        "hidden_size": width,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "num_hidden_layers": 2,
+        "layer_types": ["attention"] * 2,
+        "position_embedding_type": "rope",
+        "num_local_experts": num_experts,
+        "intermediate_size": 12,
+        "shared_intermediate_size": 24,
+        "mamba_n_heads": 2,
+        "mamba_d_head": width,
+        "mamba_expand": 2,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0,
+    }
+    model = FAMILIES["granitemoehybrid"].model(config)
+    params = init_params(model, jax.random.key(0))
+    assert suggest_family(model) == ("granitemoehybrid", "")
+    for family in (None, "granitemoehybrid"):
+        place = to_huggingface(model, params, tmp_path / str(family), family=family)
+        fields = json.loads((place / "config.json").read_text())
+        heads = fields["mamba_n_heads"] * fields["mamba_d_head"]
+        assert heads == fields["mamba_expand"] * width
+        found = read_huggingface(place)
+        jax.tree.map(np.testing.assert_array_equal, found.params, params)

@@ -11,7 +11,8 @@ from flax import traverse_util
 
 from jaxmoe import Transformer
 from jaxmoe.adapters import LoraConfig, TargetsConfig, plain
-from jaxmoe.checkpoint import from_huggingface, to_huggingface
+from jaxmoe.checkpoint import CheckpointError, from_huggingface, to_huggingface
+from jaxmoe.checkpoint.huggingface.files import Planned, open_tensors, write_file
 from jaxmoe.checkpoint.huggingface.peft import write_peft
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -187,3 +188,37 @@ def test_adapter_of_peft_gives_its_logits(name, tmp_path, peft):
     found = logits_of(own, traverse_util.unflatten_dict(flat, sep="/"))
     assert np.abs(found - before).max() > 1e-2
     np.testing.assert_allclose(found, torch_logits(theirs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["lm_head.base_layer", "lm_head", "model.embed_tokens"])
+def test_weights_of_the_model_beside_the_factors_are_compared(key, tmp_path, caplog):
+    """peft stores those of an adapted head, or of a vocabulary that it takes for a changed one."""
+    model, adapter = CASES["dense layer, router, head"]
+    adapted_model, params = adapted(model, adapter)
+    flat = traverse_util.flatten_dict(params, sep="/")
+    write_peft(tmp_path / "ad", adapted_model, flat, base="base")
+    file = tmp_path / "ad" / "adapter_model.safetensors"
+    tensors = {name: np.asarray(value) for name, value in open_tensors(file).items()}
+    place = "embedding" if "embed" in key else "head"
+    rows = {row.declaration.role: row for row in parameter_table(model)}
+    weights = plain(params)
+    own = np.asarray(flat[rows[place].path])
+    own = own if own.shape[0] == model.vocab_size else own.T
+    name = f"base_model.model.{key}.weight"
+
+    def stored(values):
+        held = tensors | {name: np.asarray(values)}
+        planned = {one: Planned(value.shape, "float32") for one, value in held.items()}
+        write_file(file, planned, held.__getitem__)
+
+    stored(own)
+    found, arrays = read_peft(tmp_path / "ad", model, lambda: weights)
+    assert "head" in found.targets.roles and not any("base_layer" in path for path in arrays)
+    assert not caplog.records
+    assert read_peft(tmp_path / "ad", model)[0] == found and name in caplog.text
+    stored(own + 1)
+    with pytest.raises(CheckpointError, match="are other weights than the model's"):
+        read_peft(tmp_path / "ad", model, lambda: weights)
+    stored(np.concatenate([own, own[:1]]))
+    with pytest.raises(CheckpointError, match="its vocabulary was resized for the adapter"):
+        read_peft(tmp_path / "ad", model)

@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 from jaxmoe.data import ChatConfig, DataError, Loader, Source, check_position
+from jaxmoe.data.chat import Message, read_messages
 from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.reading import rows as reading
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, TrainedConfig
@@ -105,8 +106,8 @@ def test_every_format_gives_the_same_conversations():
             r"\['content'\] must be .* found nothing",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
-            r"messages\[0\]\['content'\] must be a text, found list \[{'type': 'text'",
+            {"messages": [{"role": "user", "content": [{"text": "x"}, {"type": "image_url"}]}]},
+            r"messages\[0\]\['content'\]\[1\] must be a part of text, .*, found type 'image_url'",
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
@@ -195,6 +196,47 @@ def _directory(settings, jinja=None):
         if text is not None:
             (place / name).write_text(text)
     return str(place)
+
+
+def test_special_tokens_of_a_map_are_given_to_the_template():
+    """They are named in special_tokens_map.json alone, as by older tokenizers; settings win."""
+    jinja = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    place = pathlib.Path(_directory(json.dumps({"eos_token": "<|im_end|>"}), jinja))
+    named = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "</s>"}
+    (place / "special_tokens_map.json").write_text(json.dumps(named))
+    template = read_template(place)
+    (piece,) = template.pieces([Message("user", "hi")], add_generation_prompt=False)
+    assert piece.text == "<|im_start|>hi<|im_end|>" and template.end.text == "<|im_end|>"
+    (place / "special_tokens_map.json").write_text("[]")
+    with pytest.raises(DataError, match="special_tokens_map.json must hold an object"):
+        read_template(place)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_answers_that_a_template_does_not_end_are_told_of(train_on, caplog):
+    """Turns end with the mark of the next role: no answer is trained to end."""
+    _write("a.jsonl", map(_chat, range(6)))
+    jinja = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = FileConfig(path=_directory(json.dumps({"eos_token": "<|im_end|>"}), jinja + prompt))
+    config = ChatConfig(
+        path=("a.jsonl",), template="tokenizer", tokenizer=tokenizer, train_on=train_on
+    )
+    for _ in range(2):  # read, and from the cache
+        caplog.clear()
+        config.build()
+        (told,) = {one.getMessage() for one in caplog.records}
+        assert "6 answers are trained without an end, a.jsonl line 1 " in told
+        assert "does not write '<|im_end|>' behind them, where generation stops" in told
+    caplog.clear()
+    dataclasses.replace(config, template="chatml").build()
+    assert not caplog.records
+
+
+def test_a_content_may_be_a_list_of_parts():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    found = read_messages([{"role": "user", "content": parts}, {"role": "tool", "content": "x"}])
+    assert found == (Message("user", "one\ntwo"), Message("tool", "x"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,10 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from jaxmoe.data import TextOnlyConfig
+from jaxmoe.data.tokenizer import FileConfig
 from tests.support.endpoint import Speller, serving
+from tests.support.sentencepiece_tokenizers import write_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,67 @@ def test_log_probabilities(client):
     first = talk.choices[0].logprobs.content[0]
     assert first.logprob == -0.5 and first.bytes == list(first.token.encode())
     assert [(one.token, one.logprob) for one in first.top_logprobs] == [("a", -0.5)]
+
+
+def _post(address, route, **asked):
+    return httpx.post(f"{address}/v1/{route}", json=asked, timeout=60)
+
+
+def test_bytes_of_tokens_spell_the_text():
+    """Also of tokens that are parts of a character, which are named as OpenAI's API names them."""
+    text = "\u00e9\U0001f600"
+    asked = {"max_tokens": 6, "seed": 0}
+    with serving(Speller(answer=text.encode())) as (address, _, _):
+        talk = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+        whole = _post(address, "chat/completions", **talk, **asked, top_logprobs=1).json()
+        old = _post(address, "completions", prompt="a", logprobs=1, **asked).json()
+    tokens = whole["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for one in tokens for byte in one["bytes"]).decode() == text
+    assert [one["token"] for one in tokens[:2]] == ["\\xc3", "\\xa9"]
+    found = old["choices"][0]["logprobs"]
+    assert found["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert found["text_offset"] == [0, 0, 1, 1, 1, 1]
+
+
+def test_tokens_that_spell_alike_have_names_of_their_own(tmp_path):
+    """A key of top_logprobs is one token's; the chosen token has the name that `tokens` has."""
+    codec = TextOnlyConfig(
+        tokenizer=FileConfig(path=str(write_sentencepiece(tmp_path, has_bos=False)))
+    ).build()
+    alike = int(codec.encode("e")[-1])  # a letter, and the byte of the same letter
+    byte = next(one for one in range(259) if codec.token_bytes(one) == b"e")
+    assert byte != alike and codec.token_bytes(alike) == b"e"
+    speller = Speller(answer=[byte], top=((alike, -0.25), (byte, -0.5)), largest=999)
+    with serving(speller, codec=codec) as (address, _, _):
+        answer = _post(address, "completions", prompt="hello", max_tokens=1, logprobs=2).json()
+    found = answer["choices"][0]["logprobs"]
+    assert found["tokens"] == ["e"]
+    assert found["top_logprobs"] == [{f"token_id:{alike}": -0.25, "e": -0.5}]
+
+
+def test_the_first_space_of_a_continuation_is_sent(tmp_path):
+    """Of tokenizers that mark spaces: in the text, in the parts of a stream, and in logprobs."""
+    codec = TextOnlyConfig(tokenizer=FileConfig(path=str(write_sentencepiece(tmp_path)))).build()
+    prompt, rest = "hello", " world \u00e9 and dogs"
+    ids = codec.encode(prompt + rest)[len(codec.encode(prompt)) :].tolist()
+    asked = {"prompt": prompt, "max_tokens": len(ids), "logprobs": 1}
+    with serving(Speller(answer=ids, largest=999), codec=codec) as (address, _, _):
+        whole = _post(address, "completions", **asked).json()["choices"][0]
+        stream = _post(address, "completions", stream=True, **asked).text
+        begin = asked | {"prompt": [1], "max_tokens": 1}
+        first = _post(address, "completions", **begin).json()["choices"][0]
+    assert whole["text"] == rest and whole["logprobs"]["tokens"][0].startswith(" ")
+    parts = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    choices = [one["choices"][0] for one in parts]
+    assert "".join(one["text"] for one in choices) == rest
+    for name in ("tokens", "text_offset"):
+        spelled = [value for one in choices for value in one["logprobs"][name]]
+        assert spelled == whole["logprobs"][name]
+    places = zip(whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"], strict=True)
+    assert all(rest[at:].startswith(token) for token, at in places if "bytes:" not in token)
+    assert (
+        first["text"] == first["logprobs"]["tokens"][0] == whole["text"][1:][: len(first["text"])]
+    )
 
 
 def test_experts_and_ids_of_tokens_are_sent_where_asked_for(client):
@@ -174,6 +238,48 @@ def test_streams_end_with_usage(client):
     assert {one.id for one in chunks} == {chunks[0].id}
 
 
+@pytest.mark.parametrize(
+    ("answer", "asked"),
+    [
+        ("\U0001f600b!", {"max_tokens": 9, "logprobs": True, "stop": ["!"]}),
+        ("xyzw", {"max_tokens": 2, "stop": ["xyQ"]}),
+        ("xyzw", {"max_tokens": 4, "stop": ["x"]}),
+        ("xyzw", {"max_tokens": 4, "n": 3}),
+    ],
+    ids=["parts of a character", "held back until the end", "stopped at once", "several answers"],
+)
+def test_a_stream_names_the_role_in_its_first_part_alone(answer, asked):
+    """Also where that part has no text, or is the last one."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True} | asked
+    with serving(Speller(answer=answer.encode())) as (address, _, _):
+        text = httpx.post(f"{address}/v1/chat/completions", json=body).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    for index in range(asked.get("n", 1)):
+        own = [one["choices"][0] for one in events if one["choices"][0]["index"] == index]
+        assert [one["delta"].get("role") for one in own] == ["assistant"] + [None] * (len(own) - 1)
+
+
+def test_tokens_that_nobody_asked_for_are_not_too_many(client):
+    """Without a limit a prompt gets up to 16 tokens, or what it leaves of 128."""
+    whole = client.completions.create(model="speller", prompt=["p" * 120, "p"], seed=0)
+    assert [one.finish_reason for one in whole.choices] == ["length", "length"]
+    assert [len(one.text) for one in whole.choices] == [8, 16]
+    talk = [{"role": "user", "content": "p" * 20}]
+    answer = client.chat.completions.create(model="speller", messages=talk, seed=0)
+    assert answer.usage.total_tokens == 128
+
+
+def test_the_newer_name_of_the_limit_of_a_chat_holds(client):
+    talk = {"model": "speller", "messages": [{"role": "user", "content": "hi"}], "seed": 0}
+    both = client.chat.completions.create(**talk, max_completion_tokens=2, max_tokens=5)
+    assert both.usage.completion_tokens == 2
+    old = client.chat.completions.create(**talk, max_tokens=5)
+    assert old.usage.completion_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="lower max_completion_tokens") as caught:
+        client.chat.completions.create(**talk, max_completion_tokens=128, max_tokens=5)
+    assert caught.value.param == "max_completion_tokens"
+
+
 def test_a_chat_ends_at_the_mark_of_its_template():
     answer = "h\u00e9<|im_end|>never".encode()
     with (
@@ -197,7 +303,7 @@ def test_a_chat_ends_at_the_mark_of_its_template():
         ("completions", {"prompt": ["a", 1]}, 400, "prompt must be a text, token ids, or a list"),
         ("completions", {"prompt": [300]}, 400, "prompt holds ids above 255"),
         ("completions", {"prompt": "a", "max_tokens": 128}, 400, "Shorten the prompt, or lower"),
-        ("completions", {"prompt": "a" * 128}, 400, "the prompt has 128 tokens, and 16 are"),
+        ("completions", {"prompt": "a" * 128}, 400, "the prompt has 128 tokens, and 1 are"),
         ("completions", {"prompt": "a", "max_token": 1}, 400, "max_token is not a field"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be a"),
         ("completions", {"prompt": "a", "temperature": True}, 400, "temperature=True must be a"),
