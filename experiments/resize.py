@@ -25,6 +25,7 @@ from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
+from jaxmoe.resilience.lease import STALE, Beat, last_beat
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.request import (
@@ -34,6 +35,7 @@ from jaxmoe.run.elastic.request import (
     check_resized,
     read_resizes,
     resolve,
+    withdraw,
     write_request,
 )
 from sharding.mesh import MeshConfig
@@ -77,12 +79,17 @@ def main(argv: Sequence[str]) -> int:
             mesh=config.mesh, without=config.without, name=f"resize-{uuid.uuid4().hex[:8]}"
         )
         mesh, devices = check_request(directory, request)
+        beat = check_trains(directory)
         write_request(directory, request)
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.by_axis.items() if size > 1)
     write(f"requested: mesh {sizes or 'of one device'}, {len(devices)} devices")
     if not config.wait:
         return int(ExitCode.DONE)
-    answer = wait_for_answer(directory, request.name, config.wait)
+    try:
+        answer = wait_for_answer(directory, request.name, config.wait, beat)
+    except RunEndedError as error:
+        withdraw(directory, request.name)
+        flags.fail(str(error))
     if answer is None:
         flags.fail(
             f"the run has not answered within {config.wait:g} s: {directory.resize_file} waits for"
@@ -117,28 +124,76 @@ def check_request(
             f"{directory.environment_file} does not name the devices of a run that trains: resume"
             " the run, and ask again"
         )
-    names = [*recorded["devices"], *recorded.get("spare_devices", [])]
-    ids = sorted(int(name.split()[0].partition(":")[2]) for name in names)
+    try:
+        names = [*recorded["devices"], *recorded.get("spare_devices", [])]
+        ids = sorted(int(name.split()[0].partition(":")[2]) for name in names)
+        mesh = MeshConfig(**recorded["mesh"])
+    except (TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{directory.environment_file} does not name the devices of a run ({error!r}): restore"
+            " it, or resume the run, which writes it anew"
+        ) from error
     check = functools.partial(check_resized, config)
-    return resolve(request, MeshConfig(**recorded["mesh"]), [Place(id=one) for one in ids], check)
+    return resolve(request, mesh, [Place(id=one) for one in ids], check)
 
 
-def wait_for_answer(directory: RunDirectory, name: str, seconds: float) -> dict[str, Any] | None:
+def check_trains(directory: RunDirectory) -> Beat | None:
+    """Return the last heartbeat of a run; None if no process trains it now.
+
+    Args:
+        directory: Directory of the run.
+
+    Raises:
+        ValueError: Its last step is done, and no process holds it: it would never answer.
+    """
+    summary, beat = directory.summary() or {}, last_beat(directory.path)
+    if summary.get("status") == "done" and beat is None:
+        raise ValueError(
+            f"run.directory={directory.path} has ended at step {summary.get('steps')}: there is"
+            " nothing to resize; to train it further on another mesh, resume it with more steps and"
+            " --execution.mesh.data"
+        )
+    return beat
+
+
+class RunEndedError(Exception):
+    """The run ended before it answered."""
+
+
+def wait_for_answer(
+    directory: RunDirectory, name: str, seconds: float, beat: Beat | None = None
+) -> dict[str, Any] | None:
     """Return what became of a request; None if the run has not answered in time.
 
     Args:
         directory: Directory of the run.
         name: Name of the request.
         seconds: Timeout.
+        beat: Last heartbeat before the request was written; None if the run did not train.
+
+    Raises:
+        RunEndedError: The run has trained since, and has ended without an answer.
     """
     until, is_compiling = time.monotonic() + seconds, False
+    has_trained, heard = beat is not None, time.monotonic()
     while True:
+        if (now := last_beat(directory.path)) != beat:
+            beat, heard = now, time.monotonic()
+            has_trained = has_trained or beat is not None
+        # Read after the sign of life: the last thing that a run does may be to answer.
         events = [event for event in read_resizes(directory) if event["name"] == name]
         if events and events[-1]["status"] != "compiling":
             return events[-1]
         if events and not is_compiling:
             write(events[-1]["message"])
             is_compiling = True
+        silence = time.monotonic() - heard
+        if has_trained and (beat is None or silence > STALE * beat.seconds):
+            why = "has ended" if beat is None else f"has given no sign of life for {silence:.0f} s"
+            raise RunEndedError(
+                f"the run {why} without an answer, and the request is withdrawn; a start of the run"
+                " uses the mesh of its own command"
+            )
         if time.monotonic() > until:
             return None
         time.sleep(_POLL_SECONDS)

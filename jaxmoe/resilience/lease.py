@@ -42,7 +42,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.disk import check_plain_files
@@ -346,6 +346,32 @@ class Lease:
             " it over with --run.steal_lock True where a command has that, or choose another"
             " directory with --run.directory"
         )
+
+
+class Beat(NamedTuple):
+    """Last sign of life of the process that holds a directory."""
+
+    token: str
+    count: Any
+    """Number of the heartbeat; None before the first."""
+    seconds: float
+    """Seconds between heartbeats: one that does not change for `STALE` of them is of a dead one."""
+
+
+def last_beat(directory: str | os.PathLike[str]) -> Beat | None:
+    """Return the last heartbeat in a directory; None if it is free.
+
+    Args:
+        directory: Directory of a lease; nothing is written.
+    """
+    place = pathlib.Path(directory)
+    if not place.is_dir():
+        return None
+    lease = Lease(place)
+    holder = lease._read_holder()
+    if holder is None or lease._is_released(holder):
+        return None
+    return Beat(holder.token, lease._heartbeat_of(holder), holder.heartbeat)
 
 
 def _is_same_file(opened: int, path: pathlib.Path) -> bool:

@@ -289,6 +289,8 @@ def _train_prepared(
         result = trained.result
         if result.status == "taken_over":
             return _taken_over(directory, result.step, reporter)
+        if result.status == "done":
+            resizing.finish(result.step)
         watchdog.beat("the last save", result.step)
     if result.status in ("preempted", "interrupted") and has_state(result):
         say(f"{result.status}: saving step {result.step} (a second signal ends at once)")

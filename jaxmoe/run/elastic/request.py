@@ -13,22 +13,29 @@ as they are, so a size fits only if it divides the batch (and the arrays that ar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.disk import replace_file
-from jaxmoe.json_bounds import read_record
+from jaxmoe.json_bounds import parse_json, read_record
+from jaxmoe.json_bounds import read_text as bounded_text
 from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
 from jaxmoe.training.batch_ramp import accumulation_of
 from sharding.mesh import MeshConfig
+
+_MOST = 1 << 16
+"""Bytes of the largest request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +126,11 @@ def parse_request(text: str) -> ResizeRequest:
         ValueError: It is not JSON, or has other fields.
     """
     try:
-        given = json.loads(text)
+        given = parse_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"resize.json is not JSON ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"resize.json cannot be used: {error}") from error
     if not isinstance(given, dict):
         raise ValueError('resize.json must be an object such as {"mesh": {"data": 6}}')
     empty = {"mesh": to_json(AxisSizes()), "without": [], "name": ""}
@@ -151,11 +160,43 @@ def write_request(directory: RunDirectory, request: ResizeRequest) -> None:
 
 
 def read_text(directory: RunDirectory) -> str | None:
-    """Return the text of `resize.json`; None without a request, or if it cannot be read now."""
+    """Return the text of `resize.json`; None without a request, or if it cannot be read now.
+
+    Raises:
+        ValueError: It is no file with text, or too large.
+    """
     try:
-        return directory.resize_file.read_text(encoding="utf-8")
+        return bounded_text(directory.resize_file, max_bytes=_MOST)
     except OSError:
         return None
+    except ValueError as error:
+        raise ValueError(f"{directory.resize_file} cannot be used: {error}") from error
+
+
+def withdraw(directory: RunDirectory, name: str) -> None:
+    """Remove a request that has not been answered, unless another has replaced it.
+
+    Args:
+        directory: Directory of the run.
+        name: Name of the request.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        text = read_text(directory)
+        if text is not None and parse_request(text).name == name:
+            os.unlink(directory.resize_file)
+
+
+def set_aside(directory: RunDirectory) -> pathlib.Path:
+    """Rename a `resize.json` that cannot be read, whatever it is, and return its new path.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    names = (f"resize.refused-{number}.json" for number in itertools.count(1))
+    paths = (directory.path / name for name in names)
+    free = next(path for path in paths if not os.path.lexists(path))
+    os.rename(directory.resize_file, free)
+    return free
 
 
 def read_resizes(directory: RunDirectory) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,7 @@ from jaxmoe.run.elastic.request import (
     read_text,
     record,
     resolve,
+    set_aside,
 )
 from jaxmoe.run.recovery import with_raised_rate
 from jaxmoe.training.loop import Stop, StopReason
@@ -201,7 +203,8 @@ class Resizing:
         """Begin to prepare the requested mesh, if there is a request."""
         text, is_first = None, jax.process_index() == 0
         if is_first and time.monotonic() - self._looked >= _POLL_SECONDS:
-            text, self._looked = read_text(self._directory), time.monotonic()
+            self._looked = time.monotonic()
+            text = self._read()
         if not agree(bool(text)):
             return
         sent = share(np.frombuffer((text or "").encode(), np.uint8), is_first)
@@ -219,6 +222,37 @@ class Resizing:
             ),
             is_answer=False,
         )
+
+    def finish(self, step: int) -> None:
+        """Refuse a request that came too late, once the run has ended.
+
+        Args:
+            step: Last step of the run.
+        """
+        if jax.process_index() != 0 or not (text := self._read()):
+            return
+        self._text = text
+        message = f"the run has ended at step {step}: nothing is resized"
+        event = Resized(name=_name_in(text), status="refused", step=step, message=message)
+        self._record(event, is_answer=True)
+
+    def _read(self) -> str | None:
+        """Return the text of a request; one that is none is recorded and set aside."""
+        try:
+            if text := read_text(self._directory):
+                parse_request(text)
+            return text
+        except ValueError as error:
+            message = str(error)
+        try:
+            message += f"; it is set aside as {set_aside(self._directory).name}"
+        except OSError as error:
+            self._looked = math.inf  # or each look would warn
+            message += f"; it cannot be set aside ({error.strerror}), and the run looks no more"
+        logger.warning("the resize is refused, and the run goes on as it was: %s", message)
+        event = Resized(name="", status="refused", step=self._step, message=message)
+        self._record(event, is_answer=False)
+        return None
 
     def _refuse(self, error: BaseException | None) -> None:
         """Record the reason of a refusal.
