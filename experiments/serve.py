@@ -39,7 +39,6 @@ Exit codes: 0 after draining; 2 for a configuration that cannot be served.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import math
@@ -67,9 +66,12 @@ from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.http.server import close_connections, make_server, tell_accept_errors
 from jaxmoe.serve.metrics import EngineMetrics
 
 _KEY = "JAXMOE_API_KEY"
+_LAST = 0.5
+"""Seconds for the last events to leave, after the answers have ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,19 +219,20 @@ async def _serve(
     config: ServeConfig, endpoint: Endpoint, served: Served, listening: socket.socket
 ) -> None:
     """Answer until a signal has drained the server."""
-    uvicorn = require("uvicorn", "serve")
-    server = uvicorn.Server(
-        uvicorn.Config(endpoint.app, log_level="warning", access_log=False, lifespan="off")
-    )
-    server.capture_signals = contextlib.nullcontext  # ours drain first
+    server = make_server(endpoint)
     loop, drains = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+    tell_accept_errors(loop)
 
     async def drain() -> None:
+        end = loop.time() + config.drain
         write(f"draining: at most {config.drain:g} s for the answers that have begun")
         if not await endpoint.drain(config.drain):
             write("ended before all answers were whole")
             served.engine.cancel_all()
         server.should_exit = True
+        await asyncio.sleep(max(end - loop.time(), _LAST))
+        write("ended before all clients had read their answers")
+        close_connections(server)
 
     def stop(number: int) -> None:
         if drains:

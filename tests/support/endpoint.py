@@ -13,7 +13,6 @@ import threading
 import time
 
 import numpy as np
-import uvicorn
 
 from jaxmoe.data.chat.built_in import ChatML
 from jaxmoe.data.tokenizer import ByteTokenizer
@@ -22,6 +21,7 @@ from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import ChatFormat, Served
+from jaxmoe.serve.http.server import make_server
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Result
 from sharding import MeshConfig
@@ -115,6 +115,7 @@ def serving(
     has_experts=True,
     layouts=None,
     codec=None,
+    app=None,
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
@@ -127,9 +128,9 @@ def serving(
     given["has_experts"] = has_experts
     served = Served(name="speller", engine=engine, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))
+    endpoint.app = app or endpoint.app
     listening = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="error", lifespan="off"))
-    server.capture_signals = contextlib.nullcontext
+    server = make_server(endpoint, log_level="error")
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     with engine:
         thread.start()

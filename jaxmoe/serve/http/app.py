@@ -20,6 +20,7 @@ import dataclasses
 import hmac
 import importlib.resources
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ from jaxmoe.serve.http.resharding import change_mesh
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.http.streams import Answers, failure
 
+logger = logging.getLogger(__name__)
+
 _JSON, _EVENTS = "application/json", "text/event-stream"
 
 
@@ -45,6 +48,12 @@ class EndpointConfig:
     """Bytes of a request at most."""
     body_seconds: float = 60.0
     """Seconds until a request has arrived, at most."""
+    header_seconds: float = 30.0
+    """Seconds until the header of a request has arrived, also of the next one, at most."""
+    stalled_seconds: float = 120.0
+    """Seconds for which a client may read nothing of an answer."""
+    connections: int = 1024
+    """Connections that are held at most; fewer where the process may open fewer files."""
     key: str = ""
     """Bearer key that requests must bring; none when empty."""
 
@@ -65,6 +74,7 @@ class Endpoint:
         applications = require("starlette.applications", "serve")
         routing = require("starlette.routing", "serve")
         self._responses = require("starlette.responses", "serve")
+        self._gone = require("starlette.requests", "serve").ClientDisconnect
         self._served, self._config = served, config or EndpointConfig()
         self.is_draining = False
         """Whether new requests are refused because the server is about to end."""
@@ -86,6 +96,11 @@ class Endpoint:
             ],
             exception_handlers={404: self._unknown, 405: self._unknown, 500: self._failed},
         )
+
+    @property
+    def config(self) -> EndpointConfig:
+        """Its limits."""
+        return self._config
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests, and wait for the answers that have begun.
@@ -150,6 +165,10 @@ class Endpoint:
                     body += part
                     if len(body) > most:
                         raise too_long
+        except self._gone as error:  # nobody reads the answer
+            client = request.client
+            logger.warning("%s went away while it sent a request", client.host if client else "?")
+            raise HTTPError(400, "the client went away", code="gone") from error
         except TimeoutError as error:
             words = f"the body did not arrive within {self._config.body_seconds:g} s: send it again"
             raise HTTPError(408, words, code="too_slow") from error
