@@ -165,7 +165,7 @@ class Endpoint:
                     body += part
                     if len(body) > most:
                         raise too_long
-        except self._gone as error:  # nobody reads the answer
+        except self._gone as error:  # no client reads the answer
             client = request.client
             logger.warning("%s went away while it sent a request", client.host if client else "?")
             raise HTTPError(400, "the client went away", code="gone") from error

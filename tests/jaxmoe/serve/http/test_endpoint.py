@@ -119,7 +119,7 @@ def test_tokens_that_spell_alike_have_names_of_their_own(tmp_path):
 
 
 def test_the_first_space_of_a_continuation_is_sent(tmp_path):
-    """Of tokenizers that mark spaces: in the text, in the parts of a stream, and in logprobs."""
+    """Tokenizers that mark spaces: in the text, in the parts of a stream, and in logprobs."""
     codec = TextOnlyConfig(tokenizer=FileConfig(path=str(write_sentencepiece(tmp_path)))).build()
     prompt, rest = "hello", " world \u00e9 and dogs"
     ids = codec.encode(prompt + rest)[len(codec.encode(prompt)) :].tolist()
