@@ -16,9 +16,10 @@ tensorboard wandb` sends metrics to further trackers. After several refused step
 goes back to a checkpoint and skips their data (`jaxmoe/run/rollback.py`).
 
 Exit codes: 0 done, 2 bad configuration, 3 diverged, 69 another process of the run was lost, 74 the
-last state could not be saved, 75 saved after SIGTERM, 76 a device holds or computes other bits than
-it should, 77 another process took the run over, 124 nothing moved within `--processes.watchdog`,
-130 saved after Ctrl-C. Before the first step a signal ends the run at once: nothing is to be saved.
+last state could not be saved, 75 saved after SIGTERM or SIGHUP, 76 a device holds or computes other
+bits than it should, 77 another process took the run over, 124 nothing moved within
+`--processes.watchdog`, 130 saved after Ctrl-C. Before the first step a signal ends the run at once:
+nothing is to be saved. A second SIGTERM or Ctrl-C does not wait for the save, and gives 74.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from experiments.cli.continuation import WORDS, named_fields, parse_continuation
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import exit_code
 from experiments.cli.output import say, write
-from experiments.cli.process import end_at_once, start_process
+from experiments.cli.process import end_unsaved, start_process
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.optional import MissingPackageError
@@ -97,7 +98,7 @@ def train(
     run = Run(config, name=name, extends=extends)
     with (
         Watchdog(config.processes, exit_code) as watchdog,
-        StopRequest(functools.partial(_end_before_steps, run, watchdog), end_at_once) as stop,
+        StopRequest(functools.partial(_end_before_steps, run, watchdog), end_unsaved) as stop,
         contextlib.ExitStack() as resources,
         watchdog.exit_on_error(),
         flags.exit_on_bad_configuration(ConfigurationError, MissingPackageError),

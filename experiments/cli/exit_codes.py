@@ -19,9 +19,10 @@ class ExitCode(enum.IntEnum):
     """Another process of the run was lost, whose number was printed; or a server answered nothing
     (EX_UNAVAILABLE)."""
     NOT_SAVED = 74
-    """The run ended in order, but its last state could not be written (EX_IOERR)."""
+    """The last state could not be written, or a second signal did not wait for that (EX_IOERR)."""
     PREEMPTED = 75
-    """Saved after SIGTERM; a scheduler should start the same command again (EX_TEMPFAIL)."""
+    """Saved after SIGTERM or SIGHUP; a scheduler should start the same command again
+    (EX_TEMPFAIL)."""
     CORRUPTED = 76
     """A device holds other bits than its replicas: start again without it."""
     TAKEN_OVER = 77

@@ -7,14 +7,17 @@ Called by commands only: the library changes nothing in the process of its user.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import signal
 import sys
 
 import jax
 
 from experiments.cli.absent_tpu import skip_absent_tpu
+from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.cli.xla_flags import check_xla_flags
 from jaxmoe.disk import cache_directory
@@ -60,8 +63,22 @@ def start_process(
 
 
 def end_at_once(number: int) -> None:
-    """End the process at a second signal, whatever it is doing."""
+    """End a server at a second signal, whatever it is doing."""
     os._exit(128 + number)
+
+
+def end_unsaved(number: int) -> None:
+    """End a run at a second signal, whatever it is doing.
+
+    The exit code says that the last state was not saved; 130 would say that it was.
+
+    Args:
+        number: Number of the signal.
+    """
+    name = signal.Signals(number).name
+    with contextlib.suppress(OSError):  # a terminal that is closed
+        os.write(2, f"error: {name} came again: ended at once, without a save\n".encode())
+    os._exit(ExitCode.NOT_SAVED)
 
 
 def _find_devices() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Signals:
-    """Notes SIGTERM and Ctrl-C, and forwards them to the running processes."""
+    """Notes SIGTERM, SIGHUP and Ctrl-C, and forwards them to the running processes."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -21,7 +21,9 @@ class Signals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started with nohup
             self._previous[number] = signal.signal(number, self._pass_on)
         return self
 

@@ -14,9 +14,9 @@ others, and restarts all of them: the same command resumes from the newest check
     not restarted   0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted,
                     77 taken over by another process, 130 Ctrl-C
 
-SIGTERM and Ctrl-C are forwarded to all processes, which save and stop; a second one ends them at
-once. The output of the first process is printed; the output of each is in `--run.directory`, with a
-summary.json of every start.
+SIGTERM, SIGHUP and Ctrl-C are forwarded to all processes, which save and stop; a second one ends
+them at once. The output of the first process is printed; the output of each is in
+`--run.directory`, with a summary.json of every start.
 
 With `--command "... --checkpoint.snapshot_every 10"` a restart continues from host memory, where
 the supervisor keeps a directory for each process until the end.

@@ -21,7 +21,7 @@ import jax
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import say
-from experiments.cli.process import end_at_once, start_process
+from experiments.cli.process import end_unsaved, start_process
 from jaxmoe.optional import require
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
@@ -107,7 +107,7 @@ def run_study(
     name = run.name or name_of(recipe, config)
     directory = RunDirectory(run.directory or f"runs/{command}/{name}")
     started = time.perf_counter()
-    with StopRequest(on_second=end_at_once) as stop, contextlib.ExitStack() as held:
+    with StopRequest(on_second=end_unsaved) as stop, contextlib.ExitStack() as held:
         with flags.exit_on_bad_configuration():
             directory.acquire(on_lost=stop.taken_over)
             held.callback(directory.release)

@@ -1,10 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns SIGTERM and Ctrl-C into a request to stop; a second signal raises KeyboardInterrupt.
+"""Turns SIGTERM, SIGHUP and Ctrl-C into a request to stop; a second signal ends at once.
 
 Before the first step there is nothing to save, and a compilation may take longer than a scheduler
 waits, so the first signal can end the process there. Python signal handlers do not run until the
-compiler returns; a thread listens instead.
+compiler returns; a thread listens instead, to a second signal as well.
+
+SIGHUP comes when a terminal is closed, and often twice: it is like SIGTERM, and never counts as the
+second signal. A process that was started to ignore it (nohup) still does.
 
 A run that another process has taken over stops as well, without saving.
 """
@@ -22,18 +25,23 @@ from sharding.distributed import agree
 
 Reason = Literal["preempted", "interrupted", "taken_over"]
 
-_REASONS: dict[int, Reason] = {signal.SIGTERM: "preempted", signal.SIGINT: "interrupted"}
+_REASONS: dict[int, Reason] = {
+    signal.SIGTERM: "preempted",
+    signal.SIGHUP: "preempted",
+    signal.SIGINT: "interrupted",
+}
 
 
 class StopRequest:
-    """Context in which the two signals set `reason` instead of ending the process.
+    """Context in which the signals set `reason` instead of ending the process.
 
     The handler only sets a field, so that no step or save is interrupted.
 
     Args:
         before_steps: Ends the process for a reason; called in a thread of its own, and never after
             `steps_begin`. None: the signal takes effect after the first step.
-        on_second: Called with the number of a second signal; None raises KeyboardInterrupt.
+        on_second: Called with the number of a second signal, in any thread; None raises
+            KeyboardInterrupt.
     """
 
     def __init__(
@@ -50,6 +58,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in _REASONS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._note)
         if self._before_steps is not None:
             receiver, self._sender = socket.socketpair()
@@ -90,6 +100,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.reason is not None:
+            if number == signal.SIGHUP:
+                return
             if self._on_second is None:
                 raise KeyboardInterrupt(signal.Signals(number).name)
             self._on_second(number)
@@ -98,9 +110,15 @@ class StopRequest:
 
     def _listen(self, receiver: socket.socket) -> None:
         """Receive the number of each signal, which Python writes here at once."""
+        is_second = False
         with receiver:
             while received := receiver.recv(1):
-                reason = _REASONS.get(received[0])
+                number = received[0]
+                if (reason := _REASONS.get(number)) is None:
+                    continue
                 with self._starting:
-                    if reason is not None and self._before_steps is not None:
+                    if self._before_steps is not None:
                         self._before_steps(reason)
+                if is_second and number != signal.SIGHUP and self._on_second is not None:
+                    self._on_second(number)
+                is_second = True

@@ -37,9 +37,9 @@ class Supervision:
 def library_supervision(config: ProcessesConfig) -> Iterator[Supervision]:
     """Supervise a run in a notebook or a script, which keep their process whatever happens.
 
-    The first Ctrl-C or SIGTERM saves and stops the run, the second raises KeyboardInterrupt.
-    Outside of the main thread, where Python allows no signal handlers, signals are left alone.
-    No watchdog runs.
+    The first Ctrl-C, SIGTERM or SIGHUP saves and stops the run, the second raises
+    KeyboardInterrupt. Outside of the main thread, where Python allows no signal handlers, signals
+    are left alone. No watchdog runs.
 
     Args:
         config: Timeouts of processes.

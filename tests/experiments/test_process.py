@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -20,10 +21,12 @@ from experiments.cli import exit as exit_module
 from experiments.cli import flags
 from experiments.cli.absent_tpu import has_tpu
 from experiments.cli.exit import bounded_exit
+from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from experiments.cli.process import configure_logging, end_at_once
+from experiments.cli.process import configure_logging, end_at_once, end_unsaved
 from experiments.cli.xla_flags import check_xla_flags
 from experiments.launch.config import LaunchConfig
+from experiments.launch.signals import Signals
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.console import LastingStream
@@ -82,14 +85,67 @@ def test_a_tpu_is_never_overlooked(tmp_path, files, expected):
     assert has_tpu(tmp_path) is expected
 
 
-def test_second_signal_ends_a_command_with_128_plus_its_number(monkeypatch):
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_a_run_with_a_code_that_claims_no_save(monkeypatch, capfd, second):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    with StopRequest(on_second=end_at_once):
+    with StopRequest(on_second=end_unsaved):
         signal.raise_signal(signal.SIGTERM)
         assert codes == []
-        signal.raise_signal(signal.SIGINT)
-    assert codes == [128 + signal.SIGINT]
+        signal.raise_signal(second)
+    assert codes == [ExitCode.NOT_SAVED]
+    assert f"{second.name} came again: ended at once, without a save" in capfd.readouterr().err
+    end_at_once(second)
+    assert codes[1:] == [128 + second], "a server saves nothing"
+
+
+# A save or a compilation, in which Python handles no signal.
+_IN_NATIVE_CODE = """
+import hashlib
+from experiments.cli.process import end_unsaved
+from jaxmoe.resilience.stop import StopRequest
+
+with StopRequest(lambda reason: None, end_unsaved) as stop:
+    stop.steps_begin()
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+def test_second_signal_ends_a_run_in_native_code_at_once():
+    command = [sys.executable, "-c", _IN_NATIVE_CODE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(5) == ExitCode.NOT_SAVED
+        finally:
+            process.kill()
+
+
+def test_a_closed_terminal_is_like_sigterm_and_counts_once():
+    seen = []
+    with StopRequest(on_second=seen.append) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)  # by the kernel, after the shell
+        assert stop.reason == "preempted" and seen == []
+        signal.raise_signal(signal.SIGTERM)
+    assert seen == [signal.SIGTERM]
+
+
+def test_a_process_that_ignores_sighup_still_does():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop, Signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.reason is None and signals.number is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_unknown_flag_in_xla_flags_is_named(monkeypatch):
