@@ -37,9 +37,9 @@ def _assert_holds(directory, step):
 
 
 @contextlib.contextmanager
-def _full_disk():
+def _full_disk(limit=LIMIT):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         yield
     finally:
@@ -101,6 +101,21 @@ def test_a_failed_save_is_tried_again_at_the_next_step(tmp_path, caplog, failing
     assert manager.steps() == [10, 20 + failing] and manager.failures == 0
     _assert_holds(tmp_path, 20 + failing)
     manager.close()
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=("at closing", "before"))
+@pytest.mark.parametrize("is_lazy", [False, True], ids=("blocking", "lazy"))
+@pytest.mark.parametrize("limit", [0, 100, LIMIT])
+def test_a_last_save_that_failed_is_not_raised_by_closing(tmp_path, caplog, limit, is_lazy, waits):
+    """Each thread of a save may fail: the first error is logged, and the others belong to it."""
+    manager = CheckpointManager(tmp_path)
+    assert manager.save(1, _state(1), config={}) and manager.finish()
+    with _full_disk(limit):
+        manager.save(2, _state(2), config={}, is_lazy=is_lazy)
+        assert not waits or not manager.finish()
+        manager.close()
+    assert caplog.text.count("was not saved, the run goes on") == 1
+    _assert_holds(tmp_path, 1)
 
 
 def test_too_many_failures_in_a_row_end_the_run(tmp_path):
