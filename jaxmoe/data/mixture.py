@@ -36,7 +36,7 @@ from jaxmoe.data.order import (
     whole_weights,
 )
 from jaxmoe.data.packed import build_sources
-from jaxmoe.data.source import Row, Source, Split
+from jaxmoe.data.source import Row, Source, Split, token_bytes
 from pallas_kernels.array_types import Int, Shaped
 
 _PART = re.compile(r"(?P<name>[\w.-]+)=(?P<weight>[^:]+):(?P<path>.+)", re.DOTALL)
@@ -204,8 +204,8 @@ class Mixture:
         return self._sources[0].decode(tokens)
 
     def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text; see `Source.token_bytes`."""
-        return self._sources[0].token_bytes(token, is_first=is_first)
+        """Return the bytes that a token adds to a text; see `jaxmoe.data.source.token_bytes`."""
+        return token_bytes(self._sources[0], token, is_first=is_first)
 
 
 def _part(text: str) -> tuple[str, float, str]:

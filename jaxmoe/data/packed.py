@@ -324,7 +324,7 @@ class PackedSource:
         return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text; see `Source.token_bytes`."""
+        """Return the bytes that a token adds to a text; see `jaxmoe.data.source.token_bytes`."""
         return self.tokenizer.token_bytes(token, is_first=is_first)
 
     def _pack(self, split: Split, sequence_length: int) -> BestFit | Concatenated:

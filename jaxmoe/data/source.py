@@ -147,11 +147,15 @@ class Source(Protocol):
         """Return the text of token ids."""
         ...
 
-    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text, in UTF-8.
 
-        Args:
-            token: Its id; an id without text, such as the separator, has none.
-            is_first: Whether no text precedes it: some tokenizers leave out a space there.
-        """
-        ...
+def token_bytes(source: Any, token: int, *, is_first: bool = False) -> bytes:
+    """Return the bytes that a token adds to a text, in UTF-8.
+
+    Args:
+        source: A source or a tokenizer; one without a method `token_bytes` decodes the token alone.
+        token: Its id; an id without text, such as the separator, has none.
+        is_first: Whether no text precedes it: some tokenizers leave out a space there.
+    """
+    if (own := getattr(source, "token_bytes", None)) is not None:
+        return own(token, is_first=is_first)
+    return source.decode(np.asarray([token], np.int32)).encode()

@@ -44,20 +44,6 @@ class Codec(Protocol):
         ...
 
 
-@runtime_checkable
-class ByteCodec(Codec, Protocol):
-    """Codec that knows the bytes of each token, of which a character may need several."""
-
-    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text, in UTF-8.
-
-        Args:
-            token: Its id; an id without text has none.
-            is_first: Whether no text precedes it: some tokenizers leave out a space there.
-        """
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A prompt and the text that a model generated after it."""

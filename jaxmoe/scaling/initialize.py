@@ -33,6 +33,7 @@ from sharding.specs import named_shardings
 
 # Explicit choices: resolving "auto" would initialise a backend.
 _SHAPES_ONLY = ExecutionConfig(
+    unroll=1,
     precision=PrecisionPolicy(compute="float32"),
     kernels=KernelsConfig(attention="reference", grouped_swiglu="reference"),
 )

@@ -127,7 +127,15 @@ def test_second_signal_ends_a_run_in_native_code_at_once():
             process.kill()
 
 
-def test_a_closed_terminal_is_like_sigterm_and_counts_once():
+@pytest.fixture
+def heeds_sighup():
+    """As from a terminal; under `nohup` the signal is ignored, and stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_is_like_sigterm_and_counts_once(heeds_sighup):
     seen = []
     with StopRequest(on_second=seen.append) as stop:
         signal.raise_signal(signal.SIGHUP)

@@ -84,7 +84,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text; see `Source.token_bytes`."""
+        """Return the bytes that a token adds to a text; see `jaxmoe.data.source.token_bytes`."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:

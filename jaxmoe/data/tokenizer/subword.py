@@ -124,7 +124,7 @@ class SubwordTokenizer:
         return self._bpe.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text; see `Source.token_bytes`.
+        """Return the bytes that a token adds to a text; see `jaxmoe.data.source.token_bytes`.
 
         A token that is a part of a character has its own bytes.
         """

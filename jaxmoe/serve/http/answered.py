@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxmoe.data.source import token_bytes
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.served import Served
@@ -154,7 +155,7 @@ class Form(abc.ABC):
         for token in (one.token, *(token for token, _ in one.alternatives)):
             is_end = token in self._asked.sampling.stop_ids
             found[token] = (
-                b"" if is_end else self._served.codec.token_bytes(token, is_first=is_first)
+                b"" if is_end else token_bytes(self._served.codec, token, is_first=is_first)
             )
         choice.spelled.add(found[one.token])
         return found

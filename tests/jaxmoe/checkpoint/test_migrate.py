@@ -51,7 +51,9 @@ def first_recipe(name: str) -> PretrainConfig:
 @pytest.mark.parametrize("file", SAVED, ids=[file.stem for file in SAVED])
 def test_config_saved_by_the_first_version_equals_the_recipe(file):
     config = from_json(PretrainConfig, migrate(json.loads(file.read_text())))
-    assert config == first_recipe(file.stem)
+    wanted = first_recipe(file.stem)  # in which None stood for one layer
+    execution = dataclasses.replace(wanted.execution, unroll=wanted.execution.unroll or 1)
+    assert config == dataclasses.replace(wanted, execution=execution)
 
 
 def test_every_recipe_of_the_first_version_has_a_saved_config():

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxmoe.replicas.methods.dadao import edges_of
+from jaxmoe.replicas.methods.a2cid2 import edges_of
 from tests.support import dadao
 
 WORKERS = 6
