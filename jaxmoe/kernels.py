@@ -7,11 +7,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from pallas_kernels import OPERATIONS
-from pallas_kernels.backend import Implementation
-from pallas_kernels.proof import prove
+from pallas_kernels.backend import Implementation, distrust
+from pallas_kernels.proof import CASES, prove
+from sharding.distributed import gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,17 @@ class KernelsConfig:
                     field = "attention" if name == "flash_attention" else name
                     raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
         if jax.default_backend() != "cpu":
-            cache = getattr(jax.config, "jax_compilation_cache_dir", None)
-            names = [name for name, asked in self.by_operation.items() if asked is None]
-            prove(names, directory=None if cache is None or "://" in cache else cache)
+            self._prove()
+
+    def _prove(self) -> None:
+        """Compare the kernels of the default; what one process finds wrong, none of them uses."""
+        cache = getattr(jax.config, "jax_compilation_cache_dir", None)
+        names = [name for name in sorted(CASES) if self.by_operation.get(name) is None]
+        verdicts = prove(names, directory=None if cache is None or "://" in cache else cache)
+        wrong = {verdict.operation for verdict in verdicts if not verdict.is_right}
+        # Processes with different kernels would compile different programs, and wait for ever.
+        found = np.max(gather(np.asarray([name in wrong for name in names], np.int32)), axis=0)
+        for verdict in verdicts:
+            if found[names.index(verdict.operation)] and verdict.is_right:
+                reason = f"another process found {verdict.operation} wrong"
+                distrust(verdict.operation, verdict.implementation, reason)

@@ -57,7 +57,7 @@ def _ask(directory):
     with pytest.raises(SystemExit) as stopped:
         resize.main(words)
     assert stopped.value.code == ExitCode.BAD_CONFIGURATION
-    assert not directory.resize_file.exists(), "a request that nobody will answer"
+    assert not directory.resize_file.exists(), "a request that no run will answer"
 
 
 def test_a_finished_run_is_not_resized_and_gets_no_request(trains, capsys):

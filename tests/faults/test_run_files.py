@@ -131,7 +131,7 @@ def test_a_start_refuses_what_is_no_file_before_it_writes(directory, kind):
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_a_damaged_lease_of_nobody_is_taken(directory, kind):
+def test_a_damaged_lease_without_a_holder_is_taken(directory, kind):
     for name in LEASE:
         put(directory.path / name, kind)
     with directory.held():

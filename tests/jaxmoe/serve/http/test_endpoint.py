@@ -259,7 +259,7 @@ def test_a_stream_names_the_role_in_its_first_part_alone(answer, asked):
         assert [one["delta"].get("role") for one in own] == ["assistant"] + [None] * (len(own) - 1)
 
 
-def test_tokens_that_nobody_asked_for_are_not_too_many(client):
+def test_a_limit_that_is_not_given_is_not_too_large(client):
     """Without a limit a prompt gets up to 16 tokens, or what it leaves of 128."""
     whole = client.completions.create(model="speller", prompt=["p" * 120, "p"], seed=0)
     assert [one.finish_reason for one in whole.choices] == ["length", "length"]

@@ -1,0 +1,32 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Processes agree on the kernels that they do not use."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe import kernels
+from jaxmoe.kernels import KernelsConfig
+from pallas_kernels.proof import CASES, Verdict
+
+
+@pytest.mark.parametrize("asked", [None, "xla"])
+def test_a_kernel_that_another_process_found_wrong_is_not_used(monkeypatch, asked):
+    config, distrusted = KernelsConfig(attention=asked), []
+
+    def prove(names, directory=None):
+        return [Verdict(operation=name, implementation="pallas_gpu", error=0.001) for name in names]
+
+    def gather(values):
+        other = values.copy()
+        other[0] = 1
+        return np.stack([values, other])
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for function in (prove, gather):
+        monkeypatch.setattr(kernels, function.__name__, function)
+    monkeypatch.setattr(kernels, "distrust", lambda *words: distrusted.append(words))
+    config._prove()
+    first = min(name for name in CASES if asked is None or name != "flash_attention")
+    assert distrusted == [(first, "pallas_gpu", f"another process found {first} wrong")]
