@@ -9,6 +9,7 @@
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
     python -m experiments.bench compiled [--recipe mixtral_8x7b --topology tpu:v5p:4x4x4]
+    python -m experiments.bench accelerator [--minutes 8] [--parts step attention] [--list]
 
 Candidates take turns in one run, medians are compared, and the measured limit of the machine is
 shown beside them. Keep the machine idle otherwise: load changes even the ratios.
@@ -28,6 +29,8 @@ from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
 from experiments.bench import serve as bench_serve
 from experiments.bench import step as bench_step
+from experiments.bench.accelerator import command as bench_accelerator
+from experiments.bench.accelerator.command import AcceleratorBenchConfig
 from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.compiled import CompiledBenchConfig
 from experiments.bench.finetune import FinetuneBenchConfig
@@ -78,6 +81,11 @@ def compiled() -> CompiledBenchConfig:
     return CompiledBenchConfig()
 
 
+def accelerator() -> AcceleratorBenchConfig:
+    """Everything on one accelerator: is it right, how fast, beside whom; eight minutes."""
+    return AcceleratorBenchConfig()
+
+
 class Bench(NamedTuple):
     """One benchmark of the command."""
 
@@ -87,6 +95,8 @@ class Bench(NamedTuple):
     """Measures, and returns the numbers of summary.json."""
     in_words: Callable[[dict[str, Any]], str]
     """Returns the numbers as a table."""
+    holds_devices: bool = True
+    """Whether it computes in this process, and not in others that need the devices."""
 
 
 BENCHES: dict[str, Bench] = {
@@ -97,16 +107,25 @@ BENCHES: dict[str, Bench] = {
     "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
     "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),
     "compiled": Bench(compiled, bench_compiled.bench_compiled, bench_compiled.in_words),
+    "accelerator": Bench(
+        accelerator,
+        bench_accelerator.bench_accelerator,
+        bench_accelerator.in_words,
+        holds_devices=False,
+    ),
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command, and return the exit code."""
+    if list(argv) == ["accelerator", "--list"]:
+        say(bench_accelerator.parts_in_words())
+        return int(cli.ExitCode.DONE)
     recipes = {name: bench.recipe for name, bench in BENCHES.items()}
     name, config = cli.parse(recipes, "step", argv, "python -m experiments.bench", __doc__ or "")
     bench = BENCHES[name]
     with cli.exit_on_bad_configuration():
-        start_process()
+        start_process(needs_devices=bench.holds_devices)
     directory, load = RunDirectory(config.run.directory or f"runs/bench/{name}"), OtherLoad()
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()
@@ -114,7 +133,8 @@ def main(argv: Sequence[str]) -> int:
         summary = bench.measure(config)
         share = load.share()
         text = f"{bench.in_words(summary)}\n{describe_load(share)}"
-        directory.write_environment([str(device) for device in jax.devices()])
+        devices = jax.devices() if bench.holds_devices else []
+        directory.write_environment([str(device) for device in devices])
         directory.write_summary({"status": "done", "bench": name, "other_load": share, **summary})
     say(text)
     return int(cli.ExitCode.DONE)

@@ -1,0 +1,29 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether kernels are right: each that may be chosen beside the reference, value and gradients."""
+
+from __future__ import annotations
+
+from experiments.bench.accelerator.work import Work, emit, run_part
+from pallas_kernels import OPERATIONS
+from pallas_kernels.proof import CASES, compare
+
+
+def proofs(work: Work) -> None:
+    """Emit a row for each implementation of an operation that has a case."""
+    for name in CASES:
+        for implementation in OPERATIONS[name].runnable():
+            if implementation == "reference":
+                continue
+            verdict = compare(name, implementation, scales=(1,) if work.is_tiny else (1, 3, 8))
+            emit(
+                case=name,
+                name=implementation,
+                is_right=verdict.is_right,
+                largest_error=verdict.error,
+                words=verdict.words,
+            )
+
+
+if __name__ == "__main__":
+    run_part(proofs)

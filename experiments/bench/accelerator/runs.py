@@ -1,0 +1,93 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The main command on the device and on the CPU: first step, losses, a checkpoint of the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+
+STEPS, MORE = 20, 4
+_COMPILED = re.compile(r"compiled in ([0-9.]+) s")
+
+
+def runs(work: Work) -> None:
+    """Emit a row for the run on this device; beside others also for the CPU, and for resuming."""
+    place = pathlib.Path(str(work.options["place"]))
+    here = "cpu" if work.is_tiny else "device"
+    phase = "alone, cache filled" if work.is_measured else "beside others, cache empty"
+    row: dict[str, Any] = {"case": f"pretrain tiny, {phase}", "name": here}
+    try:
+        losses = _trained(row, place / f"{here}-{work.phase}", here)
+    except FAILURES as error:
+        emit_failure(error, **row)
+        return
+    emit(**row)
+    if work.is_measured:
+        return
+    row = {"case": "losses beside the CPU's", "name": here}
+    try:
+        other = _trained(row, place / "beside", "cpu")
+        distances = [abs(x - y) / abs(y) for x, y in zip(losses, other, strict=True)]
+        row |= {"losses": losses, "losses_of_cpu": other, "largest_distance": max(distances)}
+        row["first_distance"] = distances[0]
+    except FAILURES as error:
+        emit_failure(error, **row)
+    else:
+        emit(**row)
+    row = {"case": "a checkpoint of the device goes on on the CPU", "name": here}
+    try:
+        directory = place / f"{here}-{work.phase}"
+        more = ["resume", str(directory), "--training.steps", str(STEPS + MORE)]
+        row["losses"] = _command(row, more, directory, "cpu")[STEPS:]
+        assert len(row["losses"]) == MORE, "the run did not go on"
+    except FAILURES as error:
+        emit_failure(error, **row)
+    else:
+        emit(**row)
+
+
+def _trained(row: dict[str, Any], directory: pathlib.Path, device: str) -> list[float]:
+    """Train for a few steps, and return the losses."""
+    every = ["--checkpoint.every", str(STEPS // 2), "--evaluation.every", "1000"]
+    words = ["tiny", "--training.steps", str(STEPS), "--run.directory", str(directory), *every]
+    return _command(row, words, directory, device)
+
+
+def _command(
+    row: dict[str, Any], words: list[str], directory: pathlib.Path, device: str
+) -> list[float]:
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment["JAX_PLATFORMS"] = "cpu"
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.pretrain", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    sys.stderr.write(result.stdout)
+    row["seconds"] = round(time.monotonic() - started, 1)
+    found = _COMPILED.search(result.stdout)
+    row["compile_seconds"] = float(found[1]) if found else None
+    if result.returncode:
+        last = result.stdout.strip().splitlines()[-1:]
+        raise RuntimeError(f"exit code {result.returncode}: {' '.join(last)}")
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    losses = [record["train/loss"] for record in map(json.loads, lines) if "train/loss" in record]
+    return [round(loss, 5) for loss in losses]
+
+
+if __name__ == "__main__":
+    run_part(runs)

@@ -1,0 +1,143 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A training step of OLMoE's width, with the kernels that None chooses.
+
+float32 parameters and moments, products in bfloat16, AdamW, clipping, 4 sequences of 4096 tokens.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench.accelerator.profiled import kernel_times, kind_of
+from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.models.presets import olmoe_1b_7b
+from jaxmoe.optim import adamw
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import make_train_step
+
+STEPS, WARM_UP, BATCHES = 14, 4, 8
+
+
+def model_of(num_layers: int, *, is_tiny: bool) -> ModelConfig:
+    """Return OLMoE with fewer layers.
+
+    Args:
+        num_layers: Number of layers.
+        is_tiny: Whether widths are those of a test.
+    """
+    model = dataclasses.replace(olmoe_1b_7b(), num_layers=num_layers)
+    if not is_tiny:
+        return model
+    attention: Any = dataclasses.replace(
+        model.attention,  # pyright: ignore
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+    )
+    assert model.moe is not None
+    moe = dataclasses.replace(model.moe, num_experts=8, top_k=2, expert_dim=32)
+    return dataclasses.replace(
+        model, embed_dim=64, vocab_size=512, dense_dim=32, attention=attention, moe=moe
+    )
+
+
+def step(work: Work) -> None:
+    """Emit the row of a step: options `remat`, `layers` and `is_profiled`."""
+    layers = 2 if work.is_tiny else int(work.options.get("layers", 4))
+    remat = work.options.get("remat", "none")
+    row: dict[str, Any] = {
+        "case": f"step, {layers} layers, remat {remat}",
+        "name": "jaxmoe",
+    }
+    try:
+        _measure(work, row, layers, remat)
+    except FAILURES as error:
+        emit_failure(error, **row)
+    else:
+        emit(**row)
+
+
+def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
+    batch, length = (2, 64) if work.is_tiny else (4, 4096)
+    model = model_of(layers, is_tiny=work.is_tiny)
+    execution = ExecutionConfig(remat=remat, precision=PrecisionPolicy(compute="bfloat16"))
+    optimizer = adamw(3e-4, weight_decay=0.1)
+    started = time.perf_counter()
+    begin = (
+        jax.jit(lambda key: init_state(model, optimizer, key)).lower(jax.random.key(0)).compile()
+    )
+    row["initial_state_seconds"] = round(time.perf_counter() - started, 1)
+    started = time.perf_counter()
+    shapes = jax.eval_shape(lambda key: init_state(model, optimizer, key), jax.random.key(0))
+    trained = make_train_step(model, optimizer, execution=execution)
+    compiled = trained.lower(
+        shapes, jax.eval_shape(lambda: _batch(model, 0, batch, length))
+    ).compile()
+    row["compile_seconds"] = round(time.perf_counter() - started, 1)
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        row["temporary_bytes"] = memory.temp_size_in_bytes
+        row["argument_bytes"] = memory.argument_size_in_bytes
+    row["parameters"] = int(sum(x.size for x in jax.tree.leaves(shapes.params)))
+    if not work.is_measured:
+        return
+    state = begin(jax.random.key(0))
+    batches = [_batch(model, number, batch, length) for number in range(BATCHES)]
+    seconds, losses = [], []
+    for number in range(STEPS):
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        state, metrics = compiled(state, batches[number % BATCHES])
+        jax.block_until_ready(state.params)
+        seconds.append(time.perf_counter() - started)
+        losses.append(round(float(metrics.loss), 4))
+    median = float(np.median(seconds[WARM_UP:]))
+    flops = flops_per_token(model, parameter_table(model), length) * batch * length
+    row |= {
+        "ms": round(1e3 * median, 1),
+        "tokens_per_second": round(batch * length / median),
+        "tflops": round(flops / median / 1e12, 1),
+        "losses": losses,
+    }
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    row["peak_bytes"] = statistics.get("peak_bytes_in_use")
+    if work.options.get("is_profiled"):
+        with tempfile.TemporaryDirectory() as place:
+            with jax.profiler.trace(place, create_perfetto_trace=True):
+                for number in range(2):
+                    state, _ = compiled(state, batches[number])
+                    jax.block_until_ready(state.params)
+            times = kernel_times(pathlib.Path(place))
+        kinds: dict[str, float] = collections.defaultdict(float)
+        for name, total in times.items():
+            kinds[kind_of(name)] += total / 2.0
+        row["kinds_ms"] = {k: round(v, 2) for k, v in sorted(kinds.items(), key=lambda p: -p[1])}
+        ordered = sorted(times.items(), key=lambda pair: -pair[1])[:40]
+        row["kernels_ms"] = {name: round(total / 2.0, 3) for name, total in ordered}
+
+
+def _batch(model: ModelConfig, number: int, batch: int, length: int) -> Batch:
+    rows = np.random.default_rng(number).integers(0, model.vocab_size, (batch, length + 1))
+    tokens = jnp.asarray(rows, jnp.int32)
+    ones = jnp.ones((batch, length), jnp.float32)
+    return Batch(tokens=tokens[:, :-1], targets=tokens[:, 1:], loss_weights=ones)
+
+
+if __name__ == "__main__":
+    run_part(step)

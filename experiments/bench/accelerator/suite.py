@@ -1,0 +1,71 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of kernels that need an accelerator, in processes beside one another.
+
+They run in a clone of the repository alone. References are computed without autotuning, which would
+take longer than the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+from experiments.bench.accelerator.work import Work, emit, run_part
+
+_LINE = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
+_PLACE = "tests/pallas_kernels"
+
+
+def suite(work: Work) -> None:
+    """Emit a row for each test that does not pass, and one with the counts."""
+    seconds = float(work.options.get("seconds", 150))
+    workers = int(work.options.get("workers", 4))
+    row: dict[str, Any] = {"case": "tests of kernels", "name": "pytest -m accelerator"}
+    if not os.path.isdir(_PLACE):
+        emit(**row, error="there are no tests here: run in a clone of the repository")
+        return
+    command = [sys.executable, "-m", "pytest", "-m", "accelerator", "-v", "--tb=line", _PLACE]
+    if work.is_tiny:
+        command += ["--collect-only", "-q"]
+    else:
+        command += ["-n", str(workers), "-p", "no:cacheprovider"]
+    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    environment = os.environ | {
+        "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu" if work.is_tiny else "cuda,cpu"),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    started, counts = time.monotonic(), {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stderr.write(line)
+            found = _LINE.search(line)
+            if found and "::" in line and line.startswith(("[gw", "tests/")):
+                counts[found[1]] += 1
+                if found[1] in ("FAILED", "ERROR"):
+                    name = line.split("::", 1)[1].split()[0]
+                    emit(case="tests of kernels", name=name, error=found[1].lower())
+            elif "tests collected" in line:
+                row["collected"] = line.strip()
+            if time.monotonic() - started > seconds:
+                process.kill()
+                row["error"] = f"stopped after {seconds:.0f} s"
+                break
+    counts_in_words = {name.lower(): count for name, count in counts.items()}
+    emit(**row, **counts_in_words, seconds=round(time.monotonic() - started, 1))
+
+
+if __name__ == "__main__":
+    run_part(suite)

@@ -1,0 +1,125 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's products, SDPA and _grouped_mm at the sizes of our kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from experiments.bench.accelerator import attention, grouped
+from experiments.bench.accelerator.work import (
+    FAILURES,
+    Work,
+    emit,
+    emit_failure,
+    median_seconds,
+    run_part,
+)
+from jaxmoe.optional import MissingPackageError, require
+
+
+def torch_kernels(work: Work) -> None:
+    """Emit the rows of PyTorch."""
+    try:
+        torch = require("torch", "hf")
+    except MissingPackageError as error:
+        emit_failure(error, case="PyTorch", name="PyTorch")
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 256 if work.is_tiny else 8192
+    x, y = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    _timed(torch, f"dense {size}^3", "PyTorch bfloat16", lambda: x @ y, flops=2.0 * size**3)
+    count = (1 if work.is_tiny else 256) * 2**20
+    source = torch.randn(count, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    _timed(torch, "copy", "PyTorch copy", lambda: target.copy_(source), moved=4.0 * count)
+    for case in attention.TINY if work.is_tiny else attention.CASES:
+        if case.window is None:
+            _attention(torch, device, case)
+    for case in grouped.TINY if work.is_tiny else grouped.CASES:
+        _grouped(torch, device, case)
+
+
+def _attention(torch: Any, device: str, case: attention.AttentionCase) -> None:
+    def drawn(heads: int) -> Any:
+        shape = case.batch, heads, case.length, case.width
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    q, k, v = drawn(case.heads), drawn(case.key_heads), drawn(case.key_heads)
+    cotangent = torch.randn_like(q)
+
+    def forward() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=case.heads != case.key_heads
+        )
+
+    words = f"attention {case.words}"
+    with torch.no_grad():
+        _timed(torch, words, "PyTorch SDPA", forward, flops=case.flops)
+
+    def both() -> Any:
+        return torch.autograd.grad(forward(), (q, k, v), cotangent)
+
+    flops = attention.BACKWARD * case.flops
+    _timed(torch, f"{words}, with backward", "PyTorch SDPA", both, flops=flops)
+
+
+def _grouped(torch: Any, device: str, case: grouped.GroupedCase) -> None:
+    def drawn(*shape: int) -> Any:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    ends = torch.tensor(np.cumsum(case.sizes), device=device, dtype=torch.int32)
+    rows, d_out = drawn(case.rows, case.width), drawn(case.rows, case.hidden)
+    weights = drawn(case.groups, case.width, case.hidden) * case.width**-0.5
+    flops = 2.0 * case.rows * case.width * case.hidden
+
+    def product() -> Any:
+        return torch._grouped_mm(rows, weights, offs=ends)
+
+    def gradients() -> Any:
+        torch._grouped_mm(d_out, weights.transpose(-2, -1), offs=ends)
+        return torch._grouped_mm(rows.transpose(0, 1), d_out, offs=ends)
+
+    words = f"grouped product {case.words}"
+    _timed(torch, words, "PyTorch _grouped_mm", product, flops=flops)
+    if case.is_trained:
+        words += ", gradients"
+        _timed(torch, words, "PyTorch _grouped_mm", gradients, flops=2.0 * flops)
+
+
+def _timed(
+    torch: Any,
+    case: str,
+    name: str,
+    call: Callable[[], Any],
+    *,
+    flops: float | None = None,
+    moved: float | None = None,
+    calls: int = 8,
+) -> None:
+    row: dict[str, Any] = {"case": case, "name": name}
+
+    def run(_: int) -> None:
+        for _ in range(calls):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    try:
+        seconds = median_seconds(run) / calls
+        row["ms"] = round(1e3 * seconds, 4)
+        if flops is not None:
+            row["tflops"] = round(flops / seconds / 1e12, 1)
+        if moved is not None:
+            row["tb_per_second"] = round(moved / seconds / 1e12, 3)
+    except FAILURES as error:
+        emit_failure(error, **row)
+    else:
+        emit(**row)
+
+
+if __name__ == "__main__":
+    run_part(torch_kernels)

@@ -1,0 +1,210 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The peer of `step` in plain PyTorch: SDPA, _grouped_mm, fused AdamW, torch.compile.
+
+The same width, layers, tokens, precision, loss and clipping; weights are drawn by PyTorch. No other
+library is between PyTorch and the card, so this is the strongest peer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+from jaxmoe.optional import MissingPackageError, require
+
+STEPS, WARM_UP, BATCHES = 14, 4, 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlainSizes:
+    """Sizes of the model and of a batch."""
+
+    batch: int = 4
+    length: int = 4096
+    layers: int = 4
+    vocab: int = 50304
+    width: int = 2048
+    heads: int = 16
+    experts: int = 64
+    chosen: int = 8
+    hidden: int = 1024
+
+
+TINY = PlainSizes(
+    batch=2, length=64, layers=2, vocab=512, width=64, heads=4, experts=8, chosen=2, hidden=32
+)
+
+
+class PlainModel:
+    """OLMoE's layers as functions of a dictionary of tensors.
+
+    Args:
+        torch: The package.
+        sizes: Sizes.
+        device: "cuda" or "cpu".
+        is_recomputed: Whether each layer is recomputed in the backward pass.
+    """
+
+    def __init__(self, torch: Any, sizes: PlainSizes, device: str, *, is_recomputed: bool):
+        self.torch, self.sizes, self.is_recomputed = torch, sizes, is_recomputed
+        d, e, h = sizes.width, sizes.experts, sizes.hidden
+
+        def drawn(*shape: int, scale: float) -> Any:
+            return (torch.randn(*shape, device=device) * scale).requires_grad_()
+
+        def ones() -> Any:
+            return torch.ones(d, device=device, requires_grad=True)
+
+        self.embed = drawn(sizes.vocab, d, scale=0.02)
+        self.head = drawn(d, sizes.vocab, scale=d**-0.5)
+        self.last_norm = ones()
+        self.layers = [
+            {
+                "norms": [ones() for _ in range(4)],
+                "qkv": drawn(d, 3 * d, scale=d**-0.5),
+                "out": drawn(d, d, scale=d**-0.5),
+                "router": drawn(d, e, scale=d**-0.5),
+                "up": drawn(e, d, 2 * h, scale=d**-0.5),
+                "down": drawn(e, h, d, scale=h**-0.5),
+            }
+            for _ in range(sizes.layers)
+        ]
+        width = d // sizes.heads
+        inverse = 10000 ** (-torch.arange(0, width, 2, device=device) / width)
+        angles = torch.arange(sizes.length, device=device)[:, None] * inverse
+        self.cos, self.sin = (f(angles).to(torch.bfloat16) for f in (torch.cos, torch.sin))
+
+    def parameters(self) -> list[Any]:
+        """Return all tensors that are trained."""
+        found = [self.embed, self.head, self.last_norm]
+        for layer in self.layers:
+            found += layer["norms"] + [x for name, x in layer.items() if name != "norms"]
+        return found
+
+    def loss(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the cross-entropy and the balance loss.
+
+        Args:
+            tokens: Ids [B S].
+            targets: Ids [B S].
+        """
+        torch, checkpoint = self.torch, self.torch.utils.checkpoint.checkpoint
+        x = torch.nn.functional.embedding(tokens, self.embed).to(torch.bfloat16)
+        balance = 0.0
+        for layer in self.layers:
+            if self.is_recomputed:
+                x, one = checkpoint(self._layer, layer, x, use_reentrant=False)
+            else:
+                x, one = self._layer(layer, x)
+            balance = balance + one
+        logits = (self._norm(x, self.last_norm) @ self.head.to(torch.bfloat16)).float()
+        flat = logits.view(-1, self.sizes.vocab), targets.reshape(-1)
+        return torch.nn.functional.cross_entropy(*flat), balance
+
+    def _norm(self, x: Any, w: Any) -> Any:
+        torch = self.torch
+        y = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=1e-5)
+        return y.to(x.dtype) * w.to(x.dtype)
+
+    def _rotated(self, x: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        cos, sin = self.cos, self.sin
+        return self.torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def _layer(self, layer: dict[str, Any], x: Any) -> tuple[Any, Any]:
+        torch, sizes, half = self.torch, self.sizes, self.torch.bfloat16
+        before, after, of_q, of_k = layer["norms"]
+        shape = sizes.batch, sizes.length, sizes.heads, sizes.width // sizes.heads
+        q, k, v = (self._norm(x, before) @ layer["qkv"].to(half)).chunk(3, -1)
+        q, k = self._norm(q, of_q), self._norm(k, of_k)
+        q, k, v = (y.view(*shape).transpose(1, 2) for y in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            self._rotated(q), self._rotated(k), v, is_causal=True
+        )
+        x = x + attended.transpose(1, 2).reshape(*x.shape) @ layer["out"].to(half)
+        y = self._norm(x, after).view(-1, sizes.width)
+        probabilities = torch.softmax(y.float() @ layer["router"], -1)
+        gates, ids = probabilities.topk(sizes.chosen, -1)
+        flat = ids.reshape(-1)
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=sizes.experts)
+        ends = counts.cumsum(0).to(torch.int32)
+        inner = torch._grouped_mm(y[order // sizes.chosen], layer["up"].to(half), offs=ends)
+        gate, up = inner.chunk(2, -1)
+        activated = torch.nn.functional.silu(gate) * up
+        rows = torch._grouped_mm(activated, layer["down"].to(half), offs=ends)
+        rows = rows * gates.reshape(-1)[order, None].to(half)
+        mixed = torch.zeros_like(y).index_add_(0, order // sizes.chosen, rows)
+        share = counts.float() / flat.numel() * probabilities.mean(0)
+        return x + mixed.view(*x.shape), sizes.experts * share.sum()
+
+
+def torch_step(work: Work) -> None:
+    """Emit the row of the step: options `remat` and `is_compiled`."""
+    remat = work.options.get("remat", "none")
+    is_compiled = bool(work.options.get("is_compiled", True))
+    sizes = TINY if work.is_tiny else PlainSizes()
+    row: dict[str, Any] = {
+        "case": f"step, {sizes.layers} layers, remat {remat}",
+        "name": "plain PyTorch" + (", compiled" if is_compiled else ""),
+    }
+    try:
+        torch = require("torch", "hf")
+        row["torch"] = torch.__version__
+        row |= _measured(torch, sizes, is_compiled=is_compiled, is_recomputed=remat == "full")
+    except (MissingPackageError, *FAILURES) as error:
+        emit_failure(error, **row)
+    else:
+        emit(**row)
+
+
+def _measured(
+    torch: Any, sizes: PlainSizes, *, is_compiled: bool, is_recomputed: bool
+) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = PlainModel(torch, sizes, device, is_recomputed=is_recomputed)
+    params = model.parameters()
+    settings = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    optimizer = torch.optim.AdamW(params, **settings)
+    run = torch.compile(model.loss) if is_compiled else model.loss
+    rows = np.random.default_rng(0).integers(
+        0, sizes.vocab, (BATCHES, sizes.batch, sizes.length + 1)
+    )
+    data = torch.from_numpy(rows).to(device)
+    wait = torch.cuda.synchronize if device == "cuda" else _nothing
+    seconds, losses = [], []
+    for number in range(STEPS):
+        wait()
+        started = time.perf_counter()
+        batch = data[number % BATCHES]
+        loss, balance = run(batch[:, :-1], batch[:, 1:])
+        (loss + 0.01 * balance / sizes.layers).backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        wait()
+        seconds.append(time.perf_counter() - started)
+        losses.append(round(float(loss), 4))
+    median = float(np.median(seconds[WARM_UP:]))
+    return {
+        "first_seconds": round(seconds[0], 1),
+        "ms": round(1e3 * median, 1),
+        "tokens_per_second": round(sizes.batch * sizes.length / median),
+        "losses": losses,
+        "parameters": sum(x.numel() for x in params),
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+    }
+
+
+def _nothing() -> None:
+    """Wait for nothing: the CPU has computed when a call returns."""
+
+
+if __name__ == "__main__":
+    run_part(torch_step)
