@@ -183,14 +183,14 @@ def _measured(
         wait()
         started = time.perf_counter()
         batch = data[number % BATCHES]
-        loss, balance = run(batch[:, :-1], batch[:, 1:])
+        loss, balance = run(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
         (loss + 0.01 * balance / sizes.layers).backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         wait()
         seconds.append(time.perf_counter() - started)
-        losses.append(round(float(loss), 4))
+        losses.append(round(float(loss.detach()), 4))
     median = float(np.median(seconds[WARM_UP:]))
     return {
         "first_seconds": round(seconds[0], 1),

@@ -85,7 +85,8 @@ def _step(work: Work, torch: Any, transformers: Any) -> None:
         for number in range(STEPS):
             _wait(torch)
             started = time.perf_counter()
-            tokens, targets = (data[number % BATCHES][:, a:b] for a, b in ((0, -1), (1, None)))
+            rows_now = data[number % BATCHES]
+            tokens, targets = rows_now[:, :-1].contiguous(), rows_now[:, 1:].contiguous()
             with torch.autocast(device, torch.bfloat16):
                 found = model(input_ids=tokens, labels=targets, shift_labels=targets)
             found.loss.backward()
@@ -94,7 +95,7 @@ def _step(work: Work, torch: Any, transformers: Any) -> None:
             optimizer.zero_grad(set_to_none=True)
             _wait(torch)
             seconds.append(time.perf_counter() - started)
-            losses.append(round(float(found.loss), 4))
+            losses.append(round(float(found.loss.detach()), 4))
         median = float(np.median(seconds[WARM_UP:]))
         row |= {
             "ms": round(1e3 * median, 1),
