@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import OPERATIONS
 from pallas_kernels.backend import Implementation, distrust
-from pallas_kernels.proof import CASES, prove
+from pallas_kernels.proof import CASES, KERNELS, prove
 from sharding.distributed import gather
 
 
@@ -72,10 +72,11 @@ class KernelsConfig:
         cache = getattr(jax.config, "jax_compilation_cache_dir", None)
         names = [name for name in sorted(CASES) if self.by_operation.get(name) is None]
         verdicts = prove(names, directory=None if cache is None or "://" in cache else cache)
-        wrong = {verdict.operation for verdict in verdicts if not verdict.is_right}
+        wrong = {(one.operation, one.implementation) for one in verdicts if not one.is_right}
+        kernels: list[tuple[str, Implementation]]
+        kernels = [(name, one) for name in names for one in KERNELS]
         # Processes with different kernels would compile different programs, and wait for ever.
-        found = np.max(gather(np.asarray([name in wrong for name in names], np.int32)), axis=0)
-        for verdict in verdicts:
-            if found[names.index(verdict.operation)] and verdict.is_right:
-                reason = f"another process found {verdict.operation} wrong"
-                distrust(verdict.operation, verdict.implementation, reason)
+        found = np.max(gather(np.asarray([one in wrong for one in kernels], np.int32)), axis=0)
+        for (name, kernel), is_wrong in zip(kernels, found, strict=True):
+            if is_wrong and (name, kernel) not in wrong:
+                distrust(name, kernel, f"another process found {name} wrong")

@@ -9,6 +9,7 @@ same signature:
     xla          fast without a kernel; runs everywhere, tuned on the CPU
     pallas_tpu   Pallas kernels for TPUs
     pallas_gpu   Pallas kernels for GPUs
+    cudnn        NVIDIA's cuDNN, through XLA
 
 A requested implementation runs or raises. None picks the first of `PREFERENCE` that exists, runs
 here, takes the arguments and has not been found wrong on this device (`distrust`);
@@ -32,13 +33,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import measured
 
-Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn"]
 
-PREFERENCE: tuple[Implementation, ...] = ("pallas_tpu", "pallas_gpu", "xla", "reference")
+PREFERENCE: tuple[Implementation, ...] = ("pallas_tpu", "cudnn", "pallas_gpu", "xla", "reference")
 """Implementations from best to worst, where `pallas_kernels.measured` has no row."""
 
 # Implementations without an entry run on every platform.
-PLATFORMS: dict[Implementation, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+PLATFORMS: dict[Implementation, str] = {"pallas_tpu": "tpu", "cudnn": "gpu", "pallas_gpu": "gpu"}
 
 _FASTEST = "the fastest one that runs on this platform"
 

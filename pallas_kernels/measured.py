@@ -53,11 +53,12 @@ def _h100(
     limit: float,
     *,
     is_time: bool = False,
+    implementation: str = "pallas_gpu",
 ) -> Measurement:
     return Measurement(
         operation=operation,
         device="H100",
-        implementation="pallas_gpu",
+        implementation=implementation,
         case=case,
         rate=rate,
         xla=xla,
@@ -67,13 +68,33 @@ def _h100(
     )
 
 
+def _cudnn(case: str, rate: float, xla: float | None = None) -> Measurement:
+    """Return a row of `jax.nn.dot_product_attention(implementation="cudnn")`, whose custom calls
+    are those of `flash_attention`."""
+    return _h100("flash_attention", case, rate, xla, 695, implementation="cudnn")
+
+
 MEASURED: tuple[Measurement, ...] = (
     _h100("flash_attention", "4 x 4096, 16 heads of 128", 491, 12, 695),
     _h100("flash_attention", "4 x 4096, 16 heads of 128, with backward", 363, 15, 695),
     _h100("flash_attention", "1 x 16384, 32 of 4 heads of 128", 580, None, 695),
+    _h100("flash_attention", "1 x 16384, 32 of 4 heads of 128, with backward", 477, None, 695),
     _h100("flash_attention", "2 x 8192, 32 of 8 heads of 64", 411, None, 695),
+    _h100("flash_attention", "2 x 8192, 32 of 8 heads of 64, with backward", 370, None, 695),
     _h100("flash_attention", "4 x 4096, window 1024", 376, None, 695),
+    _h100("flash_attention", "4 x 4096, window 1024, with backward", 238, None, 695),
     _h100("flash_attention", "2 x 4096, 16 of 8 heads of 256", 583, None, 695),
+    _h100("flash_attention", "2 x 4096, 16 of 8 heads of 256, with backward", 100, None, 695),
+    _cudnn("4 x 4096, 16 heads of 128", 504, 12),
+    _cudnn("4 x 4096, 16 heads of 128, with backward", 419, 15),
+    _cudnn("1 x 16384, 32 of 4 heads of 128", 577),
+    _cudnn("1 x 16384, 32 of 4 heads of 128, with backward", 510),
+    _cudnn("2 x 8192, 32 of 8 heads of 64", 429),
+    _cudnn("2 x 8192, 32 of 8 heads of 64, with backward", 382),
+    _cudnn("4 x 4096, window 1024", 384),
+    _cudnn("4 x 4096, window 1024, with backward", 324),
+    _cudnn("2 x 4096, 16 of 8 heads of 256", 533),
+    _cudnn("2 x 4096, 16 of 8 heads of 256, with backward", 342),
     _h100("grouped_swiglu", "OLMoE, 131072 rows", 582, 102, 695),
     _h100("grouped_swiglu", "OLMoE, 131072 rows, with backward", 634, 185, 695),
     _h100("grouped_swiglu", "Qwen3, 131072 rows", 574, 62, 695),

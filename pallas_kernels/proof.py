@@ -7,10 +7,11 @@
 
 Small random inputs, value and gradients, memory filled with NaN before, all on the first device of
 this process. A kernel that differs, or fails, is not chosen any more in this process
-(`backend.distrust`). Verdicts are kept by kind of device, version of jax and of the driver, and the
-sources of this package.
+(`backend.distrust`), and the one that None then chooses for the case is compared. Verdicts are kept
+by kind of device, version of jax and of the driver, and the sources of this package.
 
-To add an operation: its case in `CASES` of `pallas_kernels/proof.py`.
+To add an operation: its cases in `CASES` of `pallas_kernels/proof.py`, one for each class of
+arguments between which None chooses.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ import numpy as np
 from pallas_kernels import OPERATIONS
 from pallas_kernels.backend import Implementation, Operation, device_kind, distrust
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.grouped_swiglu import grouped_swiglu
 from pallas_kernels.quantized_array import quantize
@@ -41,8 +43,21 @@ TOLERANCE = 0.03
 # Of lowering, compiling and running a kernel; none of them may end a run that can do without it.
 _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
-Case = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
-"""Function of (implementation, *arrays), the arrays, and those that have a gradient."""
+KERNELS: tuple[Implementation, ...] = ("pallas_tpu", "cudnn", "pallas_gpu")
+"""Implementations that are compared before they are used."""
+
+
+class Case(NamedTuple):
+    """A call of an operation."""
+
+    run: Callable[..., Any]
+    """Function of (implementation, *arrays), to an array, or several of which the first one has a
+    gradient."""
+    arrays: tuple[Any, ...]
+    with_gradient: tuple[int, ...]
+    """Places of the arrays that have a gradient."""
+    arguments: tuple[Any, ...] = ()
+    """First arguments of the operation, by which None chooses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +66,8 @@ class Verdict:
 
     operation: str
     implementation: Implementation
+    case: str = ""
+    """Case of the operation; "" for the only one."""
     error: float | None
     """Largest difference over the norm of what it differs from; None where the kernel failed."""
     words: str = ""
@@ -62,12 +79,13 @@ class Verdict:
         return self.error is not None and self.error <= TOLERANCE
 
     def __str__(self) -> str:
+        case = f" for {self.case}" if self.case else ""
         if self.error is None:
-            return f"{self.operation}: {self.implementation} failed: {self.words}"
+            return f"{self.operation}: {self.implementation} failed{case}: {self.words}"
         relation = "equals" if self.is_right else "differs from"
         return (
-            f"{self.operation}: {self.implementation} {relation} the reference (largest difference"
-            f" {self.error:.2g} of the norm, of {self.words})"
+            f"{self.operation}: {self.implementation} {relation} the reference{case} (largest"
+            f" difference {self.error:.2g} of the norm, of {self.words})"
         )
 
 
@@ -76,19 +94,30 @@ def _drawn(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(values / np.sqrt(shape[-1]), jnp.bfloat16)
 
 
-def _attention(scale: int) -> Case:
-    q, k, v = (_drawn(i, 2, 128 * scale, heads, 64) for i, heads in enumerate((4, 2, 2)))
-    segments = jnp.asarray(np.arange(128 * scale) // 100 + np.zeros((2, 1)), jnp.int32)
+def _attention(
+    scale: int,
+    *,
+    length: int = 128,
+    width: int = 64,
+    window: int | None = None,
+    packs: bool = False,
+) -> Case:
+    q, k, v = (_drawn(i, 2, length * scale, heads, width) for i, heads in enumerate((4, 2, 2)))
+    documents = jnp.asarray(np.arange(length * scale) // 100 + np.zeros((2, 1)), jnp.int32)
+    segments = documents if packs else None
 
     def run(implementation: Implementation, *arrays: Any) -> Any:
-        return flash_attention(
-            *(8.0 * x for x in arrays),
+        out, lse = flash_attention(
+            *(width**0.5 * x for x in arrays),
             q_segment_ids=segments,
             kv_segment_ids=segments,
+            window=window,
             implementation=implementation,
-        )[0]
+        )
+        return out, jax.lax.stop_gradient(lse)
 
-    return run, (q, k, v), (0, 1, 2)
+    rules = Rules.of("flash_attention", q, True, window, None, None)
+    return Case(run, (q, k, v), (0, 1, 2), (q, k, v, Tokens(None, None, segments, segments), rules))
 
 
 def _rows(scale: int) -> tuple[jax.Array, jax.Array]:
@@ -104,7 +133,7 @@ def _matmul(scale: int) -> Case:
     def run(implementation: Implementation, rows: Any, weights: Any) -> Any:
         return grouped_matmul(rows, weights, sizes, implementation=implementation)
 
-    return run, (rows, _drawn(4, 5, 128, 256)), (0, 1)
+    return Case(run, (rows, _drawn(4, 5, 128, 256)), (0, 1))
 
 
 def _outer(scale: int) -> Case:
@@ -113,7 +142,7 @@ def _outer(scale: int) -> Case:
     def run(implementation: Implementation, rows: Any, others: Any) -> Any:
         return grouped_outer(rows, others, sizes, implementation=implementation)
 
-    return run, (rows, _drawn(5, 256 * scale, 256)), ()
+    return Case(run, (rows, _drawn(5, 256 * scale, 256)), ())
 
 
 def _swiglu(scale: int) -> Case:
@@ -122,7 +151,7 @@ def _swiglu(scale: int) -> Case:
     def run(implementation: Implementation, rows: Any, gate_up: Any, down: Any) -> Any:
         return grouped_swiglu(8.0 * rows, gate_up, down, sizes, implementation=implementation)
 
-    return run, (rows, _drawn(6, 5, 128, 2, 256), _drawn(7, 5, 256, 128)), (0, 1, 2)
+    return Case(run, (rows, _drawn(6, 5, 128, 2, 256), _drawn(7, 5, 256, 128)), (0, 1, 2))
 
 
 def _quantized(scale: int) -> Case:
@@ -131,50 +160,56 @@ def _quantized(scale: int) -> Case:
     def run(implementation: Implementation, x: Any) -> Any:
         return quantized_matmul(x, w, implementation=implementation)
 
-    return run, (_drawn(9, 64 * scale, 128),), (0,)
+    return Case(run, (_drawn(9, 64 * scale, 128),), (0,))
 
 
-CASES: Mapping[str, Callable[[int], Case]] = {
-    "flash_attention": _attention,
-    "grouped_matmul": _matmul,
-    "grouped_outer": _outer,
-    "grouped_swiglu": _swiglu,
-    "quantized_matmul": _quantized,
+CASES: Mapping[str, Mapping[str, Callable[[int], Case]]] = {
+    "flash_attention": {
+        "documents": functools.partial(_attention, packs=True),
+        "whole": functools.partial(_attention, length=256, width=128),
+        "window": functools.partial(_attention, length=256, width=128, window=70),
+        "wide heads": functools.partial(_attention, width=256),
+    },
+    "grouped_matmul": {"": _matmul},
+    "grouped_outer": {"": _outer},
+    "grouped_swiglu": {"": _swiglu},
+    "quantized_matmul": {"": _quantized},
 }
-"""The case of each operation, by the factor on its smallest size."""
+"""The cases of each operation, by the factor on their smallest size."""
 
 
 def compare(
-    name: str, implementation: Implementation, *, scales: Iterable[int] = (1, 3)
+    name: str,
+    implementation: Implementation,
+    case: str | None = None,
+    *,
+    scales: Iterable[int] = (1, 3),
 ) -> Verdict:
     """Return whether an implementation computes what the reference does.
 
     Args:
-        name: Operation with a case.
+        name: Operation with cases.
         implementation: Implementation that runs on the first device.
+        case: Case of the operation; None is the first.
         scales: Factors on the sizes.
     """
+    case = next(iter(CASES[name])) if case is None else case
+    verdict = Verdict(operation=name, implementation=implementation, case=case, error=None)
     worst, words = 0.0, "the value"
     for scale in scales:
-        run, arrays, with_gradient = CASES[name](scale)
+        one = CASES[name][case](scale)
         try:
-            found = _computed(functools.partial(run, implementation), arrays, with_gradient)
+            found = _computed(one, implementation)
         except _FAILURES as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            return Verdict(
-                operation=name, implementation=implementation, error=None, words=text[:200]
-            )
-        wanted = _computed(functools.partial(run, "reference"), arrays, with_gradient)
+            return dataclasses.replace(verdict, words=text[:200])
+        wanted = _computed(one, "reference")
         for part, value in found.items():
             error = _difference(value, wanted[part])
             if not error <= worst:  # NaN is the worst
                 worst, words = error, part
-    return Verdict(
-        operation=name,
-        implementation=implementation,
-        error=worst if np.isfinite(worst) else float("inf"),
-        words=words,
-    )
+    error = worst if np.isfinite(worst) else float("inf")
+    return dataclasses.replace(verdict, error=error, words=words)
 
 
 def prove(
@@ -187,40 +222,46 @@ def prove(
     """Compare the kernels that None chooses on the first device, and distrust those that differ.
 
     Args:
-        names: Operations; those without a case, and those for which None chooses no kernel, are
+        names: Operations; those without a case, and cases for which None chooses no kernel, are
             left out.
         directory: Directory in which verdicts are kept; None compares anew.
         scales: Factors on the smallest sizes.
         operations: Operations by name.
 
     Returns:
-        A verdict for each kernel.
+        A verdict for each case and kernel that None chooses for it, until one is right.
     """
     verdicts, known = [], _read(directory)
     for name in names:
-        chosen = operations[name].choose().implementation
-        if name not in CASES or not chosen.startswith("pallas"):
-            continue
-        verdict = known.get(name)
-        if verdict is None or verdict.implementation != chosen:
-            verdict = known[name] = compare(name, chosen, scales=scales)
-            _write(directory, known)
-        if not verdict.is_right:
-            distrust(name, chosen, str(verdict))
-            warnings.warn(f"{verdict}; None no longer chooses it", stacklevel=2)
-        verdicts.append(verdict)
+        for case, make in CASES.get(name, {}).items():
+            arguments, is_right = make(1).arguments, False
+            while not is_right:
+                chosen = operations[name].choose(None, *arguments).implementation
+                if chosen not in KERNELS:
+                    break
+                verdict = known.get((name, case, chosen))
+                if verdict is None:
+                    verdict = compare(name, chosen, case, scales=scales)
+                    known[name, case, chosen] = verdict
+                    _write(directory, known.values())
+                is_right = verdict.is_right
+                if not is_right:
+                    distrust(name, chosen, str(verdict))
+                    warnings.warn(f"{verdict}; None no longer chooses it", stacklevel=2)
+                verdicts.append(verdict)
     return verdicts
 
 
-def _computed(
-    run: Callable[..., Any], arrays: tuple[Any, ...], with_gradient: tuple[int, ...]
-) -> dict[str, jax.Array]:
+def _computed(case: Case, implementation: Implementation) -> dict[str, jax.Array]:
     """Return the value, and the gradient of a weighted sum by each array."""
+    _, arrays, with_gradient, _ = case
+    run = functools.partial(case.run, implementation)
 
     def weighted(*arrays: Any) -> tuple[Any, Any]:
-        value = run(*arrays)
+        values = jax.tree.leaves(run(*arrays))
+        value = values[0]
         weights = jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape)
-        return jnp.sum(value.astype(jnp.float32) * weights), value
+        return jnp.sum(value.astype(jnp.float32) * weights), values
 
     function = jax.value_and_grad(weighted, with_gradient, has_aux=True) if with_gradient else None
     shapes = jax.eval_shape(run, *arrays), *arrays
@@ -228,10 +269,12 @@ def _computed(
     jax.block_until_ready(poison)
     del poison  # what a kernel does not write is now likely to be NaN
     if function is None:
-        return {"the value": jax.block_until_ready(jax.jit(run)(*arrays))}
-    (_, value), gradients = jax.block_until_ready(jax.jit(function)(*arrays))
+        values, gradients = jax.tree.leaves(jax.block_until_ready(jax.jit(run)(*arrays))), ()
+    else:
+        (_, values), gradients = jax.block_until_ready(jax.jit(function)(*arrays))
+    words = ("the value", *(f"result {place}" for place in range(1, len(values))))
     names = (f"the gradient of argument {place}" for place in with_gradient)
-    return {"the value": value, **dict(zip(names, gradients, strict=True))}
+    return dict(zip((*words, *names), (*values, *gradients), strict=True))
 
 
 def _difference(value: Any, wanted: Any) -> float:
@@ -251,21 +294,26 @@ def _key() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _read(directory: str | os.PathLike[str] | None) -> dict[str, Verdict]:
+_Known = dict[tuple[str, str, Implementation], Verdict]
+"""Verdicts by operation, case and implementation."""
+
+
+def _read(directory: str | os.PathLike[str] | None) -> _Known:
     if directory is None:
         return {}
     path = pathlib.Path(directory).expanduser() / f"kernels-{_key()}.json"
     try:
-        return {row["operation"]: Verdict(**row) for row in json.loads(path.read_text())}
+        verdicts = [Verdict(**row) for row in json.loads(path.read_text())]
+        return {(one.operation, one.case, one.implementation): one for one in verdicts}
     except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: compared anew
         return {}
 
 
-def _write(directory: str | os.PathLike[str] | None, verdicts: Mapping[str, Verdict]) -> None:
+def _write(directory: str | os.PathLike[str] | None, verdicts: Iterable[Verdict]) -> None:
     if directory is None:
         return
     folder = pathlib.Path(directory).expanduser()
-    rows = [dataclasses.asdict(verdict) for verdict in verdicts.values()]
+    rows = [dataclasses.asdict(verdict) for verdict in verdicts]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"kernels-{_key()}.{os.getpid()}.part"

@@ -19,10 +19,12 @@ To add an implementation: `pallas_kernels/flash_attention/<name>.py` with the tw
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.flash_attention import kernels, reference, xla
+from pallas_kernels.flash_attention import cudnn, kernels, reference, xla
 from pallas_kernels.flash_attention.arguments import check_heads, check_tokens
 from pallas_kernels.flash_attention.gpu import kernels as pallas_gpu
 from pallas_kernels.flash_attention.mask import Rules, Tokens
@@ -33,20 +35,27 @@ KERNELS: dict[Implementation, kernels.Kernels] = {
     "reference": reference.KERNELS,
     "xla": xla.KERNELS,
     "pallas_tpu": pallas_tpu.KERNELS,
+    "cudnn": cudnn.KERNELS,
     "pallas_gpu": pallas_gpu.KERNELS,
 }
 """Both passes of every implementation, for attention over part of the keys."""
 
+# JAX derives the gradients of the reference; cuDNN's backward pass takes other arguments.
+_OTHERS: dict[Implementation, Callable[..., Any]] = {
+    "reference": reference.flash_attention,
+    "cudnn": cudnn.flash_attention,
+}
+
 OPERATION = Operation(
     name="flash_attention",
     implementations={
-        # JAX derives the gradients of the reference.
-        name: reference.flash_attention
-        if name == "reference"
-        else functools.partial(kernels.flash_attention, kernels=one)
+        name: _OTHERS.get(name, functools.partial(kernels.flash_attention, kernels=one))
         for name, one in KERNELS.items()
     },
-    refusals={"pallas_gpu": pallas_gpu.reason_against_default},
+    refusals={
+        "cudnn": cudnn.reason_against_default,
+        "pallas_gpu": pallas_gpu.reason_against_default,
+    },
 )
 
 
@@ -103,4 +112,5 @@ def flash_attention(
     tokens = Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
     arrays = (q, k, v, tokens)
     q, k, v, tokens = match_varying(arrays, arrays)
-    return OPERATION.function(implementation, q, k, v)(q, k, v, tokens, rules)
+    arguments = (q, k, v, tokens, rules)
+    return OPERATION.function(implementation, *arguments)(*arguments)

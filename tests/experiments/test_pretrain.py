@@ -276,6 +276,11 @@ def _refused(arguments: list[str], capsys) -> str:
             "execution.kernels.attention=pallas_gpu: flash_attention: implementation='pallas_gpu'"
             " needs a gpu and the mesh is of cpu devices",
         ),
+        (
+            ("--execution.kernels.attention", "cudnn"),
+            "execution.kernels.attention=cudnn: flash_attention: implementation='cudnn'"
+            " needs a gpu and the mesh is of cpu devices",
+        ),
         (("--training.clip", "-1"), "training.clip=-1.0 must be above 0"),
         (("--profile.steps", "3"), "profile.steps='3' must be two step numbers a:b"),
         (("--profile.steps", "0:3"), "profile.steps=0:3 must have 1 <= a < b"),

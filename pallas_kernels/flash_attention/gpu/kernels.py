@@ -77,12 +77,13 @@ def reason_against_default(*arrays: Any) -> str | None:
     """Return why XLA runs the forward pass by default; None if a kernel does.
 
     Args:
-        *arrays: q, k and v, of which dtype and widths count; or nothing, for the device alone.
+        *arrays: q, k and v, of which dtype and widths count, and what else the operation takes; or
+            nothing, for the device alone.
     """
     against = reason_against_this_gpu()
     if against is not None or not arrays:
         return against
-    q, _, v = arrays
+    q, _, v, *_ = arrays
     capability = device_capability("flash_attention")
     widths = q.shape[-1], v.shape[-1]
     choice = kernel_for(capability, q.dtype, *widths, backward=False, cuda=cuda_version())

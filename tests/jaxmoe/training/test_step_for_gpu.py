@@ -55,6 +55,11 @@ def has_kernels(text):
     return "mosaic_gpu" in text or "triton" in text
 
 
+def calls_of_cudnn(text):
+    """Return the calls in the forward and in the backward pass."""
+    return tuple(text.count(f"@__cudnn$fmhaSoftmax{which}(") for which in ("", "Backward"))
+
+
 @pytest.mark.parametrize("compute", PRECISIONS)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_training_step(choice, compute):
@@ -65,6 +70,8 @@ def test_training_step(choice, compute):
     step = make_train_step(MODEL, optimizer, execution=execution)
     text = lowered(step, state, batch)
     assert has_kernels(text) == (choice != "xla")
+    is_measured = choice == "default" and compute == "bfloat16"
+    assert calls_of_cudnn(text) == ((1, 1) if is_measured else (0, 0))
 
 
 @pytest.mark.parametrize("length", [1, 64])

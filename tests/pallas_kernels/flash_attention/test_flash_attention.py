@@ -190,8 +190,8 @@ def _assert_close(actual, expected, dtype="float32"):
 
 
 def test_every_implementation_is_in_the_table():
-    # test_flash_attention_for_gpu.py has the kernels for GPUs.
-    names = {"reference", "pallas_gpu", *IMPLEMENTATIONS}
+    # test_flash_attention_for_gpu.py has the kernels for GPUs, test_cudnn.py those of cuDNN.
+    names = {"reference", "pallas_gpu", "cudnn", *IMPLEMENTATIONS}
     assert set(OPERATIONS["flash_attention"].implementations) == names
 
 
