@@ -80,6 +80,8 @@ def head_size(num_rows: int, num_groups: int) -> int:
 
 def lay_out(num_rows: int, group_sizes: Int[Array, " G"]) -> Layout:
     """Return the layout of `num_rows` rows in groups of these sizes."""
+    # On a GPU XLA does not compile the loops over blocks where it knows their lengths.
+    group_sizes = jax.lax.optimization_barrier(group_sizes)
     num_groups = group_sizes.shape[0]
     head = head_size(num_rows, num_groups)
     ends = jnp.minimum(jnp.cumsum(group_sizes), num_rows)
