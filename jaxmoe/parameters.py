@@ -103,17 +103,27 @@ class ParameterSpec:
         """Return the dtype of the values, where those of the model have the given one."""
         return jnp.dtype(self.declaration.dtype or dtype)
 
-    def initial_value(self, key: Array, dtype: Any) -> Array:
-        """Return the initial value, which depends on the key and the path and not on the mesh."""
+    def initial_value(self, key: Array, dtype: Any, *, is_whole: bool = False) -> Array:
+        """Return the initial value, which depends on the key and the path and not on the mesh.
+
+        Args:
+            key: Key of the model.
+            dtype: Dtype of the model's parameters.
+            is_whole: Whether one device holds the value. It is then drawn flat, which compiles
+                several times as fast; a value that is cut must be drawn in its shape.
+        """
         key, dtype = fold_path(key, self.drawn_as or self.path), self.stored_dtype(dtype)
         if self.declaration.init != "normal":
             return self.declaration.own_values(key).astype(dtype)
+        # The numbers of this generator are counted along the flat array.
+        is_flat = is_whole and jax.random.key_impl(key) == "threefry2x32"
+        shape = (self.size,) if is_flat else self.shape
         if self.hyper.distribution == "uniform":
             edge = math.sqrt(3.0)
-            noise = jax.random.uniform(key, self.shape, jnp.float32, minval=-edge, maxval=edge)
+            noise = jax.random.uniform(key, shape, jnp.float32, minval=-edge, maxval=edge)
         else:
-            noise = jax.random.normal(key, self.shape, jnp.float32)
-        return (noise * jnp.float32(self.init_std)).astype(dtype)
+            noise = jax.random.normal(key, shape, jnp.float32)
+        return (noise.reshape(self.shape) * jnp.float32(self.init_std)).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

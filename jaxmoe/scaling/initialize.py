@@ -134,8 +134,10 @@ def init_params(
         raise ValueError("init_params needs a typed key: jax.random.key(seed), not PRNGKey(seed)")
     table = parameter_table(model, parameterization, rules)
 
+    is_whole = mesh is None or mesh.size == 1
+
     def build(key: Array) -> dict[str, Any]:
-        params = table.tree(lambda row: row.initial_value(key, dtype))
+        params = table.tree(lambda row: row.initial_value(key, dtype, is_whole=is_whole))
         away = {name: jax.device_put(params[name], jax.memory.Space.Host) for name in on_host}
         return params | away
 
