@@ -29,24 +29,26 @@ from experiments.bench.accelerator.schedule import Outcome, Part, run_alone, run
 from experiments.bench.step import BenchRunConfig
 from experiments.cli.output import say
 
+_PLACE = "experiments.bench.accelerator"
+
 PARTS: tuple[Part, ...] = (
     Part(
         name="machine",
-        module="machine",
+        module=f"{_PLACE}.machine",
         line="the device, dense products and a copy",
         compile_seconds=120,
         seconds=40,
     ),
     Part(
         name="proofs",
-        module="proofs",
+        module=f"{_PLACE}.proofs",
         line="each kernel beside the reference, value and gradients",
         compile_seconds=200,
         is_measured=False,
     ),
     Part(
         name="step",
-        module="step",
+        module=f"{_PLACE}.step",
         line="a training step of OLMoE's width, 4 layers, and where its time goes",
         compile_seconds=200,
         seconds=60,
@@ -54,40 +56,40 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="torch_step",
-        module="torch_step",
+        module=f"{_PLACE}.torch_step",
         line="the same in plain PyTorch, compiled",
         seconds=90,
     ),
     Part(
         name="attention",
-        module="attention",
+        module=f"{_PLACE}.attention",
         line="attention beside cuDNN",
         compile_seconds=200,
         seconds=60,
     ),
     Part(
         name="grouped",
-        module="grouped",
+        module=f"{_PLACE}.grouped",
         line="products of experts",
         compile_seconds=200,
         seconds=60,
     ),
     Part(
         name="torch_kernels",
-        module="torch_kernels",
+        module=f"{_PLACE}.torch_kernels",
         line="PyTorch's products, SDPA and _grouped_mm",
         seconds=40,
     ),
     Part(
         name="serve",
-        module="serve",
+        module=f"{_PLACE}.serve",
         line="prefill and decode of OLMoE for 1, 8 and 64 requests",
         compile_seconds=220,
         seconds=70,
     ),
     Part(
         name="runs",
-        module="runs",
+        module=f"{_PLACE}.runs",
         line="pretrain tiny: first step, the CPU's losses, a checkpoint across devices",
         compile_seconds=220,
         seconds=60,
@@ -95,7 +97,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="suite",
-        module="suite",
+        module=f"{_PLACE}.suite",
         line="the tests that need an accelerator",
         compile_seconds=220,
         is_measured=False,
@@ -103,7 +105,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="remat",
-        module="step",
+        module=f"{_PLACE}.step",
         line="the step with remat full",
         compile_seconds=200,
         seconds=40,
@@ -111,7 +113,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="deep",
-        module="step",
+        module=f"{_PLACE}.step",
         line="the step with 8 layers and remat full",
         compile_seconds=200,
         seconds=40,
@@ -120,21 +122,21 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="few_bits",
-        module="few_bits",
+        module=f"{_PLACE}.few_bits",
         line="products of few bits",
         compile_seconds=200,
         seconds=40,
     ),
     Part(
         name="transformers_step",
-        module="transformers_peer",
+        module=f"{_PLACE}.transformers_peer",
         line="the step in transformers",
         seconds=50,
         options={"work": "step"},
     ),
     Part(
         name="transformers_serve",
-        module="transformers_peer",
+        module=f"{_PLACE}.transformers_peer",
         line="answers of transformers",
         seconds=90,
         options={"work": "answers"},
@@ -252,6 +254,10 @@ def _row_in_words(row: dict[str, Any]) -> str:
         words.append(f"peak {row['peak_bytes'] / 1e9:.1f} GB")
     if row.get("is_right") is False:
         words.append("WRONG")
+    if row.get("refused"):
+        words.append(row["refused"])
+    if row.get("repeats_bitwise") is not None:
+        words.append("repeats bitwise" if row["repeats_bitwise"] else "does not repeat bitwise")
     if row.get("kinds_ms"):
         words += [f"{kind} {ms:.1f}" for kind, ms in row["kinds_ms"].items()]
     if row.get("error"):

@@ -6,23 +6,32 @@ from __future__ import annotations
 
 from experiments.bench.accelerator.work import Work, emit, run_part
 from pallas_kernels import OPERATIONS
+from pallas_kernels.backend import Implementation
 from pallas_kernels.proof import CASES, compare
 
 
 def proofs(work: Work) -> None:
     """Emit a row for each implementation of an operation that has a case."""
-    for name in CASES:
-        for implementation in OPERATIONS[name].runnable():
-            if implementation == "reference":
-                continue
-            verdict = compare(name, implementation, scales=(1,) if work.is_tiny else (1, 3, 8))
-            emit(
-                case=name,
-                name=implementation,
-                is_right=verdict.is_right,
-                largest_error=verdict.error,
-                words=verdict.words,
-            )
+    for name, cases in CASES.items():
+        for case in cases:
+            for implementation in OPERATIONS[name].runnable():
+                if implementation != "reference":
+                    _emit(work, name, case, implementation)
+
+
+def _emit(work: Work, name: str, case: str, implementation: Implementation) -> None:
+    verdict = compare(name, implementation, case, scales=(1,) if work.is_tiny else (1, 3, 8))
+    is_refused = verdict.error is None and verdict.words.startswith("ValueError")
+    row = {"case": f"proof of {name} {case}".strip(), "name": implementation}
+    if is_refused:
+        emit(**row, refused=verdict.words)
+    else:
+        emit(
+            **row,
+            is_right=verdict.is_right,
+            largest_error=verdict.error,
+            words=verdict.words,
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Part:
     name: str
     """Name on the command line."""
     module: str
-    """Module of `experiments.bench.accelerator` that runs it."""
+    """Module that runs it: it ends in `run_part`."""
     line: str
     """What it shows."""
     seconds: float = 60.0
@@ -88,7 +88,7 @@ class PartProcess:
         self._started = time.monotonic()
         with self._rows.open("wb") as rows, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"experiments.bench.accelerator.{part.module}", given],
+                [sys.executable, "-m", part.module, given],
                 env=self._environment(directory),
                 stdin=subprocess.DEVNULL,
                 stdout=rows,

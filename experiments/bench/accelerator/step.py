@@ -12,7 +12,7 @@ import dataclasses
 import pathlib
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,22 +73,29 @@ def step(work: Work) -> None:
         emit(**row)
 
 
+class _Program(NamedTuple):
+    """Compiled programs of one case."""
+
+    begin: Any
+    """Function of a key that returns the initial state."""
+    step: Any
+    """Function of a state and a batch that returns the next state and its metrics."""
+    batches: list[Batch]
+
+
 def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
     batch, length = (2, 64) if work.is_tiny else (4, 4096)
     model = model_of(layers, is_tiny=work.is_tiny)
     execution = ExecutionConfig(remat=remat, precision=PrecisionPolicy(compute="bfloat16"))
-    optimizer = adamw(3e-4, weight_decay=0.1)
+    optimizer, key = adamw(3e-4, weight_decay=0.1), jax.random.key(0)
     started = time.perf_counter()
-    begin = (
-        jax.jit(lambda key: init_state(model, optimizer, key)).lower(jax.random.key(0)).compile()
-    )
+    begin = jax.jit(lambda key: init_state(model, optimizer, key)).lower(key).compile()
     row["initial_state_seconds"] = round(time.perf_counter() - started, 1)
     started = time.perf_counter()
-    shapes = jax.eval_shape(lambda key: init_state(model, optimizer, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: init_state(model, optimizer, key), key)
+    given = jax.eval_shape(lambda: _batch(model, 0, batch, length))
     trained = make_train_step(model, optimizer, execution=execution)
-    compiled = trained.lower(
-        shapes, jax.eval_shape(lambda: _batch(model, 0, batch, length))
-    ).compile()
+    compiled = trained.lower(shapes, given).compile()
     row["compile_seconds"] = round(time.perf_counter() - started, 1)
     memory = compiled.memory_analysis()
     if memory is not None:
@@ -97,39 +104,56 @@ def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
     row["parameters"] = int(sum(x.size for x in jax.tree.leaves(shapes.params)))
     if not work.is_measured:
         return
-    state = begin(jax.random.key(0))
     batches = [_batch(model, number, batch, length) for number in range(BATCHES)]
-    seconds, losses = [], []
-    for number in range(STEPS):
-        jax.block_until_ready(state)
-        started = time.perf_counter()
-        state, metrics = compiled(state, batches[number % BATCHES])
-        jax.block_until_ready(state.params)
-        seconds.append(time.perf_counter() - started)
-        losses.append(round(float(metrics.loss), 4))
+    program = _Program(begin, compiled, batches)
+    seconds, losses = _run(program, STEPS)
     median = float(np.median(seconds[WARM_UP:]))
     flops = flops_per_token(model, parameter_table(model), length) * batch * length
     row |= {
         "ms": round(1e3 * median, 1),
         "tokens_per_second": round(batch * length / median),
         "tflops": round(flops / median / 1e12, 1),
-        "losses": losses,
+        "losses": [round(loss, 4) for loss in losses],
     }
     statistics = jax.local_devices()[0].memory_stats() or {}
     row["peak_bytes"] = statistics.get("peak_bytes_in_use")
+    row["repeats_bitwise"] = _run(program, WARM_UP)[1] == losses[:WARM_UP]
     if work.options.get("is_profiled"):
-        with tempfile.TemporaryDirectory() as place:
-            with jax.profiler.trace(place, create_perfetto_trace=True):
-                for number in range(2):
-                    state, _ = compiled(state, batches[number])
-                    jax.block_until_ready(state.params)
-            times = kernel_times(pathlib.Path(place))
-        kinds: dict[str, float] = collections.defaultdict(float)
-        for name, total in times.items():
-            kinds[kind_of(name)] += total / 2.0
-        row["kinds_ms"] = {k: round(v, 2) for k, v in sorted(kinds.items(), key=lambda p: -p[1])}
-        ordered = sorted(times.items(), key=lambda pair: -pair[1])[:40]
-        row["kernels_ms"] = {name: round(total / 2.0, 3) for name, total in ordered}
+        row |= _profile(program)
+
+
+def _run(program: _Program, steps: int) -> tuple[list[float], list[float]]:
+    """Return the seconds and the losses of steps from the initial state."""
+    state, seconds, losses = program.begin(jax.random.key(0)), [], []
+    for number in range(steps):
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        state, metrics = program.step(state, program.batches[number % BATCHES])
+        jax.block_until_ready(state.params)
+        seconds.append(time.perf_counter() - started)
+        losses.append(float(metrics.loss))
+    return seconds, losses
+
+
+def _profile(program: _Program) -> dict[str, Any]:
+    """Return milliseconds of a step by kind of kernel, and of its longest kernels."""
+    state, steps = program.begin(jax.random.key(0)), 2
+    with tempfile.TemporaryDirectory() as place:
+        with jax.profiler.trace(place, create_perfetto_trace=True):
+            for number in range(steps):
+                state, _ = program.step(state, program.batches[number])
+                jax.block_until_ready(state.params)
+        times = kernel_times(pathlib.Path(place))
+    kinds: dict[str, float] = collections.defaultdict(float)
+    for name, total in times.items():
+        kinds[kind_of(name)] += total / steps
+
+    def in_order(found: dict[str, float], count: int) -> dict[str, float]:
+        ordered = sorted(found.items(), key=lambda pair: -pair[1])[:count]
+        return {name: round(total, 3) for name, total in ordered}
+
+    each = {name: total / steps for name, total in times.items()}
+    return {"kinds_ms": in_order(kinds, len(kinds)), "kernels_ms": in_order(each, 40)}
 
 
 def _batch(model: ModelConfig, number: int, batch: int, length: int) -> Batch:
