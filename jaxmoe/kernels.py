@@ -21,7 +21,7 @@ class KernelsConfig:
     """Implementation of each kernel; None picks one that can run and logs which."""
 
     attention: Implementation | None = None
-    """Implementation of `pallas_kernels.flash_attention`."""
+    """Implementation of `pallas_kernels.flash_attention`, and of `paged_attention` in serving."""
     grouped_swiglu: Implementation | None = None
     """Implementation of `pallas_kernels.grouped_swiglu`, the experts."""
     quantized_matmul: Implementation | None = None
@@ -38,6 +38,7 @@ class KernelsConfig:
         """The same by the name of the operation."""
         return {
             "flash_attention": self.attention,
+            "paged_attention": self.attention,
             "grouped_swiglu": self.grouped_swiglu,
             "quantized_matmul": self.quantized_matmul,
             "grouped_matmul": self.grouped_matmul,
@@ -62,7 +63,7 @@ class KernelsConfig:
                 try:
                     OPERATIONS[name].choose(asked)
                 except ValueError as error:
-                    field = "attention" if name == "flash_attention" else name
+                    field = "attention" if name.endswith("_attention") else name
                     raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
         if jax.default_backend() != "cpu":
             self._prove()
