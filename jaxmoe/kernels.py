@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -46,19 +48,21 @@ class KernelsConfig:
             "selective_scan": self.selective_scan,
         }
 
-    def prepare(self, mesh: Mesh) -> None:
+    def prepare(self, mesh: Mesh | None) -> None:
         """Refuse what cannot run on a mesh, and compare the kernels that are chosen by default.
 
         Kernels are compared with the reference once for each kind of device; what differs is not
         used, with a warning.
 
         Args:
-            mesh: Mesh of the model.
+            mesh: Mesh of the model; None for one device.
 
         Raises:
             ValueError: An implementation that is asked for cannot run; names the field.
         """
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with contextlib.ExitStack() as stack:
+            if mesh is not None:
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             for name, asked in self.by_operation.items():
                 try:
                     OPERATIONS[name].choose(asked)
@@ -66,13 +70,30 @@ class KernelsConfig:
                     field = "attention" if name.endswith("_attention") else name
                     raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
         if jax.default_backend() != "cpu":
-            self._prove()
+            self._prove(is_shared=mesh is not None and mesh.is_multi_process)
 
-    def _prove(self) -> None:
-        """Compare the kernels of the default; what one process finds wrong, none of them uses."""
+    def prepare_once(self, mesh: Mesh | None) -> None:
+        """Do what `prepare` does, the first time in this process.
+
+        Args:
+            mesh: Mesh of the model; None for one device.
+
+        Raises:
+            ValueError: As `prepare` does, every time.
+        """
+        _prepare(self, mesh)
+
+    def _prove(self, *, is_shared: bool) -> None:
+        """Compare the kernels of the default; what one process finds wrong, none of them uses.
+
+        Args:
+            is_shared: Whether other processes compute on the mesh, and do the same now.
+        """
         cache = getattr(jax.config, "jax_compilation_cache_dir", None)
         names = [name for name in sorted(CASES) if self.by_operation.get(name) is None]
         verdicts = prove(names, directory=None if cache is None or "://" in cache else cache)
+        if not is_shared:
+            return
         wrong = {verdict.operation for verdict in verdicts if not verdict.is_right}
         # Processes with different kernels would compile different programs, and wait for ever.
         found = np.max(gather(np.asarray([name in wrong for name in names], np.int32)), axis=0)
@@ -80,3 +101,8 @@ class KernelsConfig:
             if found[names.index(verdict.operation)] and verdict.is_right:
                 reason = f"another process found {verdict.operation} wrong"
                 distrust(verdict.operation, verdict.implementation, reason)
+
+
+@functools.lru_cache
+def _prepare(kernels: KernelsConfig, mesh: Mesh | None) -> None:
+    kernels.prepare(mesh)
