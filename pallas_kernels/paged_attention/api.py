@@ -22,11 +22,17 @@ pool, layer, tables, positions, rules), its line in `OPERATION` of
 `tests/pallas_kernels/paged_attention/test_paged_attention.py`.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.paged_attention import gpu, reference, tpu, xla
-from pallas_kernels.paged_attention.arguments import Pool, Tables, check_arguments, rules_of
+from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables, check_arguments, rules_of
 
 OPERATION = Operation(
     name="paged_attention",
@@ -72,11 +78,41 @@ def paged_attention(
         The attention, in the dtype of q.
 
     Raises:
-        ValueError: Shapes or options do not fit, or the implementation cannot run here.
+        ValueError: Shapes or options do not fit, the implementation cannot run here, or a gradient
+            is asked for.
     """
     tables = Tables(singles, pieces)
     check_arguments(q, pool, tables, positions)
     rules = rules_of(q, window, softcap, scale, implementation)
     arrays = (q, pool, layer, tables, positions)
     attend = OPERATION.function(implementation, q, pool)
-    return attend(*match_varying(arrays, arrays), rules)
+    return _without_gradient(*match_varying(arrays, arrays), rules, attend)
+
+
+# JAX 0.11 keeps a kernel whose result is not read, and flax's loop over layers, which traces a
+# layer once for what does not depend on its input, then refuses it. It drops a call with a gradient
+# of its own.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _without_gradient(
+    q: Array,
+    pool: Any,
+    layer: Array,
+    tables: Tables,
+    positions: Array,
+    rules: Rules,
+    attend: Callable[..., Array],
+) -> Array:
+    return attend(q, pool, layer, tables, positions, rules)
+
+
+def _forward(*given: Any) -> Any:
+    raise ValueError(
+        "paged_attention has no gradient: it serves requests. Train with flash_attention."
+    )
+
+
+def _backward(*given: Any) -> Any:
+    raise AssertionError("the forward pass has raised")
+
+
+_without_gradient.defvjp(_forward, _backward)

@@ -294,6 +294,22 @@ def test_lowered_in_shard_map():
     assert text.count(TRITON_CALL) == 4
 
 
+def test_a_kernel_that_is_not_read_may_be_dropped():
+    """Jax 0.11 drops no `pallas_call`, and flax's loop over layers refuses what is not dropped."""
+    case = CASES["grouped"]
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "cuda"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(functools.partial(attend, case, "pallas_gpu"))(*arguments(case))
+    assert "pallas_call" in str(jaxpr)
+    assert [one for one in jaxpr.eqns if one.primitive.name == "pallas_call"] == []
+
+
+def test_it_has_no_gradient():
+    q, *rest = arguments(CASES["grouped"])
+    with pytest.raises(ValueError, match="paged_attention has no gradient"):
+        jax.grad(lambda q: attend(CASES["grouped"], None, q, *rest).sum())(q)
+
+
 def test_implementations():
     names = {"reference", "xla", "pallas_tpu", "pallas_gpu"}
     assert set(OPERATIONS["paged_attention"].implementations) == names
