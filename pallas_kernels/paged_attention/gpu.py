@@ -8,7 +8,7 @@
 
 Keys are shared out (split-K, Flash-Decoding) where there are too few blocks of queries to fill the
 GPU, evenly over the blocks of keys that a sequence really has, so that short ones cost little.
-Blocks before a window and after the last position are not read. Exponentials are to base 2.
+What is before every window or after the last position is not read. Exponentials are to base 2.
 
 Pages of 8 bits are read as they are: the products are taken for each group of features that shares
 a scale, and scaled then. Products of float32 are exact float32 products, not TF32.
@@ -203,20 +203,21 @@ def _own_queries(sizes: _Sizes) -> tuple[Array, Array, Array]:
     return token, head, row < sizes.length * sizes.group
 
 
-def _own_blocks(positions: Array, rules: Rules, sizes: _Sizes) -> tuple[Array, Array, Array]:
-    """Return the first tile of keys of a program, the last + 1, and the number of keys."""
+def _own_blocks(positions: Array, rules: Rules, sizes: _Sizes) -> tuple[Array, ...]:
+    """Return a program's first tile of keys, and last + 1; and the keys that a query sees."""
     keys, splits = jnp.int32(sizes.tiles.keys), jnp.int32(sizes.splits)
     end = jnp.minimum(jnp.max(positions) + 1, sizes.slots)
     high = jax.lax.div(end + keys - 1, keys)
-    low = jnp.int32(0)
+    first = low = jnp.int32(0)
     if rules.window is not None:
         first = jnp.min(jnp.where(positions >= 0, positions, sizes.slots)) - (rules.window - 1)
-        low = jnp.minimum(jax.lax.div(jnp.maximum(first, 0), keys), high)
+        first = jnp.maximum(first, 0)
+        low = jnp.minimum(jax.lax.div(first, keys), high)
     if sizes.splits == 1:
-        return low, high, end
+        return low, high, first, end
     share = jax.lax.div(high - low + splits - 1, splits)
     begin = low + jax.lax.rem(pl.program_id(2), splits) * share
-    return begin, jnp.minimum(begin + share, high), end
+    return begin, jnp.minimum(begin + share, high), first, end
 
 
 def _attend_kernel(
@@ -226,7 +227,7 @@ def _attend_kernel(
     key_head, sequence = pl.program_id(0), pl.program_id(1)  # the interpreter has none in a loop
     token, head, is_row = _own_queries(sizes)
     positions = plgpu.load(positions_ref.at[token], mask=is_row, other=-1)
-    begin, end, length = _own_blocks(positions, rules, sizes)
+    begin, end, first, length = _own_blocks(positions, rules, sizes)
     feature = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
 
     def columns(part: int, is_read: Array) -> tuple[Array, Array]:
@@ -244,7 +245,7 @@ def _attend_kernel(
     def step(block: Array, carry: Any) -> Any:
         out, top, total = carry
         key = block * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
-        is_key = key < length
+        is_key = key < length if rules.window is None else (key >= first) & (key < length)
         place = jax.lax.div(key, jnp.int32(sizes.page))
         page = plgpu.load(table_ref.at[sequence, place], mask=is_key, other=0)
         slot = (layer_ref[0] * sizes.pages + page) * sizes.page + key - place * sizes.page
