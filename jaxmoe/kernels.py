@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -21,7 +23,7 @@ class KernelsConfig:
     """Implementation of each kernel; None picks one that can run and logs which."""
 
     attention: Implementation | None = None
-    """Implementation of `pallas_kernels.flash_attention`."""
+    """Implementation of `pallas_kernels.flash_attention`, and of `paged_attention` in serving."""
     grouped_swiglu: Implementation | None = None
     """Implementation of `pallas_kernels.grouped_swiglu`, the experts."""
     quantized_matmul: Implementation | None = None
@@ -38,6 +40,7 @@ class KernelsConfig:
         """The same by the name of the operation."""
         return {
             "flash_attention": self.attention,
+            "paged_attention": self.attention,
             "grouped_swiglu": self.grouped_swiglu,
             "quantized_matmul": self.quantized_matmul,
             "grouped_matmul": self.grouped_matmul,
@@ -45,33 +48,52 @@ class KernelsConfig:
             "selective_scan": self.selective_scan,
         }
 
-    def prepare(self, mesh: Mesh) -> None:
+    def prepare(self, mesh: Mesh | None) -> None:
         """Refuse what cannot run on a mesh, and compare the kernels that are chosen by default.
 
         Kernels are compared with the reference once for each kind of device; what differs is not
         used, with a warning.
 
         Args:
-            mesh: Mesh of the model.
+            mesh: Mesh of the model; None for one device.
 
         Raises:
             ValueError: An implementation that is asked for cannot run; names the field.
         """
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with contextlib.ExitStack() as stack:
+            if mesh is not None:
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             for name, asked in self.by_operation.items():
                 try:
                     OPERATIONS[name].choose(asked)
                 except ValueError as error:
-                    field = "attention" if name == "flash_attention" else name
+                    field = "attention" if name.endswith("_attention") else name
                     raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
         if jax.default_backend() != "cpu":
-            self._prove()
+            self._prove(is_shared=mesh is not None and mesh.is_multi_process)
 
-    def _prove(self) -> None:
-        """Compare the kernels of the default; what one process finds wrong, none of them uses."""
+    def prepare_once(self, mesh: Mesh | None) -> None:
+        """Do what `prepare` does, the first time in this process.
+
+        Args:
+            mesh: Mesh of the model; None for one device.
+
+        Raises:
+            ValueError: As `prepare` does, every time.
+        """
+        _prepare(self, mesh)
+
+    def _prove(self, *, is_shared: bool) -> None:
+        """Compare the kernels of the default; what one process finds wrong, none of them uses.
+
+        Args:
+            is_shared: Whether other processes compute on the mesh, and do the same now.
+        """
         cache = getattr(jax.config, "jax_compilation_cache_dir", None)
         names = [name for name in sorted(CASES) if self.by_operation.get(name) is None]
         verdicts = prove(names, directory=None if cache is None or "://" in cache else cache)
+        if not is_shared:
+            return
         wrong = {(one.operation, one.implementation) for one in verdicts if not one.is_right}
         kernels: list[tuple[str, Implementation]]
         kernels = [(name, one) for name in names for one in KERNELS]
@@ -80,3 +102,8 @@ class KernelsConfig:
         for (name, kernel), is_wrong in zip(kernels, found, strict=True):
             if is_wrong and (name, kernel) not in wrong:
                 distrust(name, kernel, f"another process found {name} wrong")
+
+
+@functools.lru_cache
+def _prepare(kernels: KernelsConfig, mesh: Mesh | None) -> None:
+    kernels.prepare(mesh)

@@ -6,6 +6,7 @@
     ring_attention        attention over a sequence that several devices share; keys travel
     token_ring_attention  the same; queries and results travel
     sequence_order        order of the tokens when several devices share a sequence
+    paged_attention       attention of many sequences over one pool of pages
     grouped_matmul        rows sorted by group, times their group's matrix
     grouped_outer         gradient of the groups' matrices
     grouped_swiglu        rows sorted by group, through their group's SwiGLU (experts of a MoE)
@@ -36,6 +37,8 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.grouped_swiglu import OPERATION as _GROUPED_SWIGLU
 from pallas_kernels.grouped_swiglu import grouped_swiglu
 from pallas_kernels.halo.hadamard import hadamard
+from pallas_kernels.paged_attention import OPERATION as _PAGED_ATTENTION
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_array import QuantizedArray, dequantize, quantize
 from pallas_kernels.quantized_matmul import OPERATION as _QUANTIZED_MATMUL
 from pallas_kernels.quantized_matmul import quantized_matmul
@@ -54,6 +57,7 @@ OPERATIONS: dict[str, Operation] = {
         _GROUPED_MATMUL,
         _GROUPED_OUTER,
         _GROUPED_SWIGLU,
+        _PAGED_ATTENTION,
         _QUANTIZED_MATMUL,
         _SELECTIVE_SCAN,
         _STATE_SPACE_DUAL,
@@ -73,6 +77,7 @@ __all__ = [
     "grouped_outer",
     "grouped_swiglu",
     "hadamard",
+    "paged_attention",
     "quantize",
     "quantize_mixed",
     "quantized_matmul",

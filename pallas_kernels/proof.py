@@ -36,6 +36,7 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.grouped_swiglu import grouped_swiglu
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_array import quantize
 from pallas_kernels.quantized_matmul import quantized_matmul
 
@@ -174,6 +175,40 @@ def _quantized(scale: int) -> Case:
     return Case(run, (_drawn(9, 64 * scale, 128),), (0,))
 
 
+def _pages(scale: int) -> Case:
+    """Two singles and two pieces over pages in any order; what no query sees is large."""
+    size, width, length = 16, 4 * scale, 24
+    ends = np.asarray([1, 60 * scale, 64 * scale, 17])
+    shape = (2, 4 * width, size, 2, 2, 128)
+    rng = np.random.default_rng(10)
+    table = rng.permutation(4 * width).reshape(4, width)
+    pool = 11.0 * np.asarray(_drawn(11, *shape), np.float32)
+    for row, end in zip(table, ends, strict=True):
+        held = pool[1, row].reshape(-1, *shape[3:])
+        held[end:] = 1e4
+        pool[1, row] = held.reshape(width, *shape[2:])
+    places = np.maximum(ends[2:] - length, 0)[:, None] + np.arange(length)
+    pieces = np.where(places < ends[2:, None], places, -1)  # the second is not full
+    positions = jnp.asarray(np.concatenate([ends[:2] - 1, pieces.reshape(-1)]), jnp.int32)
+    singles, parts = (jnp.asarray(rows, jnp.int32) for rows in (table[:2], table[2:]))
+
+    def run(implementation: Implementation, q: Any, pool: Any) -> Any:
+        out = paged_attention(
+            8.0 * q,
+            pool,
+            jnp.int32(1),
+            singles,
+            parts,
+            positions,
+            window=100,
+            implementation=implementation,
+        )
+        return jnp.where((positions >= 0)[:, None, None], out, 0)
+
+    arrays = _drawn(12, 2 + 2 * length, 4, 128), jnp.asarray(pool, jnp.bfloat16)
+    return Case(run, arrays, ())
+
+
 CASES: Mapping[str, Mapping[str, Callable[[int], Case]]] = {
     "flash_attention": {
         "documents": functools.partial(_attention, packs=True),
@@ -184,6 +219,7 @@ CASES: Mapping[str, Mapping[str, Callable[[int], Case]]] = {
     "grouped_matmul": {"": _matmul},
     "grouped_outer": {"": _outer},
     "grouped_swiglu": {"": _swiglu},
+    "paged_attention": {"": _pages},
     "quantized_matmul": {"": _quantized},
 }
 """The cases of each operation, by the factor on their smallest size."""

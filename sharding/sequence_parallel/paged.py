@@ -11,36 +11,30 @@ their slots, and computes [R, 1] and [P, C] queries apart, so that no query pays
 another. The order of a page in its table is its position, so slots that are not filled yet are the
 future.
 
-    xla           gathers the pages of the tables, then `flash_attention` with positions
-    pallas_tpu    JAX's own ragged_paged_attention, which reads the pages where they are
+`pallas_kernels.paged_attention` reads the pages: a kernel where they are, "xla" by a gather.
 
 Pages may hold few bits with scales for each token (`sharding/sequence_parallel/cache_formats.py`).
-One layer's pages read as [P G 2M H] are the layout that the TPU kernel takes. The pool travels in
-the carry of the loop over layers and is written in place (`sharding/sequence_parallel/cached.py`).
-Heads are cut over the tensor axis; pages are not cut.
+The pool travels in the carry of the loop over layers and is written in place
+(`sharding/sequence_parallel/cached.py`). Heads are cut over the tensor axis; pages are not cut.
 
 Source of the layout: PagedAttention, arXiv 2309.06180, section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import QuantizedArray, dequantize, quantize
-from pallas_kernels.backend import Operation
+from pallas_kernels import QuantizedArray, paged_attention, quantize
 from sharding import axes as ax
 from sharding.constrain import Placement
 from sharding.sequence_parallel.cache_formats import CacheFormat, empty_slots
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
-    HeldTokens,
     Seen,
-    attend_locally,
 )
 
 PAGE_AXES = (None, None, None, ax.ACT_KV_HEADS, None, None)
@@ -48,9 +42,6 @@ PAGE_AXES = (None, None, None, ax.ACT_KV_HEADS, None, None)
 
 Pool = Float[Array, "L P G M 2 H"] | QuantizedArray
 """Pages of keys and values; the scales of few bits have as many dimensions."""
-
-_KEYS_AT_ONCE, _QUERIES_AT_ONCE = 512, 32
-"""Tokens of a block of the TPU kernel."""
 
 
 class PageTables(NamedTuple):
@@ -100,8 +91,9 @@ class PagedCache(NamedTuple):
             The output, no watched logits, and the pages with the new tokens.
 
         Raises:
-            ValueError: Logits are to be watched.
+            ValueError: Logits are to be watched, or the attention is not causal.
         """
+        check_causal(rules)
         if rules.seen:
             raise ValueError(
                 "pages serve requests and report no attention logits: set execution.telemetry to"
@@ -126,6 +118,22 @@ class PagedCache(NamedTuple):
         )
         out, pool = island(q, k, v, self.pool, layer, self.tables, positions)
         return out, {}, PagedCache(pool, self.tables)
+
+
+def check_causal(rules: AttentionRules) -> None:
+    """Raise unless a query sees no later key: slots that are not filled yet are the future.
+
+    Args:
+        rules: Mask of a layer.
+
+    Raises:
+        ValueError: It does.
+    """
+    if not rules.is_causal:
+        raise ValueError(
+            "pages serve causal attention only: set model.attention.is_causal, or generate with"
+            " jaxmoe.generate"
+        )
 
 
 def page_axes(pool: Any) -> Any:
@@ -173,150 +181,30 @@ def attend_pages(
         tables: Pages of the sequences.
         positions: Positions of the queries.
         rules: Mask and kernel.
-    """
-    requested = rules.implementation
-    if requested is None and why_not_kernel(q, pool) is not None:
-        requested = "xla"
-    attend = OPERATION.function(requested)
-    return attend(q, pool, layer, tables, positions, rules)
-
-
-def why_not_kernel(q: Float[Array, "T N H"], pool: Pool) -> str | None:
-    """Return the limit of JAX's kernel that these sizes break; None if it takes them.
-
-    Args:
-        q: Queries of a device.
-        pool: Pages of a device.
-    """
-    if isinstance(pool, QuantizedArray):
-        return f"pages of {pool.dtype_name}"
-    combined, packing = 2 * pool.shape[3], 4 // pool.dtype.itemsize
-    if q.shape[-1] % 128:
-        return f"heads of width {q.shape[-1]}, which must be a multiple of 128"
-    rows, rest = divmod(combined, packing)
-    if rest or (rows not in (1, 2, 4, 8) and rows % 8):
-        return f"{pool.shape[3]} key heads on a device, which fill no tile of {pool.dtype}"
-    return None
-
-
-def attend_gathered(
-    q: Float[Array, "T N H"],
-    pool: Any,
-    layer: Int[Array, ""],
-    tables: PageTables,
-    positions: Int[Array, " T"],
-    rules: AttentionRules,
-    split: Callable[[Array], tuple[Array, Array]],
-) -> Float[Array, "T N Hv"]:
-    """Gather the pages of each sequence, and attend to them as to a row.
-
-    Args:
-        q: Queries, as for `attend_pages`.
-        pool: Pages [L P G ...] that hold the new tokens already.
-        layer: Layer that is read.
-        tables: Pages of the sequences.
-        positions: Positions of the queries.
-        rules: Mask and kernel.
-        split: Function of the entries of some rows [B U ...] to keys and values [B U M H].
-    """
-    pages, size = pool.shape[1:3]
-
-    def part(q: Array, table: Array, positions: Array) -> Array:
-        rows, width = table.shape
-
-        def gather(array: Array) -> Array:
-            # From all layers at once: taking the layer first would copy its pages.
-            flat = array.reshape(-1, *array.shape[2:])
-            held = flat.at[layer * jnp.int32(pages) + table].get(mode="clip")
-            return held.reshape(rows, width * size, *array.shape[3:])
-
-        held = jax.tree.map(gather, pool)
-        is_few = isinstance(held, QuantizedArray)
-        k, v = split(dequantize(held, q.dtype) if is_few else held.astype(q.dtype))
-        keys = HeldTokens(jnp.arange(width * size, dtype=jnp.int32), None)
-        queries = q.reshape(rows, -1, *q.shape[1:])
-        given = HeldTokens(positions.reshape(rows, -1), None), keys
-        out, _ = attend_locally(queries, k, v, *given, rules)
-        return out.reshape(*q.shape[:2], -1)
-
-    count = tables.singles.shape[0]
-    parts = []
-    if count:
-        parts.append(part(q[:count], tables.singles, positions[:count]))
-    if tables.pieces.shape[0]:
-        parts.append(part(q[count:], tables.pieces, positions[count:]))
-    return jnp.concatenate(parts)
-
-
-def _gathered(
-    q: Array,
-    pool: Any,
-    layer: Array,
-    tables: PageTables,
-    positions: Array,
-    rules: AttentionRules,
-) -> Array:
-    """Attend to keys and values that alternate."""
-
-    def split(held: Array) -> tuple[Array, Array]:
-        return held[..., 0, :], held[..., 1, :]
-
-    return attend_gathered(q, pool, layer, tables, positions, rules, split)
-
-
-def _in_kernel(
-    q: Array,
-    kv: Array,
-    layer: Array,
-    tables: PageTables,
-    positions: Array,
-    rules: AttentionRules,
-) -> Array:
-    """Call JAX's kernel; the rest of a piece that is not full computes numbers that are not read.
 
     Raises:
-        ValueError: The sizes break a limit of the kernel.
+        ValueError: The implementation that is asked for cannot run here, or does not take this.
     """
-    if (limit := why_not_kernel(q, kv)) is not None:
-        raise ValueError(
-            f"execution.kernels.attention=pallas_tpu: JAX's kernel for pages does not take {limit}:"
-            " set execution.kernels.attention to xla"
+    try:
+        return paged_attention(
+            q,
+            pool,
+            layer,
+            tables.singles,
+            tables.pieces,
+            positions,
+            window=rules.window,
+            softcap=rules.softcap,
+            scale=rules.scale,
+            implementation=rules.implementation,
         )
-    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel  # noqa: PLC0415
-
-    layers, pages, size, heads, _, width = kv.shape
-    flat = kv.reshape(layers * pages, size, 2 * heads, width)
-    table = jnp.concatenate([tables.singles, tables.pieces])
-    singles, pieces = tables.singles.shape[0], tables.pieces.shape[0]
-    length = (q.shape[0] - singles) // max(pieces, 1)
-    starts = jnp.concatenate(
-        [
-            jnp.arange(singles, dtype=jnp.int32),
-            singles + length * jnp.arange(pieces + 1, dtype=jnp.int32),
-        ]
-    )
-    first = jnp.maximum(positions[starts[:-1]], 0)
-    lengths = first + jnp.diff(starts)
-    return jax_kernel.ragged_paged_attention(
-        q,
-        flat,
-        lengths,
-        layer * jnp.int32(pages) + table,
-        starts,
-        jnp.full((1,), singles + pieces, jnp.int32),
-        sm_scale=rules.scale or q.shape[-1] ** -0.5,
-        sliding_window=rules.window,
-        soft_cap=rules.softcap,
-        # The kernel's own table of sizes asks the device of this process, which may be another.
-        num_kv_pages_per_block=min(table.shape[1], max(_KEYS_AT_ONCE // size, 1)),
-        num_queries_per_block=min(q.shape[0], _QUERIES_AT_ONCE),
-    )
-
-
-OPERATION = Operation(
-    name="paged_attention", implementations={"xla": _gathered, "pallas_tpu": _in_kernel}
-)
-"""Implementations of attention over pages."""
+    except ValueError as error:
+        if rules.implementation is None:
+            raise
+        raise ValueError(
+            f"execution.kernels.attention={rules.implementation}: {error}: set"
+            " execution.kernels.attention to xla"
+        ) from error
 
 
 def empty_pages(shape: tuple[int, ...], form: CacheFormat, dtype: Any, placement: Placement) -> Any:

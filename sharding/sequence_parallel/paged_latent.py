@@ -14,13 +14,15 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.arguments import Tables, rules_of
+from pallas_kernels.paged_attention.xla import attend_gathered
 from sharding import axes as ax
 from sharding.constrain import Placement
 from sharding.sequence_parallel.local_attention import AttentionRules, Seen
 from sharding.sequence_parallel.paged import (
     TABLE_AXES,
     PageTables,
-    attend_gathered,
+    check_causal,
     page_axes,
     write_pages,
 )
@@ -56,13 +58,18 @@ class PagedLatents(NamedTuple):
 
         Returns:
             The weighted mean of the values, no watched logits, and the pages with the new tokens.
+
+        Raises:
+            ValueError: The attention is not causal.
         """
+        check_causal(rules)
+        asked = rules_of(q, rules.window, rules.softcap, rules.scale, rules.implementation)
         heads, pages = (ax.ACT_BATCH, None, ax.ACT_HEADS, None), page_axes(self.pool)
 
         def run(q, new, pool, layer, tables, positions, *, batch_axes):
             del batch_axes
             pool = write_pages(pool, new[0], layer, tables.slots)
-            given = (pool, layer, tables, positions[0], rules)
+            given = (pool, layer, Tables(*tables[1:]), positions[0], asked)
             out = attend_gathered(q[0], *given, lambda held: (held, held[..., :latent_dim]))
             return out[None], pool
 

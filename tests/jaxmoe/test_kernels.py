@@ -27,6 +27,8 @@ def test_a_kernel_that_another_process_found_wrong_is_not_used(monkeypatch, aske
     for function in (prove, gather):
         monkeypatch.setattr(kernels, function.__name__, function)
     monkeypatch.setattr(kernels, "distrust", lambda *words: distrusted.append(words))
-    config._prove()
+    config._prove(is_shared=True)
     first = min(name for name in CASES if asked is None or name != "flash_attention")
     assert distrusted == [(first, "pallas_gpu", f"another process found {first} wrong")]
+    config._prove(is_shared=False)
+    assert len(distrusted) == 1, "a process that computes alone waits for no other"

@@ -196,6 +196,7 @@ REFUSED = {
     "grouped_matmul": (float64(8, 4), float64(2, 4, 5)),
     "grouped_outer": (float64(8, 4), float64(8, 5)),
     "grouped_swiglu": (float64(8, 4), float64(2, 4, 2, 5)),
+    "paged_attention": (float64(4, 2, 16), float64(1, 3, 16, 2, 2, 16)),
     "quantized_matmul": (
         float64(8, 32),
         pallas_kernels.quantize(jnp.ones((32, 8)), "int8", axis=-2),

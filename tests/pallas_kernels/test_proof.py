@@ -11,6 +11,7 @@ from pallas_kernels import OPERATIONS, backend, proof
 from pallas_kernels.flash_attention import api as attention_api
 from pallas_kernels.grouped_matmul import api as matmul_api
 from pallas_kernels.grouped_swiglu import api as swiglu_api
+from pallas_kernels.paged_attention import api as paged_api
 from pallas_kernels.quantized_matmul import api as quantized_api
 
 HOMES = {
@@ -18,6 +19,7 @@ HOMES = {
     "grouped_matmul": (matmul_api, "OPERATION"),
     "grouped_outer": (matmul_api, "OUTER"),
     "grouped_swiglu": (swiglu_api, "OPERATION"),
+    "paged_attention": (paged_api, "OPERATION"),
     "quantized_matmul": (quantized_api, "OPERATION"),
 }
 

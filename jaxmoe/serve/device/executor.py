@@ -84,7 +84,7 @@ class ModelExecutor:
 
         Raises:
             ValueError: The model cannot be served, or its experts cannot be recorded as
-                `config.has_experts` asks, or the mesh has other axes.
+                `config.has_experts` asks, or the mesh has other axes, or a kernel cannot run.
         """
         self.model, self.config = model, config or ExecutorConfig()
         reason = why_not_served(model, execution or ExecutionConfig(), mesh)
@@ -92,8 +92,8 @@ class ModelExecutor:
             reason = why_not_recorded(model)
         if reason is not None:
             raise ValueError(reason)
-        self.adapters = adapters
-        self.execution = ServedConfig.of(execution or ExecutionConfig())
+        self.adapters, self.execution = adapters, ServedConfig.of(execution or ExecutionConfig())
+        self.execution.kernels.prepare_once(mesh)
         self._is_apart = num_calls(model) <= self.config.layers_apart
         if self._is_apart:
             self.execution = dataclasses.replace(self.execution, unroll=longest_loop(model))

@@ -21,7 +21,6 @@ needs Hopper. When JAX drops it, `kernel_for` has to send these GPUs to XLA.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +33,8 @@ from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
 from pallas_kernels.flash_attention.visible_blocks import BlockLists, kinds_of_blocks, listed
+from pallas_kernels.gpu.triton_parts import LOG2_E, capped_logits, dot
 from pallas_kernels.jax_versions import shape_varying_like
-
-LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,24 +163,6 @@ def _list_specs(lists: BlockLists) -> Any:
     return BlockLists(*specs)
 
 
-def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
-    """Return the product of two matrices over the given dimensions, summed in float32."""
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((axis_a,), (axis_b,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _logits(products: Array, rules: Rules) -> Array:
-    """Return scaled and capped logits, in units of log 2."""
-    if rules.softcap is None:
-        return products * (rules.scale * LOG2_E)
-    return (rules.softcap * LOG2_E) * jnp.tanh(products * (rules.scale / rules.softcap))
-
-
 def _slope(logits: Array, rules: Rules) -> Array | None:
     """Return the derivative of the cap, from capped logits."""
     if rules.softcap is None:
@@ -227,7 +207,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, lists, tokens, out_ref, lse_ref, *, rule
     def step(block: Array, carry: Any, is_masked: bool) -> Any:
         out, top, total = carry
         keys = pl.ds(block * blocks.passing, blocks.passing)
-        logits = _logits(_dot(q, k_ref[keys, :], 1, 1), rules)
+        logits = capped_logits(dot(q, k_ref[keys, :], 1, 1), rules)
         if is_masked:
             logits = jnp.where(_mask(rules, tokens, u, own, keys, 0), logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1))
@@ -236,7 +216,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, lists, tokens, out_ref, lse_ref, *, rule
         weights = jnp.exp2(logits - base[:, None])
         shrink = jnp.exp2(top - base)
         values = v_ref[keys, :]
-        out = out * shrink[:, None] + _dot(weights.astype(values.dtype), values, 1, 0)
+        out = out * shrink[:, None] + dot(weights.astype(values.dtype), values, 1, 0)
         return out, new_top, total * shrink + jnp.sum(weights, axis=1)
 
     start = (
@@ -260,14 +240,14 @@ def _d_q_kernel(
     def step(block: Array, d_q: Array, is_masked: bool) -> Array:
         keys = pl.ds(block * blocks.passing, blocks.passing)
         k = k_ref[keys, :]
-        logits = _logits(_dot(q, k, 1, 1), rules)
+        logits = capped_logits(dot(q, k, 1, 1), rules)
         weights = jnp.exp2(logits - lse[:, None])
         if is_masked:
             weights = jnp.where(_mask(rules, tokens, u, own, keys, 0), weights, 0.0)
-        d_logits = weights * (_dot(d_out, v_ref[keys, :], 1, 1) - delta[:, None])
+        d_logits = weights * (dot(d_out, v_ref[keys, :], 1, 1) - delta[:, None])
         slope = _slope(logits, rules)
         d_logits = d_logits if slope is None else d_logits * slope
-        return d_q + _dot(d_logits.astype(k.dtype), k, 1, 0)
+        return d_q + dot(d_logits.astype(k.dtype), k, 1, 0)
 
     d_q = _through(lists, step, jnp.zeros(d_q_ref.shape, jnp.float32))
     d_q_ref[...] = rules.scale * d_q
@@ -285,15 +265,15 @@ def _d_kv_kernel(
             d_k, d_v = sums
             queries = pl.ds(block * blocks.passing, blocks.passing)
             q, d_out = q_ref[queries, head, :], d_out_ref[queries, head, :]
-            logits = _logits(_dot(k, q, 1, 1), rules)
+            logits = capped_logits(dot(k, q, 1, 1), rules)
             weights = jnp.exp2(logits - lse_ref[head, queries][None, :])
             if is_masked:
                 weights = jnp.where(_mask(rules, tokens, u, queries, own, 1), weights, 0.0)
-            d_v = d_v + _dot(weights.astype(d_out.dtype), d_out, 1, 0)
-            d_logits = weights * (_dot(v, d_out, 1, 1) - delta_ref[head, queries][None, :])
+            d_v = d_v + dot(weights.astype(d_out.dtype), d_out, 1, 0)
+            d_logits = weights * (dot(v, d_out, 1, 1) - delta_ref[head, queries][None, :])
             slope = _slope(logits, rules)
             d_logits = d_logits if slope is None else d_logits * slope
-            return d_k + _dot(d_logits.astype(q.dtype), q, 1, 0), d_v
+            return d_k + dot(d_logits.astype(q.dtype), q, 1, 0), d_v
 
         return _through(lists, step, sums)
 

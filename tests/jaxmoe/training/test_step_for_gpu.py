@@ -6,11 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig, ServedConfig
 from jaxmoe.layers.mixers import AttentionConfig
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import ModelConfig, MoEConfig
@@ -18,8 +19,12 @@ from jaxmoe.models.transformer import forward
 from jaxmoe.optim import adamw
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.serve.device.pages import initial_pools
+from jaxmoe.serve.device.rows import no_limits
+from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
+from sharding.sequence_parallel import PageTables
 
 BATCH, LENGTH = 2, 128
 MODEL = ModelConfig(
@@ -89,3 +94,27 @@ def test_decoding_and_prefill(choice, length):
         return output.logits, output.cache
 
     assert has_kernels(lowered(step, params_of(), ids, ids, cache))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_step_of_serving(choice):
+    """Pages are read where they are, by single tokens and by pieces of prompts."""
+    execution = ServedConfig.of(execution_of(choice, "bfloat16"))
+    singles, pieces, length, width, pages, size = 4, 1, 32, 16, 64, 16
+    tokens, rows = singles + pieces * length, singles + pieces
+    pools = jax.eval_shape(
+        functools.partial(initial_pools, MODEL, execution, pages=pages, size=size)
+    )
+
+    def ids(*shape):
+        return np.zeros(shape, np.int32)
+
+    tables = PageTables(ids(tokens), ids(singles, width), ids(pieces, width))
+    given = (ids(tokens), ids(tokens), tables, ids(rows), ids(rows), ids(rows))
+    inputs = StepInputs(*given, no_limits(rows, MODEL.vocab_size), np.bool_(False))
+    step = make_step(MODEL, execution, StepOptions())
+    text = lowered(step, params_of(), None, pools, inputs)
+    assert has_kernels(text) == (choice != "xla")
+    # One for single tokens and one for pieces, each with one that merges.
+    assert text.count("xla.gpu.triton") == (0 if choice == "xla" else 4)
+    assert (f"{width * size}x1x2x64xbf16" in text) == (choice == "xla"), "a gather of pages"

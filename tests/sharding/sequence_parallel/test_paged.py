@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import flash_attention
 from pallas_kernels.backend import interpreted
 from sharding.sequence_parallel import AttentionRules, PageTables
-from sharding.sequence_parallel.paged import attend_pages, why_not_kernel, write_pages
+from sharding.sequence_parallel.paged import attend_pages, check_causal, write_pages
 from tests.support.tolerances import assert_close
 from tests.support.tpus import described_tpus
 
@@ -168,17 +168,16 @@ def test_kernel_compiles_for_a_tpu(monkeypatch):
     assert memory.temp_size_in_bytes < pool.nbytes / 10
 
 
-def test_limits_of_the_kernel_are_named():
-    def why(width, heads, dtype):
-        pool = jnp.zeros((1, 2, 4, heads, 2, width), dtype)
-        return why_not_kernel(jnp.zeros((1, heads, width), dtype), pool)
-
-    assert why(128, 2, jnp.bfloat16) is None and why(256, 8, jnp.float32) is None
-    assert "multiple of 128" in why(64, 2, jnp.float32)
-    assert "3 key heads" in why(128, 3, jnp.float32)
+def test_a_kernel_that_does_not_take_the_sizes_is_an_error_with_the_field():
     _, q, pool, tables, positions, _ = arrays()
     tables, positions = jax.tree.map(jnp.asarray, (tables, positions))
+    given = (q, pool, jnp.int32(0), tables, positions)
     with interpreted(), pytest.raises(ValueError, match="set execution.kernels.attention to xla"):
-        attend_pages(
-            q, pool, jnp.int32(0), tables, positions, AttentionRules(implementation="pallas_tpu")
-        )
+        attend_pages(*given, AttentionRules(implementation="pallas_tpu"))
+    with pytest.raises(ValueError, match="attention=pallas_gpu: .* needs a gpu and"):
+        attend_pages(*given, AttentionRules(implementation="pallas_gpu"))
+
+
+def test_attention_that_is_not_causal_is_refused():
+    with pytest.raises(ValueError, match="pages serve causal attention only"):
+        check_causal(AttentionRules(is_causal=False))

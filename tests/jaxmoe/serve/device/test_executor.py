@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.layers.mixers import MambaConfig, SharedKeysConfig
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.routing import CapacityConfig, UniformRandomConfig
@@ -93,6 +93,24 @@ def test_sizes_that_do_not_fit_are_refused():
         ExecutorConfig(num_pages=8, page_size=4, context_lengths=(128,))
     with pytest.raises(ValueError, match="ascending"):
         ExecutorConfig(context_lengths=(64, 32))
+
+
+def test_a_kernel_that_cannot_run_is_refused_before_anything_is_compiled():
+    execution = ExecutionConfig(kernels=KernelsConfig(attention="pallas_gpu"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="execution.kernels.attention=pallas_gpu: .* a gpu"):
+            ModelExecutor(MODEL, params(), config=SIZES, execution=execution)
+
+
+def test_kernels_are_compared_before_they_serve(monkeypatch):
+    """Once in a process: executors are made anew when a mesh changes."""
+    calls, kernels = [], KernelsConfig(state_space_dual="xla")
+    monkeypatch.setattr(KernelsConfig, "prepare", lambda *given: calls.append(given))
+    for _ in range(2):
+        monkeypatch.setattr(ModelExecutor, "_laid_out", lambda *_: calls.append("weights") or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ModelExecutor(MODEL, {}, execution=ExecutionConfig(kernels=kernels))
+    assert calls == [(kernels, None), "weights", "weights"]
 
 
 def test_pages_are_copied_and_held_in_host_memory():

@@ -1,0 +1,57 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reference of paged_attention: the masked softmax over gathered pages, in float32.
+
+It stores the scores of every query with every slot of its table.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables
+from pallas_kernels.quantized_array import QuantizedArray, dequantize
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    pool: Pool,
+    layer: Int[Array, ""],
+    tables: Tables,
+    positions: Int[Array, " T"],
+    rules: Rules,
+) -> Float[Array, "T N H"]:
+    """Return what `pallas_kernels.paged_attention` returns."""
+    count = tables.singles.shape[0]
+    parts = []
+    if count:
+        parts.append(_part(q[:count], pool, layer, tables.singles, positions[:count], rules))
+    if tables.pieces.shape[0]:
+        parts.append(_part(q[count:], pool, layer, tables.pieces, positions[count:], rules))
+    return jnp.concatenate(parts)
+
+
+def _part(
+    q: Array, pool: Pool, layer: Array, table: Array, positions: Array, rules: Rules
+) -> Array:
+    rows, (heads, width) = table.shape[0], q.shape[1:]
+    held = jax.tree.map(lambda array: array[layer, table], pool)  # [B W G M 2 H]
+    held = dequantize(held, jnp.float32) if isinstance(held, QuantizedArray) else held
+    held = held.astype(jnp.float32)
+    held = held.reshape(rows, -1, *held.shape[3:])
+    queries = q.astype(jnp.float32).reshape(rows, -1, heads, width)
+    slots = jnp.arange(held.shape[1], dtype=jnp.int32)
+    distance = positions.reshape(rows, -1, 1) - slots[None, None]
+    sees = distance >= 0
+    if rules.window is not None:
+        sees &= distance < rules.window
+    # What no query sees may be anything, NaN included.
+    held = jnp.where(sees.any(1)[:, :, None, None, None], held, 0.0)
+    held = jnp.repeat(held, heads // held.shape[2], axis=2)
+    k, v = held[..., 0, :], held[..., 1, :]
+    logits = rules.scale * jnp.einsum("bsnh,bunh->bnsu", queries, k, precision="highest")
+    if rules.softcap is not None:
+        logits = rules.softcap * jnp.tanh(logits / rules.softcap)
+    weights = jnp.where(sees[:, None], jax.nn.softmax(logits, where=sees[:, None], axis=-1), 0.0)
+    out = jnp.einsum("bnsu,bunh->bsnh", weights, v, precision="highest")
+    return out.reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,86 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Implements paged_attention without a kernel: gathers the pages of a row, then flash_attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables
+from pallas_kernels.quantized_array import QuantizedArray, dequantize
+
+
+def attend_gathered(
+    q: Float[Array, "T N H"],
+    pool: Any,
+    layer: Int[Array, ""],
+    tables: Tables,
+    positions: Int[Array, " T"],
+    rules: Rules,
+    split: Callable[[Array], tuple[Array, Array]],
+) -> Float[Array, "T N Hv"]:
+    """Gather the pages of each sequence, and attend to them as to a row.
+
+    Args:
+        q: Queries, as for `paged_attention`.
+        pool: Pages [L P G ...] that hold the new tokens already.
+        layer: Layer that is read.
+        tables: Pages of the sequences.
+        positions: Positions of the queries.
+        rules: Mask and kernel.
+        split: Function of the entries of some rows [B U ...] to keys and values [B U M H].
+    """
+    pages, size = pool.shape[1:3]
+
+    def part(q: Array, table: Array, positions: Array) -> Array:
+        rows, width = table.shape
+
+        def gather(array: Array) -> Array:
+            # From all layers at once: taking the layer first would copy its pages.
+            flat = array.reshape(-1, *array.shape[2:])
+            held = flat.at[layer * jnp.int32(pages) + table].get(mode="clip")
+            return held.reshape(rows, width * size, *array.shape[3:])
+
+        held = jax.tree.map(gather, pool)
+        is_few = isinstance(held, QuantizedArray)
+        k, v = split(dequantize(held, q.dtype) if is_few else held.astype(q.dtype))
+        out, _ = flash_attention(
+            q.reshape(rows, -1, *q.shape[1:]),
+            k,
+            v,
+            q_positions=positions.reshape(rows, -1),
+            kv_positions=jnp.arange(width * size, dtype=jnp.int32),
+            window=rules.window,
+            softcap=rules.softcap,
+            scale=rules.scale,
+            implementation=rules.asked,
+        )
+        return out.reshape(*q.shape[:2], -1)
+
+    count = tables.singles.shape[0]
+    parts = []
+    if count:
+        parts.append(part(q[:count], tables.singles, positions[:count]))
+    if tables.pieces.shape[0]:
+        parts.append(part(q[count:], tables.pieces, positions[count:]))
+    return jnp.concatenate(parts)
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    pool: Pool,
+    layer: Int[Array, ""],
+    tables: Tables,
+    positions: Int[Array, " T"],
+    rules: Rules,
+) -> Float[Array, "T N H"]:
+    """Return what `pallas_kernels.paged_attention` returns."""
+
+    def halves(held: Array) -> tuple[Array, Array]:
+        return held[..., 0, :], held[..., 1, :]
+
+    return attend_gathered(q, pool, layer, tables, positions, rules, halves)
