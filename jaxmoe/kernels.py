@@ -40,7 +40,8 @@ class KernelsConfig:
         """The same by the name of the operation."""
         return {
             "flash_attention": self.attention,
-            "paged_attention": self.attention,
+            # cuDNN's attention is for training: serving has pages.
+            "paged_attention": None if self.attention == "cudnn" else self.attention,
             "grouped_swiglu": self.grouped_swiglu,
             "quantized_matmul": self.quantized_matmul,
             "grouped_matmul": self.grouped_matmul,

@@ -276,48 +276,44 @@ def prove(
         operations: Operations by name.
 
     Returns:
-        A verdict for each case and kernel that None chooses for it, until one is right.
+        A verdict for each case and kernel that None chooses for it, until all that it chooses are
+        right.
     """
-    verdicts, known, scales = [], _read(directory), tuple(scales)
+    known, scales = _read(directory), tuple(scales)
     cases = [
         (name, case, _case(name, case, 1).arguments)
         for name in names
         for case in CASES.get(name, {})
     ]
-    _compare_together(
-        {
-            (name, case, operations[name].choose(None, *arguments).implementation)
-            for name, case, arguments in cases
-        },
-        known,
-        scales,
-    )
-    for name, case, arguments in cases:
-        is_right = False
-        while not is_right:
-            chosen = operations[name].choose(None, *arguments).implementation
-            if chosen not in KERNELS:
-                break
-            verdict = known.get((name, case, chosen))
-            if verdict is None:
-                verdict = compare(name, chosen, case, scales=scales)
-                known[name, case, chosen] = verdict
-            is_right = verdict.is_right
-            if not is_right:
-                distrust(name, chosen, str(verdict))
-                warnings.warn(f"{verdict}; None no longer chooses it", stacklevel=2)
-            verdicts.append(verdict)
+    verdicts: _Known = {}
+    is_settled = False
+    while not is_settled:  # a kernel that is dropped leaves its other cases to the next one
+        choices: list[_Chosen] = []
+        for name, case, arguments in cases:
+            kernel = operations[name].choose(None, *arguments).implementation
+            if kernel in KERNELS:
+                choices.append((name, case, kernel))
+        _compare_together(choices, known, scales)
+        verdicts |= {one: known[one] for one in choices}
+        wrong: dict[tuple[str, Implementation], Verdict] = {}
+        for one in choices:
+            if not known[one].is_right:
+                wrong.setdefault((one[0], one[2]), known[one])
+        for (name, kernel), verdict in wrong.items():
+            distrust(name, kernel, str(verdict))
+            warnings.warn(f"{verdict}; None no longer chooses it", stacklevel=2)
+        is_settled = not wrong
     _write(directory, known.values())
-    return verdicts
+    return list(verdicts.values())
 
 
 def _compare_together(
-    choices: Iterable[tuple[str, str, Implementation]], known: "_Known", scales: tuple[int, ...]
+    choices: Iterable["_Chosen"], known: "_Known", scales: tuple[int, ...]
 ) -> None:
     """Add the verdicts that are not known; kernels compile side by side."""
-    new = [one for one in choices if one[2] in KERNELS and one not in known]
+    new = [one for one in choices if one not in known]
 
-    def judge(one: tuple[str, str, Implementation]) -> Verdict:
+    def judge(one: "_Chosen") -> Verdict:
         name, case, implementation = one
         return compare(name, implementation, case, scales=scales)
 
@@ -391,8 +387,10 @@ def _key() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-_Known = dict[tuple[str, str, Implementation], Verdict]
-"""Verdicts by operation, case and implementation."""
+_Chosen = tuple[str, str, Implementation]
+"""Operation, case and implementation."""
+
+_Known = dict[_Chosen, Verdict]
 
 
 def _read(directory: str | os.PathLike[str] | None) -> _Known:

@@ -307,14 +307,13 @@ def test_wrong_or_failing_calls_are_not_chosen(monkeypatch):
         with pytest.warns(UserWarning, match="cudnn failed for window: .*no longer chooses it"):
             verdicts = proof.prove(["flash_attention"])
         choice = OPERATIONS["flash_attention"].choose(None, *arguments_of())
-    assert judged == [
-        ("documents", "pallas_gpu"),
-        ("whole", "cudnn"),
-        ("window", "cudnn"),
-        ("window", "pallas_gpu"),
-        ("wide heads", "pallas_gpu"),
-    ]
-    assert [one.is_right for one in verdicts] == [True, True, False, True, True]
+    cases = ("whole", "window", "wide heads")
+    first = [("documents", "pallas_gpu"), *((case, "cudnn") for case in cases)]
+    # What is dropped for one case leaves the others as well, which are compared again.
+    second = [(case, "pallas_gpu") for case in cases]
+    assert sorted(judged[:4]) == sorted(first) and sorted(judged[4:]) == sorted(second)
+    assert [(one.case, one.implementation) for one in verdicts] == [*first, *second]
+    assert [one.is_right for one in verdicts] == [True, True, False, False, True, True, True]
     assert choice.implementation == "pallas_gpu" and "cudnn failed for window" in choice.reason
 
 
