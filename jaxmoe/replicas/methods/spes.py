@@ -4,7 +4,8 @@
 
 Worker w of R owns the experts e with floor(e R / E) = w. Only these, and all other parameters, have
 gradients on it; foreign experts take part in the forward pass, frozen. At an exchange experts come
-from their owner, bit for bit, and everything else is the plain mean. Optimiser states never travel.
+from their owner, bit for bit, which sends no others; everything else is the plain mean. Optimiser
+states never travel.
 
 Until step `merging_steps` experts of a layer are drawn together every `merging_every` steps:
 
@@ -26,7 +27,7 @@ from jaxtyping import Array, Int
 
 from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.codec import Payload, plain
-from jaxmoe.replicas.exchange import About, Decode, Exchange, mean, no_state
+from jaxmoe.replicas.exchange import About, Decode, Exchange, gather_around, mean, no_state
 from jaxmoe.replicas.expert_merging import ExpertMerging
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import Method
@@ -105,7 +106,9 @@ class SpesConfig(ReplicasBase):
         return Method(
             timing=Timing(every=self.every),
             codec=lambda leaf: plain(),
-            exchange=lambda leaf: from_owner() if ax.EXPERTS in leaf.axes else mean(),
+            exchange=lambda leaf: (
+                from_owner(leaf.shape[_experts(leaf)]) if ax.EXPERTS in leaf.axes else mean()
+            ),
             outer=None,
             anchor="merged",
             trains=trains,
@@ -113,23 +116,42 @@ class SpesConfig(ReplicasBase):
         )
 
 
-def from_owner() -> Exchange:
+def from_owner(experts: int) -> Exchange:
     """Return the exchange in which each expert comes from the worker that owns it.
 
-    One all-reduce of the experts with those of others set to 0, which changes no bit of a number.
+    Workers send their own experts only, as they are, each to all others in a ring. Where the number
+    of workers does not divide that of experts, all send as many as the one with the most.
+
+    Args:
+        experts: Number of experts.
     """
 
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        experts = decode(payload, slow)
-        dimension = about.axes.index(ax.EXPERTS)
-        here, names = experts.shape[dimension], about.split[dimension]
+        own = jnp.moveaxis(decode(payload, slow), about.axes.index(ax.EXPERTS), 0)
+        names, here = about.split[about.axes.index(ax.EXPERTS)], own.shape[0]
         total = here * (jax.lax.axis_size(names) if names else 1)
         first = here * jax.lax.axis_index(names) if names else 0
-        numbers = first + jax.lax.broadcasted_iota(jnp.int32, experts.shape, dimension)
-        is_own = numbers * about.workers // total == jax.lax.axis_index(about.axis)
-        return jax.lax.psum(jnp.where(is_own, experts, 0.0), about.axis), state
+        sent = min(_most(total, about.workers), here)
+        # Where each worker's experts begin in what a device holds of them.
+        begin = -(-jnp.arange(about.workers) * total // about.workers) - first
+        begin = jnp.clip(begin, 0, here - sent)
+        mine = begin[jax.lax.axis_index(about.axis)]
+        rows = jax.lax.dynamic_slice_in_dim(own, mine, sent)
+        rows = gather_around(rows, about).reshape(-1, *own.shape[1:])
+        number = jnp.arange(here)
+        owner = (first + number) * about.workers // total
+        found = jnp.take(rows, owner * sent + number - begin[owner], axis=0)
+        return jnp.moveaxis(found, 0, about.axes.index(ax.EXPERTS)), state
 
-    return Exchange(init=no_state, mix=mix)
+    def copies(workers: int) -> float:
+        return (workers - 1) * _most(experts, workers) / experts
+
+    return Exchange(init=no_state, mix=mix, copies=copies)
+
+
+def _most(experts: int, workers: int) -> int:
+    """Return the experts of the worker with the most."""
+    return -(-experts // workers)
 
 
 def _experts(leaf: Leaf) -> int:
