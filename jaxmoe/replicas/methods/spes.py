@@ -12,8 +12,8 @@ Until step `merging_steps` experts of a layer are drawn together every `merging_
     w_e = w_e + a mean_{j in near(e)} (w_j - w_e),   a = merging (1 - step / merging_steps)
 
 near(e) are the four experts whose first projections have the largest cosine with that of e, and all
-matrices of an expert move. The moments of foreign experts stay zero, but their memory is kept:
-states of workers have the shape of all experts.
+matrices of an expert move. A worker holds the moments of its own experts alone, unless its mesh
+cuts the experts (`jaxmoe/training/workers/own_rows.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from jaxmoe.replicas.exchange import About, Decode, Exchange, gather_around, mea
 from jaxmoe.replicas.expert_merging import ExpertMerging
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import Method
+from jaxmoe.replicas.ownership import Ownership
 from jaxmoe.replicas.timing import Timing
 from sharding import axes as ax
 
@@ -82,14 +83,7 @@ class SpesConfig(ReplicasBase):
                 f" has {min(counts, default=0)}: use fewer workers or a model with more experts"
             )
 
-        def trains(leaf: Leaf, worker: Int[Array, ""]) -> Array | None:
-            if ax.EXPERTS not in leaf.axes:
-                return None
-            dimension = _experts(leaf)
-            size = leaf.shape[dimension]
-            own = jnp.arange(size, dtype=jnp.int32) * facts.workers // size == worker
-            return own.reshape([-1 if d == dimension else 1 for d in range(len(leaf.shape))])
-
+        owned = Ownership(workers=facts.workers, axis=ax.EXPERTS)
         merging = ExpertMerging(
             leaves={leaf.path: leaf for leaf in facts.leaves if ax.EXPERTS in leaf.axes},
             rate=self.merging,
@@ -107,22 +101,23 @@ class SpesConfig(ReplicasBase):
             timing=Timing(every=self.every),
             codec=lambda leaf: plain(),
             exchange=lambda leaf: (
-                from_owner(leaf.shape[_experts(leaf)]) if ax.EXPERTS in leaf.axes else mean()
+                from_owner(owned, leaf.shape[_experts(leaf)]) if ax.EXPERTS in leaf.axes else mean()
             ),
             outer=None,
             anchor="merged",
-            trains=trains,
+            owned=owned,
             finish=finish if self.merging > 0.0 else None,
         )
 
 
-def from_owner(experts: int) -> Exchange:
+def from_owner(owned: Ownership, experts: int) -> Exchange:
     """Return the exchange in which each expert comes from the worker that owns it.
 
     Workers send their own experts only, as they are, each to all others in a ring. Where the number
     of workers does not divide that of experts, all send as many as the one with the most.
 
     Args:
+        owned: Workers to whom experts belong.
         experts: Number of experts.
     """
 
@@ -131,7 +126,7 @@ def from_owner(experts: int) -> Exchange:
         names, here = about.split[about.axes.index(ax.EXPERTS)], own.shape[0]
         total = here * (jax.lax.axis_size(names) if names else 1)
         first = here * jax.lax.axis_index(names) if names else 0
-        sent = min(_most(total, about.workers), here)
+        sent = min(owned.most(total), here)
         # Where each worker's experts begin in what a device holds of them.
         begin = -(-jnp.arange(about.workers) * total // about.workers) - first
         begin = jnp.clip(begin, 0, here - sent)
@@ -139,19 +134,14 @@ def from_owner(experts: int) -> Exchange:
         rows = jax.lax.dynamic_slice_in_dim(own, mine, sent)
         rows = gather_around(rows, about).reshape(-1, *own.shape[1:])
         number = jnp.arange(here)
-        owner = (first + number) * about.workers // total
+        owner = owned.owner(first + number, total)
         found = jnp.take(rows, owner * sent + number - begin[owner], axis=0)
         return jnp.moveaxis(found, 0, about.axes.index(ax.EXPERTS)), state
 
     def copies(workers: int) -> float:
-        return (workers - 1) * _most(experts, workers) / experts
+        return (workers - 1) * owned.most(experts) / experts
 
     return Exchange(init=no_state, mix=mix, copies=copies)
-
-
-def _most(experts: int, workers: int) -> int:
-    """Return the experts of the worker with the most."""
-    return -(-experts // workers)
 
 
 def _experts(leaf: Leaf) -> int:

@@ -13,6 +13,7 @@ from jaxmoe.replicas.exchange import About
 from jaxmoe.replicas.expert_merging import ExpertMerging
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.methods.spes import from_owner
+from jaxmoe.replicas.ownership import Ownership
 from sharding import axes as ax
 from tests.support import worker_runs as wr
 
@@ -44,7 +45,8 @@ def test_workers_send_no_more_than_their_experts(experts, workers, pieces):
     rng = np.random.default_rng(0)
     given = rng.standard_normal((workers, 2, experts, 3)).astype(np.float32)
     given[0, 0, 0, 0] = -0.0
-    exchange, axes = from_owner(experts), (ax.LAYERS, ax.EXPERTS, None)
+    owned = Ownership(workers=workers, axis=ax.EXPERTS)
+    exchange, axes = from_owner(owned, experts), (ax.LAYERS, ax.EXPERTS, None)
     split = ((), ("piece",), ())
 
     def one(own):
