@@ -5,6 +5,8 @@
     python -m experiments.serving caches --run.directory runs/pretrain/tiny --capacity 0.25 0.5
     python -m experiments.serving caches --trace runs/routers/short/traces/mixtral.npz \\
         --expert_parameters 100000
+    python -m experiments.serving caches --run.directory runs/pretrain/tiny \\
+        --category.quota 0.2 --category.terms 0:quota=0.05,lifetime=4
 
 A device holds a share of all experts of a model, the others lie in host memory. Each step meets
 `tokens` tokens. Prints a line per policy and capacity:
@@ -39,7 +41,14 @@ from jaxmoe.planning.placement import RoutingTrace, load_trace
 from jaxmoe.run.diagnostics.router_trace import record_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.serve.caches import ITEM_CACHES, Replayed, Use, expert_uses, replay
+from jaxmoe.serve.caches import (
+    ITEM_CACHES,
+    CategoryConfig,
+    Replayed,
+    Use,
+    expert_uses,
+    replay,
+)
 from jaxmoe.serve.caches.hybrid_split import SplitCosts, split_experts
 from jaxmoe.serve.simulation import ModelSizes
 
@@ -71,6 +80,9 @@ class CachesConfig:
     """FLOP/s of the host's processors; an assumption."""
     host_bandwidth: float = 200e9
     """Bytes per second of the host's memory; an assumption."""
+    category: CategoryConfig = CategoryConfig()
+    """Policy `category`; the category of an expert is the number of its layer, from 0, and the
+    time of a step its number."""
 
     def __post_init__(self) -> None:
         if not self.capacity or not all(0 < share <= 1 for share in self.capacity):
@@ -148,7 +160,10 @@ def caches(trace: RoutingTrace, parameters: int, config: CachesConfig) -> Iterat
     bandwidth = CHIPS[config.chip].host_bandwidth
     for share in config.capacity:
         capacity = int(share * trace.num_layers * trace.num_experts) * size
-        found = {name: replay(uses, one(), capacity) for name, one in ITEM_CACHES.items()}
+        policies = {name: one() for name, one in ITEM_CACHES.items()} | {
+            "category": config.category
+        }
+        found = {name: replay(uses, one, capacity) for name, one in policies.items()}
         bound = max(found["belady"].loads, 1)
         for name, one in found.items():
             seconds = one.seconds(bandwidth, config.latency)

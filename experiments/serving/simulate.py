@@ -6,9 +6,12 @@
     python -m experiments.serving simulate --batching split_fuse prefill_first --rates 8 12
     python -m experiments.serving simulate --instances 4 --dispatch round_robin least_loaded
     python -m experiments.serving simulate --instances 8 --dispatch pd_serve prfaas saga
-    python -m experiments.serving simulate --instances 8 --scaling fixed slo polca
+    python -m experiments.serving simulate --instances 8 --scaling fixed slo:interval=2 polca
     python -m experiments.serving simulate workload:file --workload.path BurstGPT_1.csv
     python -m experiments.serving simulate --run.directory runs/pretrain/tiny
+
+A policy's own fields stand behind its name: NAME:FIELD=VALUE,FIELD=VALUE. By default `slo` and
+`elastic_experts` decide every 60 seconds: in a shorter workload, give them a shorter interval.
 
 The instances and policies are those of the engine; the time of a step is that of a roofline. With
 the directory of a trained run, its model is compiled as it is served here (`engine`), and the time
@@ -70,6 +73,15 @@ HEADINGS = (
 )
 
 
+_POLICIES: dict[str, Mapping[str, Any]] = {
+    "batching": BATCHING,
+    "dispatch": DISPATCH,
+    "retention": RETENTION,
+    "scaling": SCALING,
+}
+"""Policies of each kind."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateConfig:
     """Config of `serving simulate`."""
@@ -96,6 +108,8 @@ class SimulateConfig:
     """Requests; `rates` replaces its rate."""
     rates: tuple[float, ...] = (4.0, 8.0, 12.0)
     """Requests per second and instance."""
+    pages: int | None = None
+    """Pages of an instance; what its memory has room for when None."""
     ttft: float = 1.0
     """Promised seconds until the first token."""
     tpot: float = 0.05
@@ -117,17 +131,22 @@ class SimulateConfig:
 
     def __post_init__(self) -> None:
         known: dict[str, Mapping[str, Any]] = {
-            **{"preset": PRESETS, "chip": CHIPS, "batching": BATCHING},
-            **{"dispatch": DISPATCH, "retention": RETENTION, "scaling": SCALING},
+            **{"preset": PRESETS, "chip": CHIPS},
+            **_POLICIES,
         }
         for field, names in known.items():
             value = getattr(self, field)
-            for name in (value,) if isinstance(value, str) else value:
-                if name not in names:
+            for text in (value,) if isinstance(value, str) else value:
+                name, _, given = text.partition(":")
+                if name in names and given and field in _POLICIES:
+                    policy(field, text)  # raises where it cannot be made
+                elif name not in names or name != text:
                     near, listing = closest(name, names), ", ".join(names)
-                    raise ValueError(f"{field}={name} is unknown{near}; known: {listing}")
+                    raise ValueError(f"{field}={text} is unknown{near}; known: {listing}")
         chosen = {"rates": self.rates, "dispatch": self.dispatch}
         chosen |= {"retention": self.retention, "scaling": self.scaling}
+        if self.pages is not None and self.pages < 1:
+            raise ValueError(f"pages={self.pages} must be at least 1")
         if self.instances < 1 or not all(chosen.values()):
             raise ValueError(
                 f"instances={self.instances} and {', '.join(f'{k}={v}' for k, v in chosen.items())}"
@@ -146,6 +165,11 @@ def main(argv: Sequence[str]) -> int:
         require("matplotlib.figure")
         measured = None
         if directory.has_config():
+            if config.pages is not None:
+                raise ValueError(
+                    f"pages={config.pages} are those of a preset, a run has engine.pages: leave"
+                    " pages, or --run.directory"
+                )
             if config.scaling != ("fixed",):
                 raise ValueError(
                     f"scaling={config.scaling} changes devices and clocks, and the steps of a run"
@@ -190,7 +214,7 @@ def cost_of(config: SimulateConfig) -> Roofline:
 
 def facts_of(config: SimulateConfig, cost: Roofline) -> Facts:
     """Return the sizes of one instance."""
-    num_pages = cost.num_pages(config.page_size)
+    num_pages = config.pages or cost.num_pages(config.page_size)
     return Facts(
         num_pages=num_pages,
         page_size=config.page_size,
@@ -201,6 +225,35 @@ def facts_of(config: SimulateConfig, cost: Roofline) -> Facts:
         has_layers=True,
         cost=cost,
     )
+
+
+def policy(kind: str, text: str) -> Any:
+    """Return the config of a policy.
+
+    Args:
+        kind: batching, dispatch, retention or scaling.
+        text: Its name, and `:FIELD=VALUE,...` for numbers that are not at their defaults.
+
+    Raises:
+        ValueError: A field is unknown, or a value cannot be read or is refused.
+    """
+    name, _, given = text.partition(":")
+    config = _POLICIES[kind][name]()
+    defaults = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    fields = {k: one for k, one in defaults.items() if type(one) in (int, float)}
+    values: dict[str, int | float] = {}
+    for term in given.split(",") if given else ():
+        field, _, value = term.partition("=")
+        if field not in fields:
+            near = closest(field, fields)
+            raise ValueError(
+                f"{kind}={text}: {field!r} is unknown{near}; known: {', '.join(fields) or 'none'}"
+            )
+        try:
+            values[field] = type(fields[field])(value)
+        except ValueError:
+            raise ValueError(f"{kind}={text}: {value!r} is no number") from None
+    return dataclasses.replace(config, **values)
 
 
 def describe(config: SimulateConfig, facts: Facts, name: str | None = None) -> str:
@@ -255,7 +308,7 @@ def _run(
     instances: int,
 ) -> Simulation:
     """Return a simulation that has run, after one that measures where a policy asks for it."""
-    dispatch = DISPATCH[names[1]]()
+    dispatch = policy("dispatch", names[1])
     if dispatch.is_measured:
         pilot = _simulation(arrivals, facts, (*names[:3], "fixed"), cost, instances).run()
         dispatch = dispatch.measured(pilot.seconds_of_roles)
@@ -278,12 +331,12 @@ def _simulation(
     return Simulation(
         arrivals,
         facts,
-        BATCHING[names[0]](),
+        policy("batching", names[0]),
         cost,
         num_instances=instances,
-        dispatch=dispatch or DISPATCH[names[1]](),
-        retention=RETENTION[names[2]](),
-        scaling=SCALING[names[3]](),
+        dispatch=dispatch or policy("dispatch", names[1]),
+        retention=policy("retention", names[2]),
+        scaling=policy("scaling", names[3]),
     )
 
 

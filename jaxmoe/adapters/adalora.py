@@ -84,6 +84,16 @@ class AdaLoraConfig(FactorsConfig):
             if not 0 < (value := getattr(self, field)) < 1:
                 raise ValueError(f"adapter.{field}={value} must lie between 0 and 1")
 
+    def note_on(self, steps: int) -> str | None:
+        """Say where the run ends before the budget has fallen; see the base class."""
+        if self.final <= steps:
+            return None
+        return (
+            f"adapter.final={self.final} lies behind the last step, {steps}: more than"
+            f" adapter.target_rank={self.target_rank} is left then; set final to 0.7 of the steps,"
+            f" {max(round(0.7 * steps), 1)}, and initial below it"
+        )
+
     def rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
     ) -> list[ParameterSpec]:

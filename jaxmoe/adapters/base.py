@@ -179,6 +179,15 @@ class Adapter(abc.ABC):
         """
         raise ValueError(f"task={task}: adapter:{self.name} has no tasks: leave it out")
 
+    def note_on(self, steps: int) -> str | None:
+        """Return what a user should know about a run of some steps; None for nothing.
+
+        Args:
+            steps: Steps of the run.
+        """
+        del steps
+        return None
+
     @property
     @abc.abstractmethod
     def words(self) -> str:

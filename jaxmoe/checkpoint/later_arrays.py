@@ -5,8 +5,8 @@
 Such arrays start as zeros, as in a new run. Every other difference between a checkpoint and the
 target is an error.
 
-To add an array: `jaxmoe/checkpoint/later_arrays.py` (a line in `LATER`). The array must be all
-zeros in a new run, and may be None in `TrainState`.
+To add an array, or a tree of them: `jaxmoe/checkpoint/later_arrays.py` (a line in `LATER`). It must
+be all zeros in a new run, and may be None in `TrainState`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.state_tree import SEPARATOR
 
 logger = logging.getLogger(__name__)
 
 LATER = {
     "recent_norms": "gradient norms of the last steps, which bound that of the next",
     "layer_norms": "gradient norms of the layers, by which neighbours of a lost one are weighted",
+    "mirror": "rows of the vocabulary of the stages before, the copies for a lost stage",
 }
 """Fields of the state, and their meaning."""
-_CHOSEN = ("layer_norms",)
+_CHOSEN = ("layer_norms", "mirror")
 """Fields that a run may stop to keep; a checkpoint that has them is read without them."""
 
 
@@ -40,9 +43,15 @@ def without_later(manifest: CheckpointManifest, target: Any) -> Any:
     """
     changed: dict[str, Any] = dict.fromkeys(_missing(manifest, target))
     for name in _unwanted(manifest, target):
-        saved = manifest.arrays[name]
         placed = getattr(target.step, "sharding", None)
-        changed[name] = jax.ShapeDtypeStruct(saved["shape"], saved["dtype"], sharding=placed)
+        leaves = {
+            path.removeprefix(name): jax.ShapeDtypeStruct(
+                manifest.arrays[path]["shape"], manifest.arrays[path]["dtype"], sharding=placed
+            )
+            for path in _saved(manifest, name)
+        }
+        tree = {path.removeprefix(SEPARATOR): leaf for path, leaf in leaves.items() if path}
+        changed[name] = leaves.get("") or traverse_util.unflatten_dict(tree, sep=SEPARATOR)
     return dataclasses.replace(target, **changed) if changed else target
 
 
@@ -62,7 +71,7 @@ def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str
         return state
     for name in missing:
         logger.warning("%s has no %s (%s): it starts as zeros", where, name, LATER[name])
-    empty = {name: _empty(getattr(target, name)) for name in missing}
+    empty = {name: jax.tree.map(_empty, getattr(target, name)) for name in missing}
     return dataclasses.replace(state, **(empty | dict.fromkeys(unwanted)))
 
 
@@ -70,14 +79,17 @@ def _missing(manifest: CheckpointManifest, target: Any) -> list[str]:
     return [
         name
         for name in LATER
-        if getattr(target, name, None) is not None and name not in manifest.arrays
+        if getattr(target, name, None) is not None and not _saved(manifest, name)
     ]
 
 
 def _unwanted(manifest: CheckpointManifest, target: Any) -> list[str]:
-    return [
-        name for name in _CHOSEN if name in manifest.arrays and getattr(target, name, 0) is None
-    ]
+    return [name for name in _CHOSEN if getattr(target, name, 0) is None and _saved(manifest, name)]
+
+
+def _saved(manifest: CheckpointManifest, name: str) -> list[str]:
+    """Return the paths of a field's arrays in the checkpoint."""
+    return [p for p in manifest.arrays if p == name or p.startswith(name + SEPARATOR)]
 
 
 def _empty(leaf: Any) -> Any:

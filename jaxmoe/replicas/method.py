@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxmoe.replicas.codec import Codec
 from jaxmoe.replicas.exchange import About, Exchange
 from jaxmoe.replicas.fragments import Arrays, Fragment, Leaf, cut_fragments
+from jaxmoe.replicas.ownership import Ownership
 from jaxmoe.replicas.selective import SlowWorkers, either
 from jaxmoe.replicas.timing import Timing
 from jaxmoe.replicas.weighting import Weighting, factors_of
@@ -52,9 +53,8 @@ class Method:
     """Weights of the workers' messages; None for equal ones."""
     slow: SlowWorkers | None = None
     """Workers whose messages are encoded otherwise; None if there are none."""
-    trains: Callable[[Leaf, Int[Array, ""]], Array | None] | None = None
-    """(leaf, number of a worker) -> mask of what the worker trains, with the dimensions of the
-    parameter, each whole or 1; None for all of it."""
+    owned: Ownership | None = None
+    """Rows that one worker each trains and has the moments of; None if all train everything."""
     finish: Callable[[dict[str, Array], Int[Array, ""]], dict[str, Array]] | None = None
     """(shared slow parameters of a fragment after a merge, number of the exchange) -> changed."""
 
@@ -269,7 +269,7 @@ def mask_foreign(
     """
 
     def choose(path: str, x: Array) -> Array:
-        mask = None if method.trains is None else method.trains(leaves[path], worker)
+        mask = None if method.owned is None else method.owned.mask(leaves[path], worker)
         return x if mask is None else jnp.where(mask, x, otherwise[path])
 
     return {path: choose(path, x) for path, x in arrays.items()}

@@ -12,6 +12,9 @@ lie within `burst` (B) rounds. A worker that is slow in a round returns nothing 
     M-SGC     W - 1 tasks without code, then B coded ones or those that failed, one in a round;
               delay W - 2 + B, load (lambda + 1)(W - 1 + B) / (n (B + (W - 1)(lambda + 1)))
 
+No command trains with them: workers of one program wait for each other, and islands exchange
+parameters. They are for a driver that gives tasks to workers of its own.
+
 The load is the share of a batch that a worker computes in a round. Source: sequential gradient
 coding, ICLR 2023. A master would wait (1 + mu) times as long as for the fastest worker, and call
 slow what has not answered by then.

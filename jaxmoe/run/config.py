@@ -211,8 +211,8 @@ class CheckpointConfig:
     on_lost_stage: Literal["fail", "average"] = "fail"
     """Action where neither a snapshot nor any checkpoint is whole: fail, or average, which takes
     the newest that lost a pipeline stage and replaces each lost layer by the mean of its neighbours
-    (CheckFree). That changes the model; average also keeps the gradient norms of the layers in the
-    state."""
+    (CheckFree). That changes the model; average also keeps in the state the gradient norms of the
+    layers, and with each stage the rows of embedding and head of the one before."""
     recovery_steps: int = 100
     """Steps after such a replacement with 1.1 times the learning rate; 0 for none."""
     recompute: int = 0

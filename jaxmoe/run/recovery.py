@@ -8,8 +8,9 @@ processes are lost, or else with the newest damaged checkpoint. What is lost is 
     layers of the pipeline     the weighted mean of their neighbours (CheckFree, arXiv 2506.15461);
                                a layer of which any parameter is lost is replaced altogether
     their optimiser state      that of a new run
-    everything else            the values of a new run: no mean replaces rows of the embedding or of
-                               the head
+    rows of embedding, head    their copies, which the stage after the lost one keeps; the values of
+                               a new run where it is lost too. Their optimiser state is new
+    everything else            the values of a new run
     counters                   nothing: the step is refused
 
 The learning rate is higher for `checkpoint.recovery_steps` steps. A log line, the run's lineage and
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,7 +45,9 @@ from jaxmoe.checkpoint.surviving import (
     Survey,
     Survivors,
     damaged_steps,
+    inside,
     opened,
+    overlap,
     survey,
 )
 from jaxmoe.parameters import ParameterTable
@@ -156,11 +160,12 @@ def _restore(
     saved = [path for path in flat if path in found.manifest.arrays]
     if scalars := [path for path in saved if not flat[path].ndim and found.num_lost(path)]:
         raise CheckpointDamagedError(f"{where} has lost counters: {', '.join(scalars[:5])}")
-    sources = _sources(survivors, stacked, where)
+    sources, mirrors = _sources(survivors, stacked, where), _Mirror.all_of(found, table)
     for path in saved:
         lost = _layers_of(path, stacked, sources)
-        flat[path] = _filled(survivors, path, flat[path], lost, is_averaged=path in stacked)
-    changes = _changes(found, stacked, sources)
+        mirror, leaf = mirrors.get(path), flat[path]
+        flat[path] = _filled(survivors, path, leaf, lost, mirror, is_averaged=path in stacked)
+    changes = _changes(found, stacked, sources, mirrors)
     for change in changes:
         logger.warning("a part of %s is lost: %s", where, change)
     restored = unpack(traverse_util.unflatten_dict(flat, sep=SEPARATOR), state)
@@ -194,16 +199,81 @@ def _layers_of(path: str, stacked: Mapping[str, int], sources: Sources) -> Sourc
     return sources if is_stacked else {}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mirror:
+    """Copy of a parameter, shifted along the vocabulary by the rows of a stage."""
+
+    path: str
+    axis: int
+    """Dimension of the vocabulary."""
+    shift: int
+    """Place of the first row in the copy."""
+    shape: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, found: Survey, table: ParameterTable) -> dict[str, _Mirror]:
+        """Return the copies that a step has, by the paths of the parameters."""
+        mirrors, manifest = {}, found.manifest
+        stages = manifest.config.get("execution", {}).get("mesh", {}).get("stage", 1)
+        for row in table:
+            path = f"mirror{SEPARATOR}{row.path}"
+            # Copies are zeros until the first step has ended.
+            if path in manifest.arrays and stages > 1 and manifest.step > 0:
+                axis, shape = row.declaration.axes.index(ax.VOCAB), row.shape
+                mirror = cls(path, axis, shape[axis] // stages, shape)
+                mirrors[f"params{SEPARATOR}{row.path}"] = mirror
+        return mirrors
+
+    def places(self, box: Box) -> list[tuple[Box, Box]]:
+        """Return the parts of a box of the parameter, and where the copy has them."""
+        size, (first, last) = self.shape[self.axis], box[self.axis]
+        found = []
+        for turn in (0, size):  # rows that are shifted past the end are at the beginning
+            low = max(first, turn - self.shift)
+            high = min(last, turn - self.shift + size)
+            if low < high:
+                there = (low + self.shift - turn, high + self.shift - turn)
+                found.append((self._with(box, (low, high)), self._with(box, there)))
+        return found
+
+    def num_lost(self, found: Survey) -> int:
+        """Return the values of the parameter that are lost in the copy as well."""
+        lost = found.lost.get(self.path, ())
+        pairs = [
+            overlap(there, other)
+            for box in found.lost.get(self.path.replace("mirror", "params", 1), ())
+            for _, there in self.places(box)
+            for other in lost
+        ]
+        sizes = ([last - first for first, last in both] for both in pairs if both is not None)
+        return sum(math.prod(size) for size in sizes)
+
+    def _with(self, box: Box, ends: tuple[int, int]) -> Box:
+        return (*box[: self.axis], ends, *box[self.axis + 1 :])
+
+
 def _filled(
-    survivors: Survivors, path: str, leaf: Array, lost: Sources, *, is_averaged: bool
+    survivors: Survivors,
+    path: str,
+    leaf: Array,
+    lost: Sources,
+    mirror: _Mirror | None,
+    *,
+    is_averaged: bool,
 ) -> Array:
-    """Return an array with what survives, means or new values of lost layers, or new values."""
+    """Return an array with what survives, means or new values of lost layers, copies, or new
+    values."""
     new = {_box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
 
     def part(index: Any) -> np.ndarray:
         box = _box_of(index, leaf.shape)
         own = np.asarray(new[box])
-        values = survivors.read(path, box, own)
+        instead = np.array(own)
+        if mirror is not None:
+            for here, there in mirror.places(box):
+                at = inside(here, box)
+                instead[at] = survivors.read(mirror.path, there, instead[at])
+        values = survivors.read(path, box, instead)
         for layer, sources in lost.items():
             first, last = box[0]
             if not first <= layer < last:
@@ -227,7 +297,12 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> Box:
     return tuple((first, last) for first, last, _ in parts)
 
 
-def _changes(found: Survey, stacked: Mapping[str, int], sources: Sources) -> tuple[str, ...]:
+def _changes(
+    found: Survey,
+    stacked: Mapping[str, int],
+    sources: Sources,
+    mirrors: Mapping[str, _Mirror],
+) -> tuple[str, ...]:
     """Return what was replaced, as text."""
     changes = []
     for layer, made_of in sources.items():
@@ -236,8 +311,13 @@ def _changes(found: Survey, stacked: Mapping[str, int], sources: Sources) -> tup
     for path in found.lost:
         if path in stacked or not path.startswith(("params", "router_state")):
             continue
-        total = int(np.prod(found.manifest.arrays[path]["shape"]))
-        changes.append(f"{found.num_lost(path)} of {total} values of {path} are new")
+        total, lost = int(np.prod(found.manifest.arrays[path]["shape"])), found.num_lost(path)
+        if path in mirrors:
+            num_new = mirrors[path].num_lost(found)
+            changes.append(f"{lost - num_new} of {total} values of {path} are from their copy")
+            lost = num_new
+        if lost:
+            changes.append(f"{lost} of {total} values of {path} are new")
     return tuple(changes) or ("optimiser state or records are new where they are lost",)
 
 

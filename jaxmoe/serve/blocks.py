@@ -6,7 +6,8 @@ A page holds G tokens. A full page has a name, `blake2b(name of the page before,
 before the first page is made of adapter and salt, so that neither adapters nor tenants share. A
 named page that no sequence holds stays until it is taken: pages without a name are taken first,
 then named ones, the least recently used first. A sequence gives its pages back last first, so
-that the end of a chain is evicted before its beginning.
+that the end of a chain is evicted before its beginning. With groups the same order holds of groups
+whose pages are all free, and single pages are taken when no such group is left.
 
 Invariants, which `check` asserts:
 
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import array
 import collections
+import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 
 def root_name(adapter: str = "", salt: str = "") -> bytes:
@@ -77,6 +79,55 @@ class HostCopies:
         return kept, tuple(dropped)
 
 
+@dataclasses.dataclass(slots=True)
+class _Groups:
+    """Pages in groups side by side, and which groups are free as a whole.
+
+    The pages of a rest that fills no group belong to none.
+    """
+
+    size: int
+    """Pages of a group."""
+    free: list[int]
+    """Free pages of each group."""
+    blank: collections.OrderedDict[int, None]
+    """Groups whose pages are all free and have no name."""
+    cached: collections.OrderedDict[int, None]
+    """Groups whose pages are all free, the least recently given back first."""
+
+    @classmethod
+    def of(cls, pages: int, size: int) -> _Groups:
+        """Return the groups of a blank pool."""
+        count = pages // size
+        blank = collections.OrderedDict.fromkeys(range(count))
+        return cls(size, [size] * count, blank, collections.OrderedDict())
+
+    def use(self, page: int) -> None:
+        """Note that a page is not free any more."""
+        if (group := page // self.size) < len(self.free):
+            self.free[group] -= 1
+            self.blank.pop(group, None)
+            self.cached.pop(group, None)
+
+    def give(self, page: int, blank: Container[int]) -> None:
+        """Note that a page is free."""
+        if (group := page // self.size) < len(self.free):
+            self.free[group] += 1
+            if self.free[group] == self.size:
+                pages = range(group * self.size, (group + 1) * self.size)
+                (self.blank if all(p in blank for p in pages) else self.cached)[group] = None
+
+    def demote(self, page: int) -> None:
+        """Let the group of a page be taken first among those with names."""
+        if (group := page // self.size) in self.cached:
+            self.cached.move_to_end(group, last=False)
+
+    def forget(self) -> None:
+        """Note that no page has a name."""
+        self.blank.update(self.cached)
+        self.cached.clear()
+
+
 class BlockPool:
     """Pages 0 to `size - 1`; a sequence's table is a list of them."""
 
@@ -86,19 +137,20 @@ class BlockPool:
         Args:
             size: Pages.
             page_size: Tokens of a page.
-            group: Pages side by side that are taken for one sequence while there are such.
+            group: Pages side by side that are taken for one sequence while there are such; for
+                them cached pages are evicted in whole groups.
         """
         if size < 1 or page_size < 1:
             raise ValueError(f"pages={size} of page_size={page_size} tokens must both be positive")
         self.size = size
         self.page_size = page_size
-        self._group = group
         self._references = [0] * size
         self._names: list[bytes | None] = [None] * size
         self._page_of: dict[bytes, int] = {}
         self._blank: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._blank.update(dict.fromkeys(range(size)))
+        self._groups = _Groups.of(size, group) if group > 1 else None
 
     @property
     def num_free(self) -> int:
@@ -145,6 +197,8 @@ class BlockPool:
         for page in pages:
             if not self._references[page]:
                 del self._cached[page]
+                if self._groups is not None:
+                    self._groups.use(page)
             self._references[page] += 1
 
     def give(self, pages: Sequence[int]) -> None:
@@ -156,6 +210,8 @@ class BlockPool:
             if not self._references[page]:
                 free = self._blank if self._names[page] is None else self._cached
                 free[page] = None
+                if self._groups is not None:
+                    self._groups.give(page, self._blank)
 
     def name(self, page: int, name: bytes) -> None:
         """Name a full page, unless another page has the name: then this one stays private."""
@@ -194,6 +250,8 @@ class BlockPool:
         for page in self.find(names):
             if page in self._cached:
                 self._cached.move_to_end(page, last=False)
+                if self._groups is not None:
+                    self._groups.demote(page)
 
     def forget(self) -> None:
         """Drop all names, because what the pages hold is not known any more."""
@@ -201,6 +259,8 @@ class BlockPool:
         self._names = [None] * self.size
         self._blank.update(self._cached)
         self._cached.clear()
+        if self._groups is not None:
+            self._groups.forget()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert the invariants.
@@ -221,8 +281,23 @@ class BlockPool:
                 raise AssertionError(f"page {page}: blank, cached, used are {places}")
             if name is not None and self._page_of.get(name) != page:
                 raise AssertionError(f"page {page}: its name belongs to another page")
+        if (groups := self._groups) is not None and groups != self._free_groups(groups):
+            raise AssertionError("the groups are not those of the free pages")
         if len(self._page_of) != sum(name is not None for name in self._names):
             raise AssertionError("a name belongs to no page")
+
+    def _free_groups(self, groups: _Groups) -> _Groups:
+        """Return the groups counted anew, in the order that they have."""
+        found = dataclasses.replace(groups, free=[0] * len(groups.free))
+        size = groups.size
+        for group in range(len(found.free)):
+            pages = range(group * size, (group + 1) * size)
+            found.free[group] = sum(not self._references[page] for page in pages)
+            is_blank = all(page in self._blank for page in pages)
+            is_cached = found.free[group] == size and not is_blank
+            if (is_blank, is_cached) != (group in groups.blank, group in groups.cached):
+                raise AssertionError(f"group {group} is blank, cached: {is_blank, is_cached}")
+        return found
 
     def _found(self, names: Iterable[bytes]) -> Iterator[int]:
         for name in names:
@@ -231,22 +306,30 @@ class BlockPool:
             yield page
 
     def _take(self, after: int | None) -> int:
-        page = self._beside(after) if self._group > 1 else None
+        page = None
+        if self._groups is not None:
+            page = self._beside(self._groups, after)
         if page is None:
-            page, _ = (self._blank or self._cached).popitem(last=False)
-        else:
-            del self._blank[page]
+            page = next(iter(self._blank or self._cached))
+        del (self._blank if page in self._blank else self._cached)[page]
+        if self._groups is not None:
+            self._groups.use(page)
         if (name := self._names[page]) is not None:
             del self._page_of[name]
             self._names[page] = None
         self._references[page] = 1
         return page
 
-    def _beside(self, after: int | None) -> int | None:
-        """Return the blank page after another one of its group, or the first of a blank group."""
-        group, blank = self._group, self._blank
-        if after is not None and (after + 1) % group and after + 1 in blank:
-            return after + 1
-        starts = (page for page in blank if page % group == 0)
-        whole = (p for p in starts if all(p + i in blank for i in range(group)))
-        return next(whole, None)
+    def _beside(self, groups: _Groups, after: int | None) -> int | None:
+        """Return the free page after another one of its group, or the first of a free group.
+
+        Pages without a name go first, and of groups with names the least recently used one.
+        """
+        size, page = groups.size, -1 if after is None else after + 1
+        if page // size in groups.blank or (page % size and page in self._blank):
+            return page
+        if groups.blank:
+            return next(iter(groups.blank)) * size
+        if page % size and page in self._cached:
+            return page
+        return next(iter(groups.cached)) * size if groups.cached else None

@@ -54,7 +54,7 @@ from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import FilesStep
 from jaxmoe.training.optimizer_parts import check_parts, modules_of, update_in_parts
-from jaxmoe.training.pipeline import remember_layers
+from jaxmoe.training.pipeline import mirror_rows, remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import CheckedStep as CheckedStep
 from jaxmoe.training.state import (
@@ -277,7 +277,7 @@ class TrainStep:
             norm_limit=norm_limit(before.recent_norms, self.max_norm_ratio),
             worker_loss=worker_loss,
         )
-        return state, metrics, statistics
+        return mirror_rows(state), metrics, statistics
 
 
 def make_train_step(

@@ -35,6 +35,17 @@ def test_every_policy_is_replayed_on_a_trace_beside_the_bound(tmp_path, monkeypa
     assert (tmp_path / "runs/serving/plots/caches.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("words", [["quota", "0.25"], ["terms", "0:quota=0.05", "1:lifetime=2"]])
+def test_the_flags_of_categories_reach_their_policy(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_trace("trace.npz", planted(0, num_layers=2, num_experts=8, num_tokens=128))
+    given = ["--trace", "trace.npz", "--expert_parameters", "1000", "--capacity", "0.5"]
+    assert main(["caches", *given, f"--category.{words[0]}", *words[1:]]) == 0
+    rows = json.loads((tmp_path / "runs/serving/caches/summary.json").read_text())["rows"]
+    hits = {row["policy"]: row["hit_rate"] for row in rows}
+    assert hits["category"] > 2 * hits["lru"]  # which the other layer drives out
+
+
 @pytest.mark.slow
 def test_the_experts_of_a_run_are_recorded_and_replayed(finished, tmp_path):
     run = tmp_path / "run"

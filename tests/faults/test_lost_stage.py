@@ -65,7 +65,15 @@ def damaged(kept, tmp_path):
 def test_a_run_that_loses_nothing_is_bitwise_the_run_without_the_choice(plain, kept):
     assert logged_losses(kept) == logged_losses(plain)
     wanted, found = saved_leaves(plain, LAST), saved_leaves(kept, LAST)
-    assert found.keys() - wanted.keys() == {"['layer_norms']"}
+    assert found.keys() - wanted.keys() == {
+        "['layer_norms']",
+        "['mirror']['embedding']['weight']",
+        "['mirror']['head']['weight']",
+    }
+    for name, axis in (("embedding", 0), ("head", 1)):
+        rows = found[f"['params']['{name}']['weight']"]
+        kept_rows = np.roll(rows, rows.shape[axis] // STAGES, axis)
+        np.testing.assert_array_equal(found[f"['mirror']['{name}']['weight']"], kept_rows)
     assert (found["['layer_norms']"] > 0).all()
     for path, leaf in wanted.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
@@ -90,7 +98,11 @@ def test_a_run_goes_on_with_the_mean_of_the_neighbours_of_a_lost_stage(damaged, 
     assert raised == pytest.approx(wanted)
     (event,) = json.loads((damaged / "summary.json").read_text())["averaged"]
     assert event.startswith(f"averaged at step {FIRST}: layer {LOST} is 0.")
-    assert "of layer 0 and 0." in event and "values of params/embedding/weight are new" in event
+    assert (
+        "of layer 0 and 0." in event
+        and "values of params/embedding/weight are from their copy" in event
+    )
+    assert "are new" not in event
     (lineage,) = json.loads((damaged / "lineage.json").read_text())
     assert lineage["event"] == "averaged" and lineage["step"] == FIRST
 

@@ -38,8 +38,7 @@ from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding.constrain import lie_at, surroundings
 from sharding.rules import LogicalAxisRules
 
-_FALL, _SPAN = 0.3, 0.1
-_NAMES = ("down", "up")
+_FALL, _SPAN, _NAMES = 0.3, 0.1, ("down", "up")
 
 
 @with_field_docs
@@ -58,8 +57,7 @@ class SwitchLoraConfig(FactorsConfig):
     rate: float = 1 / 40
     """Probability of a swap of a vector in the first step."""
     steps: int = 200
-    """Steps of the training, as training.steps; in a tenth of them the rate falls to 0.3 times its
-    value."""
+    """Steps of the training (training.steps); the rate falls to 0.3 of its value in a tenth."""
     pause: int = 5
     """Steps for which the counterpart of a vector that was swapped is not trained."""
 
@@ -71,6 +69,11 @@ class SwitchLoraConfig(FactorsConfig):
             raise ValueError(f"adapter.rate={self.rate} must lie between 0 and 1")
         if self.steps < 1 or self.pause < 0:
             raise ValueError(f"adapter.steps={self.steps} and adapter.pause={self.pause} are steps")
+
+    def note_on(self, steps: int) -> str | None:
+        """Say where swaps become rare as in a run of other steps; see the base class."""
+        note = f"adapter.steps={self.steps} makes swaps rare, the run has {steps} steps: set both"
+        return None if self.steps == steps else note
 
     def check_execution(self, execution: ExecutionConfig) -> None:
         """Refuse weights to which nothing small can be added; see the base class."""
@@ -169,9 +172,7 @@ class SwitchLoraConfig(FactorsConfig):
         return [weight, down, up, *pools, *pauses], stopped
 
 
-def _swapped(
-    key: Array, vectors: Array, waiting: Array, chance: Array
-) -> tuple[Array, Array, Array]:
+def _swapped(key: Array, vectors: Array, waiting: Array, chance: Array) -> tuple[Array, ...]:
     """Return vectors [*G r n] and candidates [*G c n] with some swapped, and which [*G r]."""
     keys = jax.random.split(key)
     rank, number = vectors.shape[-2], waiting.shape[-2]

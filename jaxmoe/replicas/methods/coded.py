@@ -9,7 +9,11 @@ Any n - s rows of the cyclic code B span the row of ones: B H^T = 0 for a random
 sum to 0. For each set of at most s workers that do not answer, or whose gradients are not finite,
 the weights a are computed beforehand. More than s make the result NaN, which the guard refuses.
 
-Nothing is saved in traffic, and the computation is s + 1 times as much.
+Nothing is saved in traffic, and the computation is s + 1 times as much. What a run gets for it are
+steps that go on without workers whose gradients are not finite. It waits for slow workers: the
+exchange is a reduction of one program, which ends when the last of them has sent, and a worker that
+is lost ends the program. Who does not answer can only be told to `gradient_step` (`alive`), by a
+caller that knows it before the step.
 """
 
 from __future__ import annotations
@@ -39,12 +43,13 @@ _MOST_SETS = 5000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodedConfig(GradientBase):
-    """Computes parts of the batch several times, so that some workers may be absent."""
+    """Computes parts of the batch several times, so that gradients of some workers may be bad."""
 
     name: ClassVar[str] = "coded"
 
     absent: int = 1
-    """Number of workers that a step can do without (s); each worker computes s + 1 parts."""
+    """Number of workers whose gradients may be infinite or NaN in a step (s); each worker computes
+    s + 1 parts. Slow workers are waited for."""
 
     def __post_init__(self):
         GradientBase.__post_init__(self)

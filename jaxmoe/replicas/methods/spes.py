@@ -4,15 +4,16 @@
 
 Worker w of R owns the experts e with floor(e R / E) = w. Only these, and all other parameters, have
 gradients on it; foreign experts take part in the forward pass, frozen. At an exchange experts come
-from their owner, bit for bit, and everything else is the plain mean. Optimiser states never travel.
+from their owner, bit for bit, which sends no others; everything else is the plain mean. Optimiser
+states never travel.
 
 Until step `merging_steps` experts of a layer are drawn together every `merging_every` steps:
 
     w_e = w_e + a mean_{j in near(e)} (w_j - w_e),   a = merging (1 - step / merging_steps)
 
 near(e) are the four experts whose first projections have the largest cosine with that of e, and all
-matrices of an expert move. The moments of foreign experts stay zero, but their memory is kept:
-states of workers have the shape of all experts.
+matrices of an expert move. A worker holds the moments of its own experts alone, unless its mesh
+cuts the experts (`jaxmoe/training/workers/own_rows.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from jaxtyping import Array, Int
 
 from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.codec import Payload, plain
-from jaxmoe.replicas.exchange import About, Decode, Exchange, mean, no_state
+from jaxmoe.replicas.exchange import About, Decode, Exchange, gather_around, mean, no_state
 from jaxmoe.replicas.expert_merging import ExpertMerging
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import Method
+from jaxmoe.replicas.ownership import Ownership
 from jaxmoe.replicas.timing import Timing
 from sharding import axes as ax
 
@@ -81,14 +83,7 @@ class SpesConfig(ReplicasBase):
                 f" has {min(counts, default=0)}: use fewer workers or a model with more experts"
             )
 
-        def trains(leaf: Leaf, worker: Int[Array, ""]) -> Array | None:
-            if ax.EXPERTS not in leaf.axes:
-                return None
-            dimension = _experts(leaf)
-            size = leaf.shape[dimension]
-            own = jnp.arange(size, dtype=jnp.int32) * facts.workers // size == worker
-            return own.reshape([-1 if d == dimension else 1 for d in range(len(leaf.shape))])
-
+        owned = Ownership(workers=facts.workers, axis=ax.EXPERTS)
         merging = ExpertMerging(
             leaves={leaf.path: leaf for leaf in facts.leaves if ax.EXPERTS in leaf.axes},
             rate=self.merging,
@@ -105,31 +100,48 @@ class SpesConfig(ReplicasBase):
         return Method(
             timing=Timing(every=self.every),
             codec=lambda leaf: plain(),
-            exchange=lambda leaf: from_owner() if ax.EXPERTS in leaf.axes else mean(),
+            exchange=lambda leaf: (
+                from_owner(owned, leaf.shape[_experts(leaf)]) if ax.EXPERTS in leaf.axes else mean()
+            ),
             outer=None,
             anchor="merged",
-            trains=trains,
+            owned=owned,
             finish=finish if self.merging > 0.0 else None,
         )
 
 
-def from_owner() -> Exchange:
+def from_owner(owned: Ownership, experts: int) -> Exchange:
     """Return the exchange in which each expert comes from the worker that owns it.
 
-    One all-reduce of the experts with those of others set to 0, which changes no bit of a number.
+    Workers send their own experts only, as they are, each to all others in a ring. Where the number
+    of workers does not divide that of experts, all send as many as the one with the most.
+
+    Args:
+        owned: Workers to whom experts belong.
+        experts: Number of experts.
     """
 
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        experts = decode(payload, slow)
-        dimension = about.axes.index(ax.EXPERTS)
-        here, names = experts.shape[dimension], about.split[dimension]
+        own = jnp.moveaxis(decode(payload, slow), about.axes.index(ax.EXPERTS), 0)
+        names, here = about.split[about.axes.index(ax.EXPERTS)], own.shape[0]
         total = here * (jax.lax.axis_size(names) if names else 1)
         first = here * jax.lax.axis_index(names) if names else 0
-        numbers = first + jax.lax.broadcasted_iota(jnp.int32, experts.shape, dimension)
-        is_own = numbers * about.workers // total == jax.lax.axis_index(about.axis)
-        return jax.lax.psum(jnp.where(is_own, experts, 0.0), about.axis), state
+        sent = min(owned.most(total), here)
+        # Where each worker's experts begin in what a device holds of them.
+        begin = -(-jnp.arange(about.workers) * total // about.workers) - first
+        begin = jnp.clip(begin, 0, here - sent)
+        mine = begin[jax.lax.axis_index(about.axis)]
+        rows = jax.lax.dynamic_slice_in_dim(own, mine, sent)
+        rows = gather_around(rows, about).reshape(-1, *own.shape[1:])
+        number = jnp.arange(here)
+        owner = owned.owner(first + number, total)
+        found = jnp.take(rows, owner * sent + number - begin[owner], axis=0)
+        return jnp.moveaxis(found, 0, about.axes.index(ax.EXPERTS)), state
 
-    return Exchange(init=no_state, mix=mix)
+    def copies(workers: int) -> float:
+        return (workers - 1) * owned.most(experts) / experts
+
+    return Exchange(init=no_state, mix=mix, copies=copies)
 
 
 def _experts(leaf: Leaf) -> int:

@@ -5,7 +5,8 @@
 A run is read without the states of its workers to be evaluated, generated from or exported. It
 continues with another number of workers as well: each new worker begins with the parameters that
 the world sees and the optimiser of worker i mod R of the checkpoint; messages under way and errors
-that codecs had kept are dropped.
+that codecs had kept are dropped. Moments of which each worker has those of its own rows begin anew:
+with other workers the rows are others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.checkpoint import CheckpointManager
@@ -24,6 +26,7 @@ from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.replicas.cost import cost
 from jaxmoe.replicas.timing import Timing
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.state_tree import SEPARATOR, flatten, unpack
 from jaxmoe.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -74,27 +77,36 @@ def with_other_workers(
         *(step, before, number),
     )
 
-    def saved(leaf: Any) -> jax.ShapeDtypeStruct:
+    def saved(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
         spec = PartitionSpec(None, *leaf.sharding.spec[1:])
         where = NamedSharding(assembly.mesh, spec) if assembly.mesh.size > 1 else None
-        return jax.ShapeDtypeStruct((before, *leaf.shape[1:]), leaf.dtype, sharding=where)
+        shape = manifest.arrays.get(path, {}).get("shape", (before, *leaf.shape[1:]))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=where)
 
     names = ("opt_state", "router_state", "recent_norms")
-    own = {name: getattr(shapes.local, name) for name in names}
+    own = flatten({"local": {name: getattr(shapes.local, name) for name in names}})
+    held = {path: saved(path, leaf) for path, leaf in own.items()}
     fields = ("params", "opt_state", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
     target = {name: getattr(shapes, name) for name in fields}
-    state = dataclasses.replace(assembly.new_state(), local=None, **dict.fromkeys(fields))
-    found = restore_part(manager.directory, target | {"local": jax.tree.map(saved, own)}, step=step)
-    taken = jnp.arange(number) % before
-    local = found.pop("local")
+    # The optimiser of a worker begins anew where the saved one does not fit.
+    left = (name for name in fields if name != "opt_state")
+    state = dataclasses.replace(assembly.new_world(), **dict.fromkeys(left))
+    given = target | traverse_util.unflatten_dict(held, sep=SEPARATOR)
+    found = restore_part(manager.directory, given, step=step)
+    taken, local = jnp.arange(number) % before, flatten({"local": found.pop("local")})
     with jax.set_mesh(assembly.mesh):
-        mine = jax.tree.map(lambda x, like: jax.device_put(x[taken], like.sharding), local, own)
-        world = dataclasses.replace(state, **found)
-        begun = assembly.with_workers(world)
+        outer = found.pop("opt_state")
+        begun = assembly.with_workers(dataclasses.replace(state, **found))
+        mine = flatten({"local": {name: getattr(begun.local, name) for name in names}})
+        for path, like in own.items():
+            if local[path].shape[1:] == like.shape[1:]:
+                mine[path] = jax.device_put(local[path][taken], like.sharding)
+    packed = traverse_util.unflatten_dict(mine, sep=SEPARATOR)["local"]
+    parts = unpack(packed, {name: getattr(begun.local, name) for name in names})
     return dataclasses.replace(
         begun,
-        opt_state=found["opt_state"],
-        local=dataclasses.replace(begun.local, **mine),
+        opt_state=outer,
+        local=dataclasses.replace(begun.local, **parts),
     )
 
 

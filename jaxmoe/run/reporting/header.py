@@ -9,6 +9,7 @@ import jax
 from jaxmoe.data.levels.rows import documents_of
 from jaxmoe.layers.sequences import choose_form
 from jaxmoe.messages import say
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
 from jaxmoe.run.config import PretrainConfig
@@ -32,7 +33,6 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     plan, training = assembly.plan, assembly.plan.config.training
     model, moe = plan.model, plan.model.moe
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
-    experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
     is_adapted = model.adapter is not None and not model.adapter.makes_matrices
@@ -40,7 +40,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     lines = (
         f"jaxmoe {command}  {name}  {directory.path}  ({resumed})",
         f"devices  {_mesh_text(assembly)}",
-        f"model    {model.num_layers} layers, width {model.embed_dim}, {experts};"
+        f"model    {model.num_layers} layers, width {model.embed_dim}, {experts_in_words(model)};"
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
         f"data     {_data_text(assembly)}",
         f"plan     {training.steps} steps of {tokens} tokens,"
@@ -77,13 +77,26 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         sizes = training.batch_sizes
         small = ", ".join(map(str, sizes.sizes[:-1]))
         say(f"ramp     batches of {small} sequences before step {sizes.stages[-1][0] + 1}")
-    notes = advice(moe) if moe else []
-    if moe and model.attention.is_causal:
+    notes = advice(moe) if moe and model.num_moe_layers else []
+    if moe and model.num_moe_layers and model.attention.is_causal:
         notes += causal_advice(moe)
+    if model.adapter is not None and (note := model.adapter.note_on(training.steps)) is not None:
+        notes.append(note)
     if (cost := training.gradients.describe(assembly.step().problem)) is not None:
         notes.append(cost)
     for text in notes:
         say(f"note     {text}")
+
+
+def experts_in_words(model: ModelConfig) -> str:
+    """Return how many experts the layers have, and how many layers where not all have some."""
+    moe, number = model.moe, model.num_moe_layers
+    if moe is None:
+        return "dense"
+    if not number:
+        return "no experts (no layer has those of model.moe)"
+    where = "" if number == model.num_layers else f" in {number} of them"
+    return f"{moe.num_experts} experts, top-{moe.top_k}{where}"
 
 
 def sequence_form(assembly: Assembly) -> str:

@@ -69,6 +69,20 @@ class ItemCache(abc.ABC):
         del number, use, held, capacity
         return True
 
+    def displaced(
+        self, number: int, use: Use, held: Mapping[Item, float], capacity: float
+    ) -> Sequence[Item]:
+        """Return items that go for a missed item, room or not; none by default.
+
+        Args:
+            number: Place in the trace.
+            use: Use that missed and is stored.
+            held: Bytes of the items in the cache.
+            capacity: Bytes of the cache.
+        """
+        del number, use, held, capacity
+        return ()
+
     def is_valid(self, use: Use) -> bool:
         """Return whether an item in the cache may still be used; all may by default."""
         del use

@@ -19,7 +19,8 @@ def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use
     The share of a step's assignments stands for the router's mean score, which the trace does not
     hold. The next layer is expected to use the experts that its tokens chose most often in earlier
     steps, or what it used in the step before where none of them was seen yet. So is
-    the first layer: the last one does not know the tokens of the next step.
+    the first layer: the last one does not know the tokens of the next step. The time of a use is
+    the number of its step.
 
     Args:
         trace: Experts of every token.
@@ -37,9 +38,9 @@ def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use
             ids = trace.expert_ids[layer, first : first + tokens]
             following = (layer + 1) % trace.num_layers
             expected = tables.expected(following, names) if following else ()
-            uses = layer_uses(
-                layer, ids, trace.num_experts, size, expected or before.get(following, ())
-            )
+            expected = expected or before.get(following, ())
+            time = float(first // tokens)
+            uses = layer_uses(layer, ids, trace.num_experts, size, expected, time)
             before[layer] = tuple(use.item for use in uses)
             tables.add(layer, names, ids)
             found += uses
@@ -94,6 +95,7 @@ def layer_uses(
     num_experts: int,
     size: float = 1.0,
     expected: tuple[Item, ...] = (),
+    time: float = 0.0,
 ) -> list[Use]:
     """Return the uses of the experts of one layer in one step, the most frequent first.
 
@@ -103,6 +105,7 @@ def layer_uses(
         num_experts: E.
         size: Bytes of an expert.
         expected: Items that the next layer is expected to use.
+        time: Time of the step.
     """
     counts = collections.Counter(e for e in ids.ravel().tolist() if e < num_experts)
     total = max(sum(counts.values()), 1)
@@ -111,6 +114,12 @@ def layer_uses(
         "expected": expected,
     }
     return [
-        Use(item=(layer, e), size=size, category=str(layer), **({} if place else known))
+        Use(
+            item=(layer, e),
+            size=size,
+            category=str(layer),
+            time=time,
+            **({} if place else known),
+        )
         for place, (e, _) in enumerate(counts.most_common())
     ]

@@ -103,6 +103,8 @@ class BoundedCache:
             self.loads += 1
             self.bytes_loaded += use.size
             if self.policy.stores(number, use, self.held, self.capacity):
+                for item in self.policy.displaced(number, use, self.held, self.capacity):
+                    self._drop(item)
                 self._store(number, use.item, set())
         self.policy.used(number, use, is_hit=is_hit)
         ahead = [item for item in self.policy.prefetch(number, use) if item in self.sizes]

@@ -7,8 +7,12 @@
 with the norm of the clipped gradient in the last accepted step, over all layers that one such W
 has. Lost layers that follow one another are replaced together, by as many layers before and after
 them: layer j of a lost stage becomes the mean of the layers j of the stages beside it. At an end,
-or beside other lost layers, the only neighbour is copied. The order swap of the paper, which
-trains end stages and their neighbours for one another's places, is left out.
+or beside other lost layers, the only neighbour is copied. The order swap of CheckFree+, which
+trains end stages and their neighbours for one another's places, is left out: a copy at an end was
+not trained for its place.
+
+No mean replaces rows of the vocabulary, which stages hold parts of. As CheckFree+ copies embedding
+and head to neighbouring stages, each stage keeps the rows of the one before it, in a ring.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.pipeline.stages import ModelParts
 from jaxmoe.training.state import TrainState
+from sharding import axes as ax
 from sharding.constrain import place_like
 
 RATE = 1.1
@@ -61,6 +67,29 @@ def remember_layers(
     norms = place_like(jnp.sqrt(sum(squares[1:], squares[0])), state.layer_norms)
     norms = jnp.where(is_good, norms, state.layer_norms)
     return dataclasses.replace(state, layer_norms=norms)
+
+
+def mirror_rows(state: TrainState) -> TrainState:
+    """Return the state with the rows that the stage before each holds, if it keeps them.
+
+    Args:
+        state: State after the step; on a mesh with stages, which cut the mirrored parameters.
+    """
+    if state.mirror is None:
+        return state
+    flat: dict[Any, Any] = dict(traverse_util.flatten_dict(state.params))
+    kept = {path: _from_before(flat[path]) for path in traverse_util.flatten_dict(state.mirror)}
+    return dataclasses.replace(state, mirror=traverse_util.unflatten_dict(kept))
+
+
+def _from_before(x: Array) -> Array:
+    spec = jax.typeof(x).sharding.spec
+    stages = jax.sharding.get_abstract_mesh().shape[ax.STAGE]
+    ring = [(stage, (stage + 1) % stages) for stage in range(stages)]
+    send = jax.shard_map(
+        lambda own: jax.lax.ppermute(own, ax.STAGE, ring), in_specs=spec, out_specs=spec
+    )
+    return send(x)
 
 
 def sources_of(lost: Collection[int], norms: Float[np.ndarray, " layers"]) -> Sources:

@@ -24,6 +24,7 @@ from jaxmoe.replicas.fragments import Fragment, Leaf, flat
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import TrainStep
+from jaxmoe.training.workers.own_rows import OwnRows
 from jaxmoe.training.workers.places import alone, trained_leaves, workers_of
 from jaxmoe.training.workers.routers import Past, Total, begin_past, total_of
 from sharding.workers import Workers
@@ -115,6 +116,15 @@ class WorkerTraining:
             first_worker=island or 0,
         )
 
+    @property
+    def own_rows(self) -> OwnRows | None:
+        """Optimiser of which workers hold the state of their own rows; None if all train all."""
+        if self.method.owned is None or self.step is None:
+            return None
+        return OwnRows(
+            optimizer=self.step.optimizer, ownership=self.method.owned, leaves=self.leaves
+        )
+
     def begin(self, state: TrainState) -> TrainState:
         """Return the state of a run without workers as that of equal workers.
 
@@ -137,7 +147,11 @@ class WorkerTraining:
             arrived = tuple(self._nothing(fragment, params, past) for fragment in self.fragments)
         local = WorkerStates(
             params=stack(state.params),
-            opt_state=stack(state.opt_state),
+            opt_state=(
+                stack(state.opt_state)
+                if self.own_rows is None
+                else self.own_rows.begin(self.workers, state.params, state.opt_state)
+            ),
             router_state=stack(state.router_state),
             skipped=stack(state.skipped),
             skipped_in_a_row=stack(state.skipped_in_a_row),

@@ -76,7 +76,7 @@ def local_steps(
         rng = jax.random.wrap_key_data(shared["key"])
         before = TrainState(step=shared["step"], rng=rng, **own)
         first = (training.first_worker + number) * rows.tokens.shape[0]
-        one_step = step if training.method.trains is None else own_step(step, training, number)
+        one_step = step if training.method.owned is None else own_step(step, training, number)
         after, metrics, statistics = one_step(before, rows, first)
         results = (metrics, None if local.past is None else statistics)
         return {name: getattr(after, name) for name in fields}, results
@@ -114,13 +114,16 @@ def count_step(
 
 
 def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) -> Any:
-    """Return a step that leaves parameters as they are that other workers train.
+    """Return a step that leaves parameters as they are that other workers train, without moments.
 
     Args:
         step: Step of one worker.
         training: Method.
         number: Number of the worker.
     """
+
+    if (own_rows := training.own_rows) is not None:
+        step = replace(step, optimizer=own_rows.of(number))
 
     def own(tree: Any, otherwise: Any) -> Any:
         arrays, others = flat(tree), flat(otherwise)

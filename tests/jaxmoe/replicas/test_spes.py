@@ -9,8 +9,11 @@ import optax
 import pytest
 
 from jaxmoe.replicas import SpesConfig
+from jaxmoe.replicas.exchange import About
 from jaxmoe.replicas.expert_merging import ExpertMerging
 from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.methods.spes import from_owner
+from jaxmoe.replicas.ownership import Ownership
 from sharding import axes as ax
 from tests.support import worker_runs as wr
 
@@ -32,6 +35,34 @@ def test_experts_come_from_their_owner_bit_for_bit():
     mean = jax.tree.map(lambda x: x.mean(0), alone)
     for path in ("a", "b"):
         np.testing.assert_allclose(together[path], mean[path], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("experts", "workers"), [(8, 4), (7, 3), (5, 4), (3, 1)])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_workers_send_no_more_than_their_experts(experts, workers, pieces):
+    """Also where a worker's devices have a part of the experts each; owners are uneven."""
+    experts *= pieces
+    rng = np.random.default_rng(0)
+    given = rng.standard_normal((workers, 2, experts, 3)).astype(np.float32)
+    given[0, 0, 0, 0] = -0.0
+    owned = Ownership(workers=workers, axis=ax.EXPERTS)
+    exchange, axes = from_owner(owned, experts), (ax.LAYERS, ax.EXPERTS, None)
+    split = ((), ("piece",), ())
+
+    def one(own):
+        about = About(jnp.int32(0), jax.random.key(0), "worker", workers, axes, split)
+        return exchange.mix(own, lambda payload, slow: payload, own, about, ())[0]
+
+    cut = given.reshape(workers, 2, pieces, -1, 3).transpose(2, 0, 1, 3, 4)
+    spread = jax.vmap(one, axis_name="worker")
+    got = np.asarray(jax.jit(jax.vmap(spread, axis_name="piece"))(jnp.asarray(cut)))
+    got = got.transpose(1, 2, 0, 3, 4).reshape(given.shape)
+    owners = np.arange(experts) * workers // experts
+    wanted = given[owners, :, np.arange(experts)].swapaxes(0, 1)
+    for found in got:
+        assert found.tobytes() == wanted.tobytes()
+    most = np.bincount(owners).max()
+    assert exchange.copies(workers) * experts == (workers - 1) * most
 
 
 def test_moments_of_foreign_experts_stay_zero():

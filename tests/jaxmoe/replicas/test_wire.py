@@ -35,6 +35,7 @@ KINDS = {
     "weighted": (DiLoCoConfig(every=3, weights="tokens"), {"all-gather", "all-reduce"}),
     "streaming": (StreamingConfig(every=4, fragments=2), {"all-reduce", "collective-permute"}),
     "sparse": (SparseConfig(every=3), {"all-reduce", "collective-permute"}),
+    "spes": (SpesConfig(every=3, merging=0.0), {"all-reduce", "collective-permute"}),
     "noloco": (NoLoCoConfig(every=3, pairings=1), {"collective-permute"}),
     "single_merge": (
         SingleMergeConfig(every=3, peers=1.0, rounds=1, complete_from=1.0),

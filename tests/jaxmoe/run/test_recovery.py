@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lost layers are means of their neighbours, and everything that survives is bitwise the same."""
 
+import dataclasses
 import logging
 import shutil
 
@@ -15,16 +16,23 @@ from jax.sharding import NamedSharding
 
 from experiments.cli import flags as cli
 from experiments.recipes import DEFAULT, RECIPES
-from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointError, save_checkpoint
-from jaxmoe.checkpoint.surviving import opened, survey
+from jaxmoe.checkpoint import (
+    CheckpointAbandonedError,
+    CheckpointError,
+    save_checkpoint,
+)
+from jaxmoe.checkpoint.later_arrays import with_later, without_later
+from jaxmoe.checkpoint.manifest import check_target, make_manifest
+from jaxmoe.checkpoint.surviving import Survivors, inside, opened, overlap, survey
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.run import recovery
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.recovery import restore_averaged, restore_averaged_snapshot, with_raised_rate
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.guard import no_norms
-from jaxmoe.training.pipeline import remember_layers
+from jaxmoe.training.pipeline import mirror_rows, remember_layers
 from jaxmoe.training.pipeline.recovery import sources_of
 from jaxmoe.training.state import TrainState
 from sharding import MeshConfig
@@ -44,6 +52,7 @@ MODEL = ModelConfig(
 EXECUTION = ExecutionConfig(mesh=MeshConfig(stage=STAGES, data=2))
 TABLE = parameter_table(MODEL, rules=EXECUTION.axis_rules)
 NORMS = np.asarray([3.0, 100.0, 1.0, 2.0], np.float32)
+CONFIG = {"execution": {"mesh": {"stage": STAGES}}}
 WEIGHTS = (3.0 + 1e-4) / (4.0 + 2e-4), (1.0 + 1e-4) / (4.0 + 2e-4)
 
 
@@ -55,9 +64,10 @@ def _state(seed: int, step: int) -> TrainState:
         return jax.device_put(values, NamedSharding(mesh, row.spec))
 
     adam = optax.ScaleByAdamState(count=jnp.int32(step), mu=TABLE.tree(place), nu=TABLE.tree(place))
+    params = TABLE.tree(place)
     state = TrainState(
         step=jnp.int32(step),
-        params=TABLE.tree(place),
+        params=params,
         opt_state=(adam,),
         router_state={},
         rng=jax.random.key(seed),
@@ -65,7 +75,10 @@ def _state(seed: int, step: int) -> TrainState:
         skipped_in_a_row=jnp.int32(0),
         recent_norms=no_norms(),
         layer_norms=jnp.asarray(NORMS),
+        mirror={name: params[name] for name in ("embedding", "head")},
     )
+    with jax.set_mesh(mesh):
+        state = jax.jit(mirror_rows)(state)
     whole = NamedSharding(mesh, jax.P())
     return jax.tree.map(lambda x: x if len(x.devices()) > 1 else jax.device_put(x, whole), state)
 
@@ -78,7 +91,7 @@ def _flat(tree) -> dict[str, np.ndarray]:
 def saved(tmp_path_factory):
     """A step as four processes write it, among the damaged ones, and its state."""
     directory, state = tmp_path_factory.mktemp("saved"), _state(0, 7)
-    save_checkpoint(directory, state, step=7, config={})
+    save_checkpoint(directory, state, step=7, config=CONFIG)
     shelf = directory / "damaged"
     shelf.mkdir()
     (directory / "7").rename(shelf / "7")
@@ -106,7 +119,9 @@ def test_a_lost_stage_is_the_weighted_mean_of_its_neighbours(stage, sources, she
     found, old, new = _restore(shelf), saved[1], _state(1, 0)
     assert found is not None and found.step == 7
     assert int(found.state.step) == int(found.state.opt_state[0].count) == 7
-    assert f"layer {stage} is " in caplog.text and "32 of 128 values of params/head" in caplog.text
+    assert f"layer {stage} is " in caplog.text
+    assert "32 of 128 values of params/head/weight are from their copy" in caplog.text
+    assert "are new" not in caplog.text
     _check(found.state, old, new, {stage: sources})
     for path, array in _flat(found.state.params).items():
         assert array.dtype == np.float32, path
@@ -115,7 +130,7 @@ def test_a_lost_stage_is_the_weighted_mean_of_its_neighbours(stage, sources, she
 
 
 def _check(found, old, new, sources):
-    """Lost layers are means, with new moments; their rows of the vocabulary are new."""
+    """Lost layers are means; their rows of the vocabulary survive, and moments of both are new."""
     names = {row.path for row in TABLE if row.declaration.axes[:1] == ("layers",)}
     trees = ("params", lambda s: s.params), ("mu", lambda s: s.opt_state[0].mu)
     for kind, of in trees:
@@ -128,11 +143,60 @@ def _check(found, old, new, sources):
                     wanted[stage] = sum(values)
                 elif path in names:
                     wanted[stage] = initial[path][stage]
-                elif path in ("embedding/weight", "head/weight"):
+                elif path in ("embedding/weight", "head/weight") and kind == "mu":
                     rows = slice(4 * stage, 4 * stage + 4)
                     rows = (slice(None), rows) if path.startswith("head") else rows
                     wanted[rows] = initial[path][rows]
             np.testing.assert_array_equal(array, wanted, err_msg=f"{kind}/{path}")
+
+
+def test_rows_are_new_where_their_copy_is_lost_too(shelf, saved, caplog):
+    """Half of the copy of the rows of stage 1, which stage 2 keeps, lies beside what is lost."""
+    caplog.set_level(logging.WARNING, "jaxmoe")
+    lose_stage(shelf / "7", 1)
+    found, new = survey(shelf / "7"), _state(1, 0)
+    boxes = found.lost["params/embedding/weight"]
+    assert {box[0] for box in boxes} == {(4, 8)}
+    mirrored = found.lost["mirror/embedding/weight"]
+    assert {box[0] for box in mirrored} == {(4, 8)}  # rows 0 to 3
+    half = ((8, 10), (0, 8))
+    path = "mirror/embedding/weight"
+    found = dataclasses.replace(found, lost=found.lost | {path: (*mirrored, half)})
+
+    class Fewer(Survivors):
+        def __init__(self, rest):
+            self.found, self._rest = found, rest
+
+        def read(self, path, box, instead):
+            values = self._rest.read(path, box, instead)
+            if path == "mirror/embedding/weight" and (both := overlap(box, half)) is not None:
+                values[inside(both, box)] = instead[inside(both, box)]
+            return values
+
+    with opened(survey(shelf / "7")) as rest:
+        restored = recovery._restore(Fewer(rest), new, TABLE, "here").state
+    wanted = np.asarray(saved[1].params["embedding"]["weight"]).copy()
+    wanted[4:6] = np.asarray(new.params["embedding"]["weight"])[4:6]
+    np.testing.assert_array_equal(restored.params["embedding"]["weight"], wanted)
+    assert "16 of 128 values of params/embedding/weight are from their copy" in caplog.text
+    assert "16 of 128 values of params/embedding/weight are new" in caplog.text
+
+
+def test_a_state_with_copies_is_restored_where_none_are_kept_and_back(caplog):
+    state = _state(0, 7)
+    assert state.mirror is not None
+    for stage, rows in enumerate(np.split(np.asarray(state.mirror["embedding"]["weight"]), STAGES)):
+        whole = np.split(np.asarray(state.params["embedding"]["weight"]), STAGES)
+        np.testing.assert_array_equal(rows, whole[stage - 1])
+    bare = dataclasses.replace(state, mirror=None)
+    for kept, target in ((state, bare), (bare, state)):
+        manifest = make_manifest(kept, step=7, config=CONFIG, data={})
+        wanted = without_later(manifest, target)
+        check_target(manifest, wanted, "the step")
+        found = with_later(manifest, kept, target, "the step")
+        assert jax.tree.structure(found) == jax.tree.structure(target)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.mirror))
+    assert "rows of the vocabulary of the stages before" in caplog.text
 
 
 def _store(directory):
@@ -146,7 +210,7 @@ def test_a_snapshot_that_lost_two_stages_is_averaged(tmp_path, caplog):
     state, new, shared = _state(0, 7), _state(1, 0), tmp_path / "shared"
     store = _store(tmp_path)
     for step in (7, 9):
-        store.save(step, state, config={}, data={})
+        store.save(step, state, config=CONFIG, data={})
         store.finish()
     for process in range(1, STAGES):  # the last snapshot was being written
         shutil.rmtree(tmp_path / f"process{process}" / "9")

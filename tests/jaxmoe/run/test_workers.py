@@ -19,6 +19,7 @@ from jaxmoe.replicas import (
     DiLoCoConfig,
     NoLoCoConfig,
     OneBitAdamConfig,
+    SpesConfig,
     StreamingConfig,
     SynchronousConfig,
 )
@@ -143,14 +144,18 @@ def test_streaming_resumes_within_a_delay_bitwise(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_more_workers(tmp_path, caplog):
-    run = Run(_config(DiLoCoConfig(every=3), MeshConfig(replica=2, data=4)), tmp_path / "run")
+@pytest.mark.parametrize(
+    "replicas", [DiLoCoConfig(every=3), SpesConfig(every=3, merging=0.0)], ids=("diloco", "spes")
+)
+def test_a_run_goes_on_with_more_workers(replicas, tmp_path, caplog):
+    """Those of spes have the moments of fewer experts each, and begin with new ones."""
+    run = Run(_config(replicas, MeshConfig(replica=2, data=4)), tmp_path / "run")
     for trained in run.steps():
         if trained.step == 4:
             break
     before = saved_leaves(run.directory.path, 4)
     with caplog.at_level(logging.WARNING):
-        more = Run(_config(DiLoCoConfig(every=3), MeshConfig(replica=4, data=2)), tmp_path / "run")
+        more = Run(_config(replicas, MeshConfig(replica=4, data=2)), tmp_path / "run")
         for trained in more.steps():
             if trained.step == 5:
                 break
@@ -165,7 +170,9 @@ def test_a_run_goes_on_with_more_workers(tmp_path, caplog):
             np.testing.assert_array_equal(after[path], leaf, err_msg=path)
         if path.startswith("['local']['params']"):
             assert after[path].shape == (4, *leaf.shape[1:])
-    assert more.train().status == "done" and _said(more, "replicas").startswith("4, diloco")
+    assert more.train().status == "done" and _said(more, "replicas").startswith(
+        f"4, {replicas.name}"
+    )
 
 
 @pytest.mark.slow

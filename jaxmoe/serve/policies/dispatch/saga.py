@@ -8,10 +8,14 @@ at rest takes a workflow of which all calls wait elsewhere, if it computes them 
 the other one is through; later calls follow it. While a tool runs no call is there: the pages of a
 workflow stay in their order of use iff
 
-    P(another call comes) x seconds to compute them again > rent x pages x mean pause
+    P(another call comes) x seconds to compute them again > rent x share of all pages x mean pause
 
 and are the first to be taken for others else. P and pause are counted as calls come and end. The
-rent of a page is a field. `caches/` has Belady's bound for the same uses.
+rent of all pages is a field. At its default it acts where pauses are long beside few pages, and
+need not gain: P and pause are those of all workflows together, so that it tells them apart by their
+lengths alone. Of 18 simulated workloads of sessions (200 to 450 pages, pauses of 2 to 10 s) it
+acted in 3, with 1.23, 0.97 and 0.87 times the cached tokens. `caches/` has Belady's bound for the
+same uses.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ class SagaConfig(DispatchConfig):
     name: ClassVar[str] = "saga"
     traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True)
 
-    rent: float = 1e-6
-    """Seconds of computing that a page is worth to others for each second of a pause."""
+    rent: float = 0.01
+    """Seconds of computing that all pages of an instance together are worth to others in each
+    second of a pause; 0 keeps the pages of all workflows."""
 
     def __post_init__(self) -> None:
         if not self.rent >= 0:
@@ -125,8 +130,8 @@ class Saga(Dispatcher):
         if view.facts.cost is None:
             return True
         again = view.facts.cost.seconds([Part(tokens)])
-        pages = tokens // view.facts.page_size
-        return probability * again > self._rent * pages * pause
+        share = tokens / view.facts.page_size / view.facts.num_pages
+        return probability * again > self._rent * share * pause
 
 
 def workflow(one: Sequence) -> str | int:

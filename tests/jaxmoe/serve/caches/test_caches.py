@@ -155,13 +155,45 @@ def test_an_answer_is_not_used_after_its_lifetime():
 
 
 def test_a_category_fills_its_quota_at_most():
-    trace = [Use(item=i, category="a") for i in (1, 2, 3, 1, 2, 3)]
-    assert replay(trace, ITEM_CACHES["category"](quota=0.5), 4).hits == (
-        *(False,) * 3,
-        True,
-        True,
-        False,
+    trace = [Use(item=i, category="a") for i in (1, 2, 3, 2, 3, 1)]
+    config = ITEM_CACHES["category"](quota=0.5)
+    assert replay(trace, config, 4).hits == (*(False,) * 3, True, True, False)
+    # Other categories keep the rest, and an item larger than the quota is not stored.
+    other = [Use(item=9, category="b"), *trace, Use(item=9, category="b")]
+    assert replay(other, config, 4).hits == (False, *replay(trace, config, 4).hits, True)
+    large = [Use(item=9, category="b"), *[Use(item=8, size=3.0, category="a")] * 2]
+    assert not any(replay(large, config, 4).hits)
+
+
+def test_a_category_that_fills_the_cache_keeps_what_was_used_last():
+    trace = [Use(item=i, category="a") for i in "abcccdccdcdcdd"]
+    lru = replay(trace, ITEM_CACHES["lru"](), 2).hits
+    assert sum(lru) == 10
+    assert replay(trace, ITEM_CACHES["category"](), 2).hits == lru
+    assert replay(trace, ITEM_CACHES["category"](quota=0.5), 4).hits == lru
+
+
+def test_categories_have_terms_of_their_own():
+    config = ITEM_CACHES["category"](
+        quota=0.5, terms=("news:lifetime=2", "a:b:quota=0.25,search_cost=1,saved=2,trial=1")
     )
+    news, other = (
+        [Use(item=kind, category=kind, time=t) for t in (0.0, 1.0, 2.5, 3.0)]
+        for kind in ("news", "chat")
+    )
+    assert replay(news, config, 4).hits == (False, True, False, True)
+    assert replay(other, config, 4).hits == (False, True, True, True)
+    own = config.by_category()["a:b"]
+    assert (own.quota, own.search_cost, own.saved, own.trial) == (0.25, 1.0, 2.0, 1)
+    assert not any(replay([Use(item=i, category="a:b") for i in (1, 2, 2, 2)], config, 4).hits)
+    for text, words in {
+        "quota=0.5": "must be CATEGORY:FIELD=VALUE",
+        "a:size=1": "'size' must be one of lifetime, quota",
+        "a:trial=x": "'x' is no number",
+        "a:quota=2": r"quota=2.0 lie in \(0, 1\]",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            ITEM_CACHES["category"](terms=(text,))
 
 
 def test_a_category_that_is_not_worth_its_search_is_not_stored():

@@ -331,16 +331,17 @@ def test_saga_finds_another_home_when_its_own_has_drained():
 
 
 def test_saga_keeps_pages_exactly_when_they_are_worth_their_rent():
-    simulation = simulated_fleet([], DISPATCH["saga"](rent=2e-5), 1, None, {})
+    simulation = simulated_fleet([], DISPATCH["saga"](rent=0.012), 1, None, {})
     saga, view = simulation.fleet._dispatcher, simulation.fleet.instances[0].view(0.0)
     again = COST.seconds([Part(1600)])
-    worth = again / (2e-5 * 100)  # seconds of a pause after which 100 pages have cost as much
+    # Seconds of a pause after which 100 of the 600 pages have cost as much.
+    worth = again / (0.012 * 100 / 600)
     assert saga.is_worth(view, 1600, 1.0, 0.99 * worth)
     assert not saga.is_worth(view, 1600, 1.0, 1.01 * worth)
     assert not saga.is_worth(view, 1600, 0.5, 0.99 * worth)
 
 
-@pytest.mark.parametrize("rent", [0.0, 1e-6, 1.0])
+@pytest.mark.parametrize("rent", [0.0, 0.01, 1.0])
 def test_saga_misses_at_least_what_belady_misses(rent):
     """Uses are the pages that each call reads or writes; one call at a time."""
     given = workflows(5.0, rate=0.5, requests=15, seed=3)

@@ -77,6 +77,61 @@ def test_a_sequence_gets_pages_side_by_side_while_there_are_such():
     assert sorted(first + second + rest) == list(range(32)) and pool.take(1) is None
 
 
+@pytest.mark.parametrize("group", [2, 8])
+def test_groups_are_there_again_after_every_page_was_used(group):
+    pool = BlockPool(32, 4, group=group)
+
+    def serve(order, count):
+        pages = taken(pool, count)
+        for number, page in enumerate(pages):
+            pool.name(page, bytes([order, number]))
+        return pages
+
+    tables = [serve(order, 16) for order in range(2)]
+    assert pool.take(1) is None
+    for table in tables:
+        pool.give(table)
+    pool.check([])
+    for order in range(2, 12):
+        pages = serve(order, 16)
+        assert Swap(id=0, pages=tuple(pages), num_tokens=64).num_runs <= 16 // group
+        # The other half of the pool keeps its chain: groups are evicted in the order of use.
+        kept = [bytes([order - 1, number]) for number in range(16)]
+        assert len(pool.find(kept)) == 16
+        pool.check([pages])
+        pool.give(pages)
+        pool.check([])
+
+
+def test_a_group_of_blank_pages_goes_before_one_whose_names_are_kept():
+    pool = BlockPool(8, 4, group=4)
+    first, second = taken(pool, 4), taken(pool, 4)
+    for page in first:
+        pool.name(page, bytes([page]))
+    pool.give(second)
+    pool.give(first)
+    assert taken(pool, 2) == [4, 5]
+    # The group that was begun goes on, and the pages of the other one keep their names.
+    assert taken(pool, 2, 5) == [6, 7] and pool.find([b"\0", b"\1", b"\2"]) == (0, 1, 2)
+    pool.share([1])
+    assert taken(pool, 3, 7) == [3, 2, 0]  # a part of a group: the least recently used page
+    pool.check([second, [1], [3, 2, 0]])
+
+
+def test_the_groups_of_a_pool_that_forgets_are_blank():
+    pool = BlockPool(9, 4, group=4)
+    pages = taken(pool, 9)
+    for page in pages:
+        pool.name(page, bytes([page]))
+    pool.give(pages)
+    pool.demote([bytes([page]) for page in range(4)])
+    assert taken(pool, 4) == [0, 1, 2, 3]
+    pool.give([0, 1, 2, 3])
+    pool.forget()
+    pool.check([])
+    assert taken(pool, 8)[:4] == [0, 1, 2, 3] and taken(pool, 1) == [8]
+
+
 def test_only_the_increment_of_a_copy_that_is_kept_travels():
     host = HostCopies(6)
     chain = [bytes([i]) for i in range(5)]

@@ -15,7 +15,7 @@ import pytest
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw, muon
-from jaxmoe.replicas import DiLoCoConfig
+from jaxmoe.replicas import DiLoCoConfig, SpesConfig
 from jaxmoe.routing import METHODS
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.metrics import fetch_metrics
@@ -23,6 +23,7 @@ from jaxmoe.training.state import state_around
 from jaxmoe.training.step import TrainStep
 from jaxmoe.training.workers import WorkerTraining, make_worker_step
 from sharding import MeshConfig, make_mesh
+from sharding import axes as ax
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig
 from tests.support import one_step
@@ -123,6 +124,50 @@ class Trained:
                 state, metric = self.compiled(state, given)
                 metrics += fetch_metrics([metric])
         return state, metrics
+
+
+SPES = SpesConfig(every=EVERY, merging=0.0, workers=WORKERS)
+
+
+def _sizes(tree):
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def test_workers_begin_with_the_moments_of_their_own_experts():
+    """Half of them each; without workers there would be all, twice."""
+    step = TrainStep(model=TINY, optimizer=ADAM, execution=ExecutionConfig())
+    training = WorkerTraining.of(SPES, parameter_table(TINY), step, steps=100)
+    params = one_step.params_of(TINY)
+    state = jax.eval_shape(
+        lambda params: training.begin(state_around(TINY, ADAM, ExecutionConfig(), params, KEY)),
+        params,
+    )
+    experts = [leaf.shape for leaf in training.leaves.values() if ax.EXPERTS in leaf.axes]
+    whole, foreign = _sizes(jax.eval_shape(ADAM.init, params)), sum(map(math.prod, experts)) // 2
+    assert foreign > 0
+    assert _sizes(state.local.opt_state) == WORKERS * (whole - 2 * foreign)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "mesh",
+    [None, MeshConfig(replica=2, data=2), MeshConfig(replica=2, expert=2)],
+    ids=("one", "data", "expert"),
+)
+def test_own_moments_make_the_steps_that_all_moments_make(inner, mesh, monkeypatch):
+    """Also where a worker's devices have half of the experts each: these keep all moments."""
+    few = Trained(mesh, config=SPES, inner=OPTIMIZERS[inner])
+    monkeypatch.setattr(WorkerTraining, "own_rows", None)
+    whole = Trained(mesh, config=SPES, inner=OPTIMIZERS[inner])
+    is_cut = mesh is not None and mesh.expert > 1
+    held = [_sizes(one.state.local.opt_state) for one in (few, whole)]
+    assert held[0] == held[1] if is_cut else held[0] < held[1]
+    after, wanted = (one.steps(one.state)[0] for one in (few, whole))
+    pairs = ((after.params, wanted.params), (after.local.params, wanted.local.params))
+    for mine, theirs in pairs:
+        for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def _check(trained, name="adam"):
