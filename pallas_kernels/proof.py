@@ -303,7 +303,8 @@ def prove(
             distrust(name, kernel, str(verdict))
             warnings.warn(f"{verdict}; None no longer chooses it", stacklevel=2)
         is_settled = not wrong
-    _write(directory, known.values())
+    # What failed may have lacked memory: it is tried again by the next process.
+    _write(directory, [one for one in known.values() if one.error is not None])
     return list(verdicts.values())
 
 

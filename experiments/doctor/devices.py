@@ -28,6 +28,7 @@ from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import assemble, describe_mesh
+from jaxmoe.run.compile import compiler_options
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.training.measures.throughput import peak_flops
 from jaxmoe.training.step import make_train_step
@@ -51,6 +52,7 @@ def examine_devices() -> list[Finding]:
         *collectives(),
         *ragged_exchange(),
         *kernels(),
+        *compiler(),
         *cache(),
         *train_step(),
     ]
@@ -192,6 +194,13 @@ def kernels() -> Iterator[Finding]:
     for verdict in prove(scales=(1, 3, 8)):
         level, remedy = ("ok", "") if verdict.is_right else ("warning", "xla runs in its place")
         yield Finding(level, "kernel", str(verdict), remedy)
+
+
+def compiler() -> Iterator[Finding]:
+    """Return the options of XLA that a train step is compiled with, where there are any."""
+    if options := compiler_options():
+        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        yield Finding("ok", "compiler", f"the train step is compiled with {words}")
 
 
 def cache() -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 """Wrong kernels are found before they are used: planted faults in what XLA runs on the CPU."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import pytest
@@ -95,3 +96,15 @@ def test_verdicts_are_kept(monkeypatch, tmp_path):
 
 def test_nothing_is_compared_where_no_kernel_is_chosen():
     assert proof.prove() == []
+
+
+def test_a_failure_is_not_remembered(monkeypatch, tmp_path):
+    """It may have lacked memory that another process held; a difference stays one."""
+    name = "quantized_matmul"
+    for fault, kept in (("fails", 0), ("scaled", 1)):
+        monkeypatch.setattr(backend, "_WRONG", {})
+        operations = plant(monkeypatch, name, FAULTS[fault])
+        with pytest.warns(UserWarning, match="no longer chooses it"):
+            proof.prove([name], directory=tmp_path, scales=(1,), operations=operations)
+        (path,) = tmp_path.iterdir()
+        assert len(json.loads(path.read_text())) == kept

@@ -254,6 +254,8 @@ def _row_in_words(row: dict[str, Any]) -> str:
         words.append(f"peak {row['peak_bytes'] / 1e9:.1f} GB")
     if row.get("is_right") is False:
         words.append("WRONG")
+    if row.get("stopped"):
+        words.append(f"stopped {row['stopped']}")
     if row.get("refused"):
         words.append(row["refused"])
     if row.get("repeats_bitwise") is not None:

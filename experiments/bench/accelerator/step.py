@@ -27,6 +27,7 @@ from jaxmoe.models.flops import flops_per_token
 from jaxmoe.models.presets import olmoe_1b_7b
 from jaxmoe.optim import adamw
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.run.compile import compiler_options
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
@@ -95,7 +96,7 @@ def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
     shapes = jax.eval_shape(lambda key: init_state(model, optimizer, key), key)
     given = jax.eval_shape(lambda: _batch(model, 0, batch, length))
     trained = make_train_step(model, optimizer, execution=execution)
-    compiled = trained.lower(shapes, given).compile()
+    compiled = trained.lower(shapes, given).compile(compiler_options() or None)
     row["compile_seconds"] = round(time.perf_counter() - started, 1)
     memory = compiled.memory_analysis()
     if memory is not None:

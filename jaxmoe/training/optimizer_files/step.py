@@ -368,9 +368,9 @@ class _Lowered:
     def __init__(self, step: FilesStep, lowered: Any):
         self._step, self._lowered = step, lowered
 
-    def compile(self) -> FilesStep:
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> FilesStep:
         """Return the step; its small programs compile when they are first called."""
-        return self._step.with_gradients(self._lowered.compile())
+        return self._step.with_gradients(self._lowered.compile(compiler_options))
 
 
 def _begin_module(grads: Any, params: Any) -> tuple[Any, list[Any]]:

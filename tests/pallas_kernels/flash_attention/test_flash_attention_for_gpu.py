@@ -403,7 +403,7 @@ def test_on_a_gpu(name, family, dtype, has_tokens, monkeypatch):
     q, k, v, d_out, d_lse = _inputs(case)
     tokens, rules = _arguments(case, case.h)
     if has_tokens:
-        positions = [jnp.arange(length)[::-1] for length in (case.s, case.u)]
+        positions = [case.u - 1 - jnp.arange(length) for length in (case.s, case.u)]
         segments = [
             jnp.broadcast_to(jnp.arange(length) // 300, (case.b, length))
             for length in (case.s, case.u)
@@ -427,8 +427,10 @@ def test_on_a_gpu(name, family, dtype, has_tokens, monkeypatch):
     ):
         x, y = (np.asarray(z, np.float32) for z in (x, y))
         seen = np.isfinite(y)
+        assert seen.mean() > 0.4, part
         np.testing.assert_array_equal(np.isfinite(x), seen, err_msg=part)
-        error = np.abs(x - y, where=seen, out=np.zeros_like(y))
+        x, y = (np.where(seen, z, 0.0) for z in (x, y))  # where a query sees no key, both are -inf
+        error = np.abs(x - y)
         scale = max(1.0, np.abs(y).max(initial=0.0, where=seen))
         # Two roundings of weights and of scores' gradients, relative to the largest.
         assert error.max() <= scale * (3e-2 if dtype != "float32" else 1e-4), part

@@ -1,0 +1,26 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Options of XLA for the train step: on a GPU alone, and never over those of the user."""
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxmoe.run.compile import GPU_OPTIONS, compiler_options
+
+DEVICE = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
+MESH = AbstractMesh((1,), ("x",), abstract_device=DEVICE)
+
+
+def test_a_gpu_has_options_that_give_way_to_those_of_the_user():
+    with jax.sharding.use_abstract_mesh(MESH):
+        assert compiler_options({}) == GPU_OPTIONS
+        assert compiler_options({"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}) == {}
+
+
+def test_others_have_none():
+    assert compiler_options({}) == {}
+
+
+def test_xla_knows_the_options():
+    lowered = jax.jit(lambda x: x + 1.0).lower(1.0)
+    assert lowered.compile(GPU_OPTIONS)(1.0) == 2.0
