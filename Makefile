@@ -8,14 +8,18 @@
 # make hashes      numbers of a table of features, to be compared after a move: make hashes-compare
 # make lint        ruff, pyright, codespell
 # make docs        build the documentation site into .docs/_build/html; a warning is an error
+# make accelerator everything on one GPU or TPU: is it right, how fast, beside whom (MINUTES=8)
 # make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)
 #
-# PYTHON=python3.12 chooses the interpreter, JAX=0.12 another jax, VENV=dir another place.
+# PYTHON=python3.12 chooses the interpreter, JAX=0.12 another jax, VENV=dir another place. Where the
+# driver of an NVIDIA GPU answers, demo and accelerator install the extra cuda; CUDA= leaves it out.
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 WORKERS ?= 2
+MINUTES ?= 8
+CUDA ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
 
 BIN := $(VENV)/bin
 # One stamp per interpreter, jax and pins: whatever changes, the environment is made anew.
@@ -24,6 +28,8 @@ BASE := $(VENV)/.base-$(KEY)
 TRAIN := $(VENV)/.train-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 HF := $(VENV)/.hf-$(KEY)
+# What the commands of an accelerator need: with a GPU also the extra cuda.
+DEVICE := $(TRAIN) $(if $(CUDA),$(VENV)/.cuda-$(KEY))
 DOCS := $(VENV)/.docs-$(KEY)
 # libtpu, which compiles for TPUs that are not there; and transformers and PyTorch, as oracles and
 # peers: pinned for Python 3.11, where the CPU build comes.
@@ -36,9 +42,9 @@ INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versio
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/python
 
-.PHONY: demo test test-all test-due test-slow test-large hashes hashes-compare costs bench lint docs docs-packages proof-packages format clean
+.PHONY: demo test test-all test-due test-slow test-large hashes hashes-compare costs bench accelerator lint docs docs-packages proof-packages format clean
 
-demo: $(TRAIN)
+demo: $(DEVICE)
 	$(BIN)/python -m experiments.pretrain
 
 test: $(DEV)
@@ -62,6 +68,9 @@ bench: $(HF)
 	$(BIN)/python -m experiments.bench kernels
 	$(BIN)/python -m experiments.bench routers
 	$(BIN)/python -m experiments.bench step $(if $(HAS_PEERS),,--peer none)
+
+accelerator: $(DEVICE)
+	$(BIN)/python -m experiments.bench accelerator --minutes $(MINUTES)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -111,6 +120,11 @@ $(BASE):
 
 $(TRAIN): $(BASE)
 	$(INSTALL) -e '.[train]'
+	@touch $@
+
+$(VENV)/.cuda-$(KEY): $(TRAIN)
+	@echo "an NVIDIA GPU: installing the extra cuda (make demo CUDA= leaves it out)"
+	$(INSTALL) -e '.[train,cuda]'
 	@touch $@
 
 $(DEV): $(TRAIN)

@@ -3,7 +3,7 @@
 """What was measured of the kernels, on which device and when: the reason of a choice.
 
 The rates are of bfloat16, medians of seven rounds of eight calls, in one run for each date. Limits
-of the same runs, for an H100: a dense product of 8192^3 695 TFLOP/s, a copy of 512 MB 2.68 TB/s.
+of the same runs, for an H100: a dense product of 8192^3 700 TFLOP/s, a copy of 512 MB 2.73 TB/s.
 
 To add a measurement: a row in `MEASURED` of `pallas_kernels/measured.py`. Rows that contradict
 `PREFERENCE` of `pallas_kernels/backend.py` become a refusal of the operation.
@@ -71,39 +71,45 @@ def _h100(
 def _cudnn(case: str, rate: float, xla: float | None = None) -> Measurement:
     """Return a row of `jax.nn.dot_product_attention(implementation="cudnn")`, whose custom calls
     are those of `flash_attention`."""
-    return _h100("flash_attention", case, rate, xla, 695, implementation="cudnn")
+    return _h100("flash_attention", case, rate, xla, 700, implementation="cudnn")
 
 
 MEASURED: tuple[Measurement, ...] = (
-    _h100("flash_attention", "4 x 4096, 16 heads of 128", 491, 12, 695),
-    _h100("flash_attention", "4 x 4096, 16 heads of 128, with backward", 363, 15, 695),
-    _h100("flash_attention", "1 x 16384, 32 of 4 heads of 128", 580, None, 695),
-    _h100("flash_attention", "1 x 16384, 32 of 4 heads of 128, with backward", 477, None, 695),
-    _h100("flash_attention", "2 x 8192, 32 of 8 heads of 64", 411, None, 695),
-    _h100("flash_attention", "2 x 8192, 32 of 8 heads of 64, with backward", 370, None, 695),
-    _h100("flash_attention", "4 x 4096, window 1024", 376, None, 695),
-    _h100("flash_attention", "4 x 4096, window 1024, with backward", 238, None, 695),
-    _h100("flash_attention", "2 x 4096, 16 of 8 heads of 256", 583, None, 695),
-    _h100("flash_attention", "2 x 4096, 16 of 8 heads of 256, with backward", 100, None, 695),
-    _cudnn("4 x 4096, 16 heads of 128", 504, 12),
-    _cudnn("4 x 4096, 16 heads of 128, with backward", 419, 15),
-    _cudnn("1 x 16384, 32 of 4 heads of 128", 577),
-    _cudnn("1 x 16384, 32 of 4 heads of 128, with backward", 510),
-    _cudnn("2 x 8192, 32 of 8 heads of 64", 429),
-    _cudnn("2 x 8192, 32 of 8 heads of 64, with backward", 382),
-    _cudnn("4 x 4096, window 1024", 384),
-    _cudnn("4 x 4096, window 1024, with backward", 324),
-    _cudnn("2 x 4096, 16 of 8 heads of 256", 533),
-    _cudnn("2 x 4096, 16 of 8 heads of 256, with backward", 342),
-    _h100("grouped_swiglu", "OLMoE, 131072 rows", 582, 102, 695),
-    _h100("grouped_swiglu", "OLMoE, 131072 rows, with backward", 634, 185, 695),
-    _h100("grouped_swiglu", "Qwen3, 131072 rows", 574, 62, 695),
-    _h100("grouped_matmul", "131072 x 2048 x 1024, 64 groups", 658, 40, 676),
-    _h100("grouped_matmul", "131072 x 2048 x 768, 128 groups", 601, 26, 676),
-    _h100("grouped_matmul", "32768 x 4096 x 14336, 8 groups", 669, 364, 676),
-    _h100("grouped_matmul", "512 rows of 64 groups, ms", 0.128, 1.57, 0.092, is_time=True),
-    _h100("grouped_outer", "131072 x 2048 x 1024, 64 groups", 575, 39, 676),
-    _h100("grouped_outer", "131072 x 2048 x 768, 128 groups", 565, 29, 676),
+    _h100("flash_attention", "4 x 4096, 16 heads of 128", 489, 12, 700),
+    _h100("flash_attention", "4 x 4096, 16 heads of 128, with backward", 373, 15, 700),
+    _h100("flash_attention", "1 x 16384, 32 of 4 heads of 128", 584, None, 700),
+    _h100("flash_attention", "1 x 16384, 32 of 4 heads of 128, with backward", 483, None, 700),
+    _h100("flash_attention", "2 x 8192, 32 of 8 heads of 64", 404, None, 700),
+    _h100("flash_attention", "2 x 8192, 32 of 8 heads of 64, with backward", 371, None, 700),
+    _h100("flash_attention", "4 x 4096, window 1024", 362, None, 700),
+    _h100("flash_attention", "4 x 4096, window 1024, with backward", 236, None, 700),
+    _h100("flash_attention", "2 x 4096, 16 of 8 heads of 256", 566, None, 700),
+    _h100("flash_attention", "2 x 4096, 16 of 8 heads of 256, with backward", 99, None, 700),
+    _cudnn("4 x 4096, 16 heads of 128", 502, 12),
+    _cudnn("4 x 4096, 16 heads of 128, with backward", 426, 15),
+    _cudnn("1 x 16384, 32 of 4 heads of 128", 570),
+    _cudnn("1 x 16384, 32 of 4 heads of 128, with backward", 534),
+    _cudnn("2 x 8192, 32 of 8 heads of 64", 427),
+    _cudnn("2 x 8192, 32 of 8 heads of 64, with backward", 384),
+    _cudnn("4 x 4096, window 1024", 383),
+    _cudnn("4 x 4096, window 1024, with backward", 322),
+    _cudnn("2 x 4096, 16 of 8 heads of 256", 518),
+    _cudnn("2 x 4096, 16 of 8 heads of 256, with backward", 344),
+    _h100("grouped_swiglu", "OLMoE, 131072 rows", 584, 108, 700),
+    _h100("grouped_swiglu", "OLMoE, 131072 rows, with backward", 621, 170, 700),
+    _h100("grouped_swiglu", "Qwen3, 131072 rows", 557, 62, 700),
+    _h100("grouped_swiglu", "Qwen3, 131072 rows, with backward", 603, 136, 700),
+    _h100("grouped_matmul", "131072 x 2048 x 1024, 64 groups", 666, 40, 700),
+    _h100("grouped_matmul", "131072 x 2048 x 768, 128 groups", 598, 26, 700),
+    _h100("grouped_matmul", "32768 x 4096 x 14336, 8 groups", 674, 364, 700),
+    _h100("grouped_matmul", "512 rows of 64 groups, ms", 0.129, 1.57, 0.092, is_time=True),
+    _h100("grouped_outer", "131072 x 2048 x 1024, 64 groups", 602, 40, 700),
+    _h100("grouped_outer", "131072 x 2048 x 768, 128 groups", 554, 29, 700),
+    # Times of one layer, ms; the limit is the cache at 2.93 TB/s.
+    _h100("paged_attention", "64 over 256, 16 heads of 128", 0.0602, 0.269, 0.0458, is_time=True),
+    _h100("paged_attention", "8 over 4096, 16 heads of 128", 0.112, 0.537, 0.0916, is_time=True),
+    _h100("paged_attention", "64 over 4096, 16 heads of 128", 0.804, 2.61, 0.733, is_time=True),
+    _h100("paged_attention", "64 over 4096, 32 of 4 heads", 0.212, 0.862, 0.183, is_time=True),
     _h100("quantized_matmul", "int8 x int8, 2048 x 4096 x 4096", 828, 278, 895),
     _h100("quantized_matmul", "fp8 x fp8, 2048 x 4096 x 4096", 716, 563, 892),
     _h100("quantized_matmul", "int4 weights, 2048 rows", 259, 37, 568),
