@@ -63,7 +63,7 @@ def test_twice_the_devices_are_faster(tmp_path):
 
 def test_what_a_policy_does_not_have_is_refused(tmp_path, capsys):
     for words, message in {
-        ("--scaling", "slo:intervall=2"): "'intervall' is unknown: did you mean 'interval'?",
+        ("--scaling", "slo:intervals=2"): "'intervals' is unknown: did you mean 'interval'?",
         ("--scaling", "slo:interval=x"): "'x' is no number",
         ("--scaling", "polca:clocks=1"): "'clocks' is unknown; known: budget, interval, hysteresis",
         ("--scaling", "slo:interval=0"): "scaling.interval=0.0 must be positive",
