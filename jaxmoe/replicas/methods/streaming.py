@@ -4,7 +4,9 @@
 
 DiLoCo on one fragment at a time: layer l of a stack is in fragment l mod P, and fragments are sent
 at different steps. A message is made of the parameters that enter a step and merged `delay` steps
-later, so that it travels during a step. A worker keeps half of its own parameters at a merge.
+later, so that it may travel during a step; compiled for v5e:2x4 (libtpu of jax 0.10) its permutes
+end where they start, in conditionals before the first product. A worker keeps half of its own
+parameters at a merge.
 
 Messages are encoded by `jaxmoe.replicas.codecs.e3m0` without error feedback, and averaged in
 float32. The slow parameters advance when a fragment is merged. The outer learning rate, 0.4, is not
@@ -30,7 +32,7 @@ from jaxmoe.replicas.weighting import weighting_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StreamingConfig(AveragingBase):
-    """Averages one fragment of the parameters at a time, in four bits, beside the training."""
+    """Averages one fragment of the parameters at a time, in four bits, merged a step later."""
 
     name: ClassVar[str] = "streaming"
 

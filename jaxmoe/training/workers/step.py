@@ -4,8 +4,8 @@
 
 Without delay, fragments are exchanged and merged after the step. With delay they are sent and
 merged before it: a message is made of the parameters that enter the step, and what arrives is
-merged before a later one, so that no step waits for a message that is under way. After the last
-step of a run all fragments are exchanged and merged, whatever their turn and delay.
+merged before a later one, so that no product of a step needs a message that is under way. After
+the last step of a run all fragments are exchanged and merged, whatever their turn and delay.
 
 A step without exchange has no collective between workers.
 """
