@@ -22,6 +22,8 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.serve.device.pages import initial_pools
 from jaxmoe.serve.device.rows import no_limits
 from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
+from jaxmoe.training import PolicyGradientConfig
+from jaxmoe.training.policy_gradient import ADVANTAGES, OLD, REFERENCE
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding.sequence_parallel import PageTables
@@ -77,6 +79,22 @@ def test_training_step(choice, compute):
     assert has_kernels(text) == (choice != "xla")
     is_measured = choice == "default" and compute == "bfloat16"
     assert calls_of_cudnn(text) == ((1, 1) if is_measured else (0, 0))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_step_of_reinforcement_learning(choice):
+    """Answers lie in packed rows, whose segments cuDNN does not know."""
+    execution, optimizer = execution_of(choice, "bfloat16"), adamw(1e-3)
+    state = jax.eval_shape(lambda key: init_state(MODEL, optimizer, key), jax.random.key(0))
+    ids = jnp.ones((BATCH, LENGTH), jnp.int32)
+    ones = jnp.ones((BATCH, LENGTH), jnp.float32)
+    extra = dict.fromkeys((ADVANTAGES, OLD, REFERENCE), ones)
+    batch = Batch(ids, ids, ones, segment_ids=ids, extra=extra)
+    objective = PolicyGradientConfig(beta=0.1)
+    step = make_train_step(MODEL, optimizer, execution=execution, objective=objective)
+    text = lowered(step, state, batch)
+    assert has_kernels(text) == (choice != "xla")
+    assert calls_of_cudnn(text) == (0, 0)
 
 
 @pytest.mark.parametrize("length", [1, 64])
