@@ -35,8 +35,8 @@ class Draft:
 
     @property
     def num_running(self) -> int:
-        """Sequences that run after what was drafted so far."""
-        return len(self._running) + len(self.view.busy)
+        """Sequences that run after what was drafted so far, and those that move."""
+        return len(self._running) + len(self.view.busy) + self.view.num_moving
 
     def running(self, keep: Callable[[Sequence], bool] = lambda one: True) -> list[Sequence]:
         """Return the running sequences without work so far, in order.
@@ -127,7 +127,7 @@ class Draft:
         hits = view.hits(one)
         needed = num_pages(len(one.tokens) + 1, size) - len(hits)
         self._ledger.share(hits)
-        if self._ledger.free - self._promised() < needed and (self._running or view.busy):
+        if self._ledger.free - self._promised() < needed and self.num_running:
             self._ledger.give(hits)
             return False
         self._admitted.append(one.id)

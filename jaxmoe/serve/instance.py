@@ -157,6 +157,7 @@ class Instance:
             free_lanes=free_lanes,
             finished=tuple(self.queues.finished),
             has_sharing=self.has_sharing,
+            num_moving=len(self.queues.moving) + len(self.incoming),
         )
 
     def start(self, plan: Plan, now: float) -> tuple[Step, ...]:

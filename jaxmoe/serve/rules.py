@@ -73,7 +73,7 @@ class _Check:
             self.enter(waiting[id_], 0)
             self.held[id_] = len(hits)
             self.left[id_] = len(waiting[id_].tokens) - len(hits) * facts.page_size
-        total = len(self.running) + len(view.busy)
+        total = len(self.running) + len(view.busy) + view.num_moving
         self.require(
             "max_running",
             total <= facts.max_running or not (plan.admit or plan.restore),

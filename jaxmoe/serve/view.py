@@ -34,6 +34,9 @@ class InstanceView:
     """Sequences that ended lately, for policies that adapt to what clients saw."""
     has_sharing: bool = True
     """Whether pages with equal contents are shared."""
+    num_moving: int = 0
+    """Sequences on their way to another instance or from one: they hold pages and a place, and no
+    step computes them."""
 
     @property
     def num_running(self) -> int:

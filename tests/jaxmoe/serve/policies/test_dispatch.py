@@ -12,6 +12,7 @@ import pytest
 from jaxmoe.serve import BATCHING, Objective, Request, Sampling
 from jaxmoe.serve.caches import ITEM_CACHES, Use, replay
 from jaxmoe.serve.facts import Part
+from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.policies.dispatch import DISPATCH
 from jaxmoe.serve.policies.dispatch.base import Route
 from jaxmoe.serve.policies.dispatch.llumnix import freeness
@@ -269,6 +270,54 @@ def test_copies_over_a_link_are_sent_one_after_the_other():
     ).run()
     sent = 6 * 200 * SIZES.kv_bytes / slow.far_bandwidth
     assert simulation.now > sent and set(simulation.sequences) == set(range(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "pages"), [*((name, 48) for name in DISPATCH), ("dist_serve", 24), ("dist_serve", 96)]
+)
+def test_each_eviction_has_a_step_since_the_admission(name, pages, monkeypatch):
+    """Where pages are short, sequences that move hold theirs: what is admitted computes."""
+    fresh, evicted = set(), []
+    admit, restore, evict, work = (
+        getattr(Instance, f"_{verb}") for verb in ("admit", "restore", "evict", "work")
+    )
+
+    def admitting(self, one, *given):
+        fresh.add((id(self), one.id))
+        return admit(self, one, *given)
+
+    def restoring(self, id_):
+        fresh.add((id(self), id_))
+        return restore(self, id_)
+
+    def evicting(self, id_, kind):
+        assert (id(self), id_) not in fresh, f"{id_} was evicted without a step"
+        evicted.append(id_)
+        return evict(self, id_, kind)
+
+    def working(self, id_, *given):
+        fresh.discard((id(self), id_))
+        return work(self, id_, *given)
+
+    for verb, function in {
+        "admit": admitting,
+        "restore": restoring,
+        "evict": evicting,
+        "work": working,
+    }.items():
+        monkeypatch.setattr(Instance, f"_{verb}", function)
+    given = arrivals(rate=60.0, requests=80, prompt_median=100.0, answer_median=60.0)
+    facts = dataclasses.replace(FACTS, num_pages=pages, max_length=16 * pages)
+    fitting = [
+        one
+        for one in given
+        if len(one.request.prompt) + one.request.sampling.max_tokens < facts.max_length
+    ]
+    simulation = Simulation(
+        fitting, facts, BATCHING["split_fuse"](), COST, num_instances=2, dispatch=DISPATCH[name]()
+    ).run()
+    assert set(simulation.sequences) == {one.request.id for one in fitting}
+    assert len(evicted) < len(fitting)
 
 
 def workflows(pause, rate=4.0, **fields):
