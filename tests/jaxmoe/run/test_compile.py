@@ -3,12 +3,12 @@
 """Options of XLA for the train step: on a GPU alone, and never over those of the user."""
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxmoe.run.compile import GPU_OPTIONS, compiler_options
 
 DEVICE = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
-MESH = AbstractMesh((1,), ("x",), abstract_device=DEVICE)
+MESH = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=DEVICE)
 
 
 def test_a_gpu_has_options_that_give_way_to_those_of_the_user():

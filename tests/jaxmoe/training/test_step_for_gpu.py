@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig, KernelsConfig, ServedConfig
@@ -37,7 +37,7 @@ MODEL = ModelConfig(
     moe=MoEConfig(num_experts=4, top_k=2, expert_dim=128),
 )
 DEVICE = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
-MESH = AbstractMesh((1,), ("x",), abstract_device=DEVICE)
+MESH = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=DEVICE)
 
 CHOICES = {"default": None, "pallas_gpu": "pallas_gpu", "xla": "xla"}
 PRECISIONS = ("bfloat16", "float32")
