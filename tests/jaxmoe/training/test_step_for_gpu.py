@@ -27,6 +27,9 @@ from jaxmoe.training.policy_gradient import ADVANTAGES, OLD, REFERENCE
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding.sequence_parallel import PageTables
+from tests.support import gpus
+
+pytestmark = gpus.triton_may_go
 
 BATCH, LENGTH = 2, 128
 MODEL = ModelConfig(
