@@ -383,6 +383,9 @@ def test_kernels_of_a_compiled_step_predict_it(tmp_path, capsys, monkeypatch):
     assert lines[0] == "conversions"
     moved = size_in_words(moved_outside(prediction.rows))
     assert f"moved outside kernels and products: {moved} at 2.93 TB/s" in table
+    assert table.endswith("as measured on an H100")
+    other = kernels_part(prediction, CHIPS["a100"])
+    assert other.endswith("the shares of its peaks that an H100 reached")
     assert predict_by_kernels(compiled | {"kernels": None}, {"data": 8}, CHIPS["v5e"]) is None
 
 
