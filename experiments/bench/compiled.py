@@ -25,7 +25,8 @@ from experiments.cli.tables import text_table
 from experiments.plan.units import size_in_words
 from experiments.recipes import RECIPES
 from jaxmoe.configs import to_json
-from jaxmoe.planning.compile_ahead import CompilerRefusal, check_compiler, in_child
+from jaxmoe.planning.compile_ahead import CompilerRefusal, in_child
+from jaxmoe.planning.compilers.topologies import check_compiler
 from jaxmoe.planning.hardware import Topology, parse_topology
 from sharding.mesh import MeshConfig
 

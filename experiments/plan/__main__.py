@@ -6,11 +6,12 @@
 
 Every mesh of the devices, number of micro-batches, layout, dispatcher, fold, schedule and remat is
 estimated in closed form; the fastest that fit are compiled ahead of time until one fits by the
-compiler too (TPUs: extra [plan]). A choice that a flag sets is kept; with --execution.mesh.AXIS
-only that mesh is planned, as the recipe has it. GPUs are planned in closed form (--compiles 0).
-With --topology cpu:8 the plan also runs for a few steps, and predictions are printed with their
-error. summary.json holds the figures and the flags for pretrain. Exit codes: 0 planned, 2 bad
-configuration, or nothing fits.
+compiler too (TPUs: extra [plan]; NVIDIA's H100, H200 and A100: extra [cuda]; --compiles 0 compiles
+nothing). A choice that a flag sets is kept; with --execution.mesh.AXIS only that mesh is planned,
+as the recipe has it. For a GPU the kernels of the compiled step are listed by kind, with the bytes
+that they move, and predict the step. With --topology cpu:8 the plan also runs for a few steps, and
+predictions are printed with their error. summary.json holds the figures and the flags for pretrain.
+Exit codes: 0 planned, 2 bad configuration, or nothing fits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from experiments.plan.config import (
 from experiments.plan.judge import judge
 from experiments.recipes import DEFAULT
 from jaxmoe.planning.abstract_step import StepPlan
-from jaxmoe.planning.compile_ahead import check_compiler
+from jaxmoe.planning.compilers.topologies import check_compiler
 from jaxmoe.planning.hardware import Topology, parse_topology
 from jaxmoe.planning.search import (
     Factors,

@@ -30,6 +30,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.planning.abstract_step import StepPlan, planned_step
 from jaxmoe.planning.compile_ahead import CompiledStep, compile_step
 from jaxmoe.planning.hardware import parse_topology
+from jaxmoe.run.compile import gpu_options
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.training.measures.throughput import peak_memory
 from jaxmoe.training.state import init_state
@@ -47,7 +48,12 @@ def main(argv: Sequence[str]) -> int:
     plan = step_plan(config, topology, config.execution.mesh)
     phase = pathlib.Path(f"{file}.phase")
     try:
-        compiled = compile_step(plan, topology, on_phase=phase.write_text)
+        compiled = compile_step(
+            plan,
+            topology,
+            on_phase=phase.write_text,
+            compiler_options=gpu_options() if topology.chip.platform == "gpu" else None,
+        )
     except ValueError as error:  # about the topology; the parent raises it
         pathlib.Path(f"{file}.result").write_text(json.dumps({"refused": str(error)}), "utf-8")
         return 0

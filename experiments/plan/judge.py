@@ -12,6 +12,7 @@ from typing import Any
 from experiments.cli.output import write
 from experiments.plan.chosen import chosen_execution, plan_summary
 from experiments.plan.config import PlanConfig, step_plan
+from experiments.plan.kernels_part import predict_by_kernels
 from experiments.plan.page import page_of_plan, page_of_refusal
 from jaxmoe.configs import to_json
 from jaxmoe.execution import ExecutionConfig, Remat
@@ -87,6 +88,11 @@ def judge(
                     factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
                 last, found = candidate, search()
                 continue
+        if compiled is not None:
+            mesh = dict(candidate.plan.mesh.shape)
+            prediction = predict_by_kernels(compiled, mesh, topology.chip)
+            if prediction is not None:
+                compiled["step_seconds"] = prediction.step
         summary = about() | plan_summary(config, found, compiled, topology.chip, usual)
         summary["calibrated"] = None
         if (anchor := anchors.get(candidate.plan.execution.remat)) is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli.tables import text_table
+from experiments.plan.kernels_part import kernels_part, predict_by_kernels
 from experiments.plan.pipeline_part import pipeline_part
 from experiments.plan.units import size_in_words
 from jaxmoe.layers.sequences import choose_form
@@ -79,15 +80,22 @@ def page_of_plan(
         parts.append(text)
     if lines := network_lines(network, plan, chip):
         parts.append("\n".join(lines))
+    by_kernels = ""
     if compiled is not None:
         parts.append(_collectives(compiled))
+        prediction = predict_by_kernels(compiled, dict(plan.mesh.shape), chip)
+        if prediction is not None:
+            parts.append(kernels_part(prediction, chip))
+            by_kernels = (
+                f"{prediction.step:.3g} s by its kernels, one after the other; closed form "
+            )
         if "measured" in compiled:
             parts.append(measured_table(candidate, compiled))
     spread = f"{seconds.overlapped:.3g} s if all communication were hidden"
     spread += f", products at {chip.efficiency:.1%} of the peak"
     if chip.platform == "cpu":
         spread += ", by nominal rates of a core"
-    parts.append(f"predicted step       {seconds.step:.3g} s, {spread}")
+    parts.append(f"predicted step       {by_kernels}{seconds.step:.3g} s, {spread}")
     parts.append(f"flags for pretrain   {' '.join(summary['flags'])}")
     return "\n\n".join(parts)
 

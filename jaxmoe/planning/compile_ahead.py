@@ -2,17 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles a train step for devices that are not attached, and reads memory and traffic off it.
 
-    devices    of a TPU topology from libtpu (extra [plan]), or fake ones of this machine's CPU
+    devices    of a TPU topology from libtpu (extra [plan]), GPUs described to the CUDA plugin
+               (extra [cuda]), or fake ones of this machine's CPU
     memory     of one device, reported by the compiler: arguments, results, temporaries
     traffic    the collectives of the compiled text, by mesh axes
+    kernels    of a GPU, by kind: bytes and FLOPs
 
 A process can load libtpu once, and its start-up reads the environment and writes to standard error:
 call this in a separate process (`in_child`) with the environment of `child_environment`.
 
-GPUs are planned in closed form only: their compiler needs a target configuration that no package
-provides.
-
-To add a platform: `topology_devices` in `jaxmoe/planning/compile_ahead.py`.
+To add a figure of a compiled program: `CompiledProgram` in `jaxmoe/planning/compile_ahead.py`.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxmoe.optional import MissingPackageError
 from jaxmoe.planning.abstract_step import StepPlan, trace_step
+from jaxmoe.planning.compilers.topologies import topology_devices
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Topology
-from jaxmoe.planning.hlo import Work, collectives, work
+from jaxmoe.planning.hlo import KernelTraffic, Work, collectives, kernel_traffic, work
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
+from jaxmoe.planning.sizes import Sizes
 from sharding.mesh import make_mesh
 
 
@@ -105,6 +104,8 @@ class CompiledStep(CompiledProgram):
 
     expected_results: int
     """Closed form: `device_bytes` of the results and the table of their addresses."""
+    kernels: list[KernelTraffic] | None = None
+    """Kernels by kind, on a GPU."""
 
 
 _SIZES = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
@@ -165,31 +166,6 @@ class CompilerCrashError(RuntimeError):
     """A process that compiles was ended by a signal, as failed checks of a compiler do."""
 
 
-def check_compiler(topology: Topology) -> None:
-    """Refuse a topology without an installed compiler.
-
-    Raises:
-        MissingPackageError: libtpu is not installed.
-        ValueError: The topology is of GPUs, which are planned in closed form only.
-    """
-    platform = topology.chip.platform
-    if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-        raise MissingPackageError(
-            f"topology={topology.text}: libtpu, which compiles for a TPU that is not attached, is"
-            " not installed: pip install 'jaxmoe[plan]'; --compiles 0 plans in closed form"
-        )
-    if platform == "gpu":
-        has = importlib.util.find_spec("jax_plugins") is not None and any(
-            importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
-        )
-        missing = "" if has else "the CUDA plugin is not installed (extra [cuda]), and "
-        raise ValueError(
-            f"topology={topology.text} cannot be compiled for here: {missing}compiling"
-            " for a GPU that is not attached needs a description of it, which no package provides:"
-            " --compiles 0 plans in closed form"
-        )
-
-
 def child_environment(topology: Topology) -> dict[str, str]:
     """Return the environment of a process that compiles for a topology."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -199,6 +175,8 @@ def child_environment(topology: Topology) -> dict[str, str]:
         )
         count = f"--xla_force_host_platform_device_count={topology.num_devices}"
         environment["XLA_FLAGS"] = f"{flags} {count}".strip()
+    elif topology.chip.platform == "gpu":
+        environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
     else:
         environment |= {
             "TPU_SKIP_MDS_QUERY": "1",  # do not wait for a metadata server
@@ -294,33 +272,6 @@ def _phase(file: str) -> str:
         return "starting"
 
 
-def topology_devices(topology: Topology) -> Sequence[Any]:
-    """Return the devices of a topology from its compiler.
-
-    Raises:
-        ValueError: The compiler does not know this shape, or counts its devices differently.
-    """
-    if topology.chip.platform == "cpu":
-        return jax.devices("cpu")[: topology.num_devices]
-    try:
-        described = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology.compiler_name, **topology.compiler_options
-        )
-    except jax.errors.JaxRuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"topology={topology.text}: the compiler has no such slice ({first}): choose the shape"
-            " of one that can be rented, such as tpu:v5e:16x16 or tpu:v5p:4x4x4"
-        ) from error
-    if len(described.devices) != topology.num_devices:
-        raise ValueError(
-            f"topology={topology.text}: the compiler describes {len(described.devices)} devices"
-            f" where a pod has {topology.num_devices}:"
-            " --compiles 0 plans in closed form"
-        )
-    return described.devices
-
-
 def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
     """Return the plan's mesh on the devices of a topology.
 
@@ -332,7 +283,11 @@ def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
 
 
 def compile_step(
-    plan: StepPlan, topology: Topology, *, on_phase: Callable[[str], object] = len
+    plan: StepPlan,
+    topology: Topology,
+    *,
+    on_phase: Callable[[str], object] = len,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledStep | DoesNotFit | CompilerRefusal:
     """Compile the train step of a plan for a topology.
 
@@ -340,6 +295,7 @@ def compile_step(
         plan: Step to compile.
         topology: Topology with as many devices as the plan's mesh.
         on_phase: Called with a description of each phase when it begins.
+        compiler_options: Options of XLA, those that a run compiles its step with.
 
     Raises:
         ValueError: The compiler does not know the topology.
@@ -351,9 +307,10 @@ def compile_step(
         on_phase("tracing the step")
         traced = trace_step(plan, mesh)
         on_phase("lowering the step")
-        lowered = traced.lower()
+        is_gpu = topology.chip.platform == "gpu"
+        lowered = traced.lower(lowering_platforms=("cuda",) if is_gpu else None)
         on_phase("compiling with XLA")
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=dict(compiler_options or {}) or None)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         return DoesNotFit.of(error) if is_for_memory(error) else CompilerRefusal.of(error)
     seconds = time.perf_counter() - started
@@ -362,7 +319,12 @@ def compile_step(
     figures = {
         field.name: getattr(program, field.name) for field in dataclasses.fields(CompiledProgram)
     }
-    return CompiledStep(**figures, expected_results=result_bytes(traced.out_info, topology))
+    text, rows = _text(compiled) if is_gpu else None, Sizes.of(plan).balanced_rows()
+    return CompiledStep(
+        **figures,
+        expected_results=result_bytes(traced.out_info, topology),
+        kernels=None if text is None else kernel_traffic(text, balanced_rows=rows),
+    )
 
 
 def _text(compiled: Any) -> str | None:
@@ -384,7 +346,7 @@ def result_bytes(results: Any, topology: Topology) -> int:
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_known(leaf))
         for leaf in jax.tree.leaves(results)
     ]
-    if platform == "cpu":
+    if platform in ("cpu", "gpu"):
         table = 8 * len(leaves)
     else:
         unit = 32 if topology.chip.torus == 3 else 512  # observed on v5p and v5e

@@ -13,9 +13,11 @@ form) and AMD. FLOP/s of the kinds that JAX can name are those of
 without a source), `reserved` (memory of the runtime: the compiler of v5e reports 15.75 GiB of 16),
 the bandwidth of a network card per GPU (one 400 Gbit/s adapter), the links of the MI250X (not
 verified), `idle_watts` and `peak_watts` (the power limit of the form of the device where it is
-published, else an estimate; idle an eighth or so of it), and all of "cpu". Link bandwidth is that
-of one device in one direction along one mesh axis. On a torus an axis that spans a ring has two
-links, one each way round, and both count. DCN between slices is not modelled.
+published, else an estimate; idle an eighth or so of it), and all of "cpu". What kernels reach was
+measured on one H100 (`pallas_kernels/measured.py`); other GPUs are assumed to reach the same shares
+of their peaks. Link bandwidth is that of one device in one direction along one mesh axis. On a
+torus an axis that spans a ring has two links, one each way round, and both count. DCN between
+slices is not modelled.
 
 To add a device: a row of CHIPS in `jaxmoe/planning/hardware.py`.
 """
@@ -34,6 +36,55 @@ from jaxmoe.resilience.links.table import LinkRate, slowest
 Platform = Literal["tpu", "gpu", "cpu"]
 
 GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRates:
+    """What the kernels of one device reach: bytes or FLOPs per second."""
+
+    copy: float
+    """Bytes read and written per second."""
+    product: float
+    """FLOP/s of dense bfloat16 products."""
+    product_float32: float
+    """FLOP/s of dense float32 products, which enter as TF32."""
+    product_8bit: float
+    """FLOP/s of dense products of 8-bit values."""
+    grouped: float
+    """FLOP/s of products with the weights of experts."""
+    attention: float
+    """FLOP/s of attention's forward pass, visible pairs only."""
+    attention_both: float
+    """The same of both passes together, 3.5 times the FLOPs of the forward pass."""
+
+    @property
+    def attention_backward(self) -> float:
+        """FLOP/s of attention's backward pass, 2.5 times the FLOPs of the forward pass."""
+        return 2.5 / (3.5 / self.attention_both - 1 / self.attention)
+
+    def scaled(self, flops: float, bandwidth: float) -> KernelRates:
+        """Return the rates of a device with another multiple of FLOP/s and of bandwidth.
+
+        Args:
+            flops: FLOP/s over those of this device.
+            bandwidth: Bytes per second of its memory over those of this device.
+        """
+        names = (field.name for field in dataclasses.fields(self))
+        values = {name: getattr(self, name) * flops for name in names if name != "copy"}
+        return KernelRates(copy=self.copy * bandwidth, **values)
+
+
+H100_RATES = KernelRates(
+    copy=2.93e12,
+    product=700e12,
+    product_float32=395e12,
+    product_8bit=892e12,
+    grouped=600e12,
+    attention=490e12,
+    attention_both=373e12,
+)
+"""Measured on one H100 on 2026-11-27: a copy of 512 MB, products of 8192^3 in bfloat16 and float8,
+the head's products in float32, the products of OLMoE's experts, causal attention of 4 x 4096."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +133,14 @@ class Chip:
     host_links: tuple[tuple[float, ...], ...] = ()
     """Bytes per second from each host to each other, in the order of the mesh, which replace the
     nominal ones between hosts; none if they are not known."""
+
+    @property
+    def kernel_rates(self) -> KernelRates:
+        """What kernels reach, measured on an H100, of the peaks of this device."""
+        h100 = CHIPS["h100"]
+        return H100_RATES.scaled(
+            self.flops / h100.flops, self.memory_bandwidth / h100.memory_bandwidth
+        )
 
     @property
     def available(self) -> int:

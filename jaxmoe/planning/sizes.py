@@ -95,6 +95,12 @@ class Sizes:
         """Return A, the rows that a device sends, and receives in a balanced batch."""
         return self.tokens * experts.top_k
 
+    def balanced_rows(self) -> float:
+        """Return the rows that the experts of a device receive in a balanced batch, the most of all
+        layers; each expert's hidden units may be spread."""
+        experts = [stack.kind.feed_forward.sizes for stack in self.stacks]
+        return max(map(self.rows, experts), default=0.0) * self.shards(ax.EXPERT_MLP)
+
     def places(self, experts: FeedForwardSizes) -> float:
         """Return the rows for which the experts of a device have a place.
 

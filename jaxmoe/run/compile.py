@@ -32,8 +32,15 @@ def compiler_options(environment: Mapping[str, str] = os.environ) -> dict[str, A
     Args:
         environment: Environment variables; what XLA_FLAGS sets is left as it is.
     """
-    if platform() != "gpu":
-        return {}
+    return gpu_options(environment) if platform() == "gpu" else {}
+
+
+def gpu_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the options that the train step is compiled with on a GPU.
+
+    Args:
+        environment: Environment variables; what XLA_FLAGS sets is left as it is.
+    """
     flags = environment.get("XLA_FLAGS", "")
     return {name: value for name, value in GPU_OPTIONS.items() if name not in flags}
 

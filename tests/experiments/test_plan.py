@@ -23,12 +23,15 @@ from experiments.plan import judge
 from experiments.plan.chosen import chosen_execution, flags_of
 from experiments.plan.config import RECIPES as PLANNED
 from experiments.plan.config import step_plan
+from experiments.plan.kernels_part import kernels_part, predict_by_kernels
 from experiments.plan.page import measured_table
 from experiments.plan.units import size_in_words
 from experiments.recipes import RECIPES
 from jaxmoe.planning import compile_ahead
 from jaxmoe.planning.compile_ahead import CompilerCrashError, in_child
-from jaxmoe.planning.hardware import parse_topology
+from jaxmoe.planning.compilers import topologies
+from jaxmoe.planning.hardware import CHIPS, parse_topology
+from jaxmoe.planning.hlo import kernel_traffic, moved_outside
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.search import EVERYTHING, Space, search
 from sharding.mesh import MeshConfig
@@ -350,10 +353,47 @@ def test_errors_of_a_compilation_are_verdicts(monkeypatch):
         assert type(found).__name__ == ("DoesNotFit" if "Used" in wanted else "CompilerRefusal")
 
 
+def test_kernels_of_a_compiled_step_predict_it(tmp_path, capsys, monkeypatch):
+    """The page lists them by kind, longest first, and the collectives after them."""
+    text = (ROOT / "tests" / "golden" / "hlo" / "h100.txt").read_text()
+    sent = {"kind": "all-reduce", "axes": ["data"], "count": 1, "result_bytes": 8}
+    compiled = {
+        "kind": "CompiledStep",
+        "seconds": 2.0,
+        "arguments": 1,
+        "temporaries": 2,
+        "total": 3,
+        "kernels": [dataclasses.asdict(row) for row in kernel_traffic(text)],
+        "traffic": [sent | {"wire_bytes": 0.9e9}],
+    }
+    monkeypatch.setattr(topologies, "has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(judge, "in_child", lambda *arguments, **options: dict(compiled))
+    argv = ("tiny", "--topology", "gpu:h100:8", "--execution.mesh.data", "8")
+    code, page, summary = planned(tmp_path, capsys, *argv)
+    assert code == ExitCode.DONE
+    prediction = predict_by_kernels(compiled, {"data": 8}, CHIPS["h100"])
+    assert prediction is not None
+    assert prediction.collectives == pytest.approx(2e-3 + 7 * 5e-6)
+    assert summary["compiled"]["step_seconds"] == prediction.step == pytest.approx(0.002, rel=0.02)
+    assert f"predicted step       {prediction.step:.3g} s by its kernels" in page
+    table = kernels_part(prediction, CHIPS["h100"])
+    assert table in page
+    lines = [line.split("  ")[1] for line in table.splitlines() if line.startswith("  ")]
+    assert set(lines[:-1]) == {row.kind for row in prediction.rows} and lines[-1] == "collectives"
+    assert lines[0] == "conversions"
+    moved = size_in_words(moved_outside(prediction.rows))
+    assert f"moved outside kernels and products: {moved} at 2.93 TB/s" in table
+    assert table.endswith("as measured on an H100")
+    other = kernels_part(prediction, CHIPS["a100"])
+    assert other.endswith("the shares of its peaks that an H100 reached")
+    assert predict_by_kernels(compiled | {"kernels": None}, {"data": 8}, CHIPS["v5e"]) is None
+
+
 def test_refusals_before_any_compile(capsys, monkeypatch):
     monkeypatch.setattr(judge, "in_child", None)  # would fail
     assert "did you mean 'v5e'" in refused(capsys, "--topology", "tpu:v5ee:2x2")
-    assert "--compiles 0 plans in closed form" in refused(capsys, "--topology", "gpu:h100:8")
+    error = refused(capsys, "--topology", "gpu:mi300x:8")
+    assert "there is none of a mi300x (there are h100, h200, a100): --compiles 0" in error
     assert "must be 0 (closed form only)" in refused(capsys, "--compiles", "-1")
     error = refused(capsys, "mixtral_8x7b", "--topology", "cpu:7")
     assert "none of the 4 meshes of 7 devices divides this model and batch" in error
@@ -362,6 +402,10 @@ def test_refusals_before_any_compile(capsys, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "libtpu" else real(name)
     )
     assert "pip install 'jaxmoe[plan]'" in refused(capsys, "--topology", "tpu:v5e:2x2")
+    monkeypatch.setattr(topologies, "has_cuda_plugin", lambda: False)
+    error = refused(capsys, "--topology", "gpu:h100:8")
+    assert "the CUDA plugin, which compiles for a GPU that is not attached, is not" in error
+    assert "pip install 'jaxmoe[cuda]'; --compiles 0 plans in closed form" in error
 
 
 def command(*argv, timeout=1500):
@@ -434,3 +478,24 @@ def test_a_large_pipeline_compiles_as_planned(tmp_path):
     sent = {one["kind"]: one for one in compiled["traffic"] if one["axes"] == ["stage"]}
     # Eleven ticks with F and eleven with B; a sequence of 4096 tokens of width 2048 in bfloat16.
     assert sent["collective-permute"]["wire_bytes"] == 22 * 4096 * 2048 * 2
+
+
+@pytest.mark.large
+@pytest.mark.timeout(1600)
+def test_a_step_for_an_h100_moves_and_keeps_little(tmp_path):
+    """OLMoE's width with 4 layers, 4 x 4096 tokens, AdamW; one H100 took 111 ms a step."""
+    reason = "compiling for an H100 needs the CUDA plugin (extra [cuda])"
+    pytest.importorskip("jax_cuda13_plugin", reason=reason)
+    argv = ("olmoe_1b_7b", "--topology", "gpu:h100:1", "--model.num_layers", "4")
+    argv += ("--training.batch_size", "4", "--training.sequence_length", "4096")
+    argv += ("--training.accumulation", "1", "--execution.remat", "none")
+    done = command(*argv, "--run.directory", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""  # nothing of the compiler's
+    compiled = json.loads((tmp_path / "summary.json").read_text())["compiled"]
+    assert compiled["expected_results"] == compiled["results"]
+    assert compiled["temporaries"] < 20e9
+    prediction = predict_by_kernels(compiled, {}, CHIPS["h100"])
+    assert prediction is not None
+    assert moved_outside(prediction.rows) < 135e9
+    assert prediction.step == pytest.approx(0.111, rel=0.1)

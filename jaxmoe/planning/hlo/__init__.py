@@ -6,6 +6,7 @@ text          parses it into computations of instructions
 groups        groups of devices, in every printed form
 collectives   kind, bytes, groups and executions of the collectives
 work          FLOPs, and bytes read and written, loops included
+traffic       the kernels of a program for a GPU, by kind: bytes and FLOPs
 """
 
 from jaxmoe.planning.hlo.collectives import KINDS as KINDS
@@ -14,5 +15,8 @@ from jaxmoe.planning.hlo.collectives import called_by as called_by
 from jaxmoe.planning.hlo.collectives import collectives as collectives
 from jaxmoe.planning.hlo.collectives import trip_count as trip_count
 from jaxmoe.planning.hlo.groups import Groups as Groups
+from jaxmoe.planning.hlo.traffic import KernelTraffic as KernelTraffic
+from jaxmoe.planning.hlo.traffic import kernel_traffic as kernel_traffic
+from jaxmoe.planning.hlo.traffic import moved_outside as moved_outside
 from jaxmoe.planning.hlo.work import Work as Work
 from jaxmoe.planning.hlo.work import work as work

@@ -70,7 +70,7 @@ def work(text: str) -> Work:
     Raises:
         ValueError: The text has no entry computation.
     """
-    walk = _Walk(text)
+    walk = ProgramWalk(text)
     products, kernels, moved, unestimated = 0.0, 0.0, 0.0, 0
     for instruction, computation, turns in walk.instructions(walk.module.entry, 1):
         products += turns * walk.product_flops(instruction, computation)
@@ -84,8 +84,15 @@ def work(text: str) -> Work:
     )
 
 
-class _Walk:
-    """The walk through a module's computations."""
+class ProgramWalk:
+    """The walk through a module's computations.
+
+    Args:
+        text: Text of a compiled HLO module.
+
+    Raises:
+        ValueError: The text has no entry computation.
+    """
 
     def __init__(self, text: str):
         self.module = parse_module(text)
@@ -102,19 +109,34 @@ class _Walk:
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for called in called_by(instruction):
                     yield from self.instructions(called, turns)
+            elif instruction.opcode == "fusion-start":
+                result = elements_of(instruction.shape)[1]
+                yield (
+                    dataclasses.replace(instruction, opcode="fusion", shape=result),
+                    computation,
+                    turns,
+                )
             elif instruction.opcode not in _FREE:
                 yield instruction, computation, turns
 
     def product_flops(self, instruction: Instruction, computation: Computation) -> int:
         """Return the operations of a product, or of the products in a fusion."""
-        if instruction.opcode == "dot":
-            return dot_flops(instruction, computation)
-        if instruction.opcode == "convolution":
-            return convolution_flops(instruction, computation)
+        return sum(
+            dot_flops(one, inner) if one.opcode == "dot" else convolution_flops(one, inner)
+            for one, inner in self.parts(instruction, computation)
+            if one.opcode in ("dot", "convolution")
+        )
+
+    def parts(
+        self, instruction: Instruction, computation: Computation
+    ) -> Iterator[tuple[Instruction, Computation]]:
+        """Yield an instruction, or those inside if it is a fusion, with their computations."""
         if instruction.opcode != "fusion":
-            return 0
+            yield instruction, computation
+            return
         inner = self.computations.get(instruction.attribute("calls") or "", {})
-        return sum(self.product_flops(one, inner) for one in inner.values())
+        for one in inner.values():
+            yield from self.parts(one, inner)
 
     def bytes_moved(self, instruction: Instruction, computation: Computation) -> int:
         """Return the bytes that an instruction outside a fusion reads and writes."""

@@ -32,11 +32,13 @@ from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.mesh_axes import axes_of_groups
 from jaxmoe.planning.search import Space, enumerate_meshes, on_mesh, remedies, search
+from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
+from sharding import axes as ax
 from sharding.axes import MESH_AXES
 from sharding.expert_parallel import AllToAllConfig
 from sharding.mesh import MeshConfig, make_mesh
@@ -66,6 +68,16 @@ def plan_of(model=TINY, mesh=EIGHT, *, batch_size=8, length=8, **fields) -> Step
         batch_size=batch_size,
         sequence_length=length,
     )
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(data=8), MeshConfig(data=2, expert=4), MeshConfig(data=4, tensor=2)]
+)
+def test_experts_of_all_devices_receive_the_rows_of_the_batch(mesh):
+    """Rows times the hidden units of an expert on a device; 64 tokens."""
+    sizes = Sizes.of(plan_of(mesh=mesh))
+    hidden = 1 / sizes.shards(ax.EXPERT_MLP)
+    assert 8 * sizes.balanced_rows() * hidden == 64 * TINY.moe.top_k
 
 
 @pytest.mark.parametrize(
