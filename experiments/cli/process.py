@@ -18,6 +18,7 @@ import jax
 
 from experiments.cli.absent_tpu import skip_absent_tpu
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.launcher import watch_launcher
 from experiments.cli.output import write
 from experiments.cli.xla_flags import check_xla_flags
 from jaxmoe.disk import cache_directory
@@ -40,6 +41,8 @@ def start_process(
 ) -> None:
     """Set up logging, allocator and compilation cache, join the other processes, find the devices.
 
+    From then on the process stops when the launcher that started it has ended.
+
     Args:
         has_steps: Whether the same computation repeats; False keeps freed memory small.
         needs_devices: Whether to find the devices; False leaves them to the caller.
@@ -50,6 +53,7 @@ def start_process(
         ValueError: The environment describes a job or devices that do not exist.
     """
     configure_logging()
+    watch_launcher()
     check_xla_flags()
     if has_steps and sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
         keep_freed_memory()
