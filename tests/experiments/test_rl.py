@@ -15,6 +15,7 @@ from experiments.rl import __main__ as rl
 from jaxmoe import load_checkpoint
 from jaxmoe.run import Run
 from jaxmoe.tracking.jsonl import read_metrics
+from tests.support.full_disk import end_on_a_full_disk
 from tests.support.runs import SMALL, logged_losses, saved_leaves
 
 MEASURES = {"reward", "solved", "kl", "clipped", "length", "rollout_s", "train_s"}
@@ -185,3 +186,10 @@ def test_pretrain_refuses_an_objective_without_answers(capsys):
     with pytest.raises(SystemExit):
         pretrain.main(["tiny", "training.objective:policy_gradient"])
     assert "train with python -m experiments.rl" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_it_with_the_code_of_a_state_that_is_not_saved(begun, tmp_path):
+    code, output = end_on_a_full_disk("experiments.rl.__main__", flags(begun, tmp_path / "run", 4))
+    assert code == ExitCode.NOT_SAVED and "the last state could not be saved" in output
+    assert "Traceback" not in output
