@@ -22,6 +22,7 @@ from experiments.cli.launcher import watch_launcher
 from experiments.cli.output import write
 from experiments.cli.xla_flags import check_xla_flags
 from jaxmoe.disk import cache_directory
+from jaxmoe.errors import printable
 from sharding.distributed import start_processes
 
 _MALLOPT = {-1: -1, -2: 64 * 2**20, -4: 0, -8: 1}
@@ -104,7 +105,7 @@ def configure_logging() -> None:
     for handler in logging.root.handlers:
         # Importing Orbax added absl's handler, after which basicConfig does nothing.
         if type(handler) is logging.StreamHandler:
-            handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+            handler.setFormatter(_Words("%(levelname)s: %(message)s"))
     messages = logging.getLogger("jaxmoe.messages")
     messages.setLevel(logging.INFO)
     messages.propagate = False
@@ -115,12 +116,20 @@ def configure_logging() -> None:
     logging.getLogger("jax").setLevel(logging.ERROR)
 
 
+class _Words(logging.Formatter):
+    """Escape control characters in messages: names of files may have them, and steer a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, before any traceback."""
+        return printable(super().formatMessage(record), kept="\n\t")
+
+
 class _Printed(logging.Handler):
-    """Print messages of the library on standard output as they are."""
+    """Print messages of the library on standard output, control characters escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message."""
-        write(record.getMessage())
+        write(printable(record.getMessage(), kept="\n\t"))
 
 
 def keep_freed_memory() -> bool:
