@@ -3,6 +3,7 @@
 """What an entry point does to its process."""
 
 import ast
+import asyncio
 import contextlib
 import errno
 import io
@@ -18,6 +19,7 @@ import time
 
 import pytest
 
+from experiments import serve as serve_command
 from experiments.cli import exit as exit_module
 from experiments.cli import flags
 from experiments.cli.absent_tpu import has_tpu
@@ -146,6 +148,33 @@ def test_a_closed_terminal_is_like_sigterm_and_counts_once(heeds_sighup):
         assert stop.reason == "preempted" and seen == []
         signal.raise_signal(signal.SIGTERM)
     assert seen == [signal.SIGTERM]
+
+
+def _heard_by_a_server(monkeypatch, *numbers):
+    """How often a server drains, and with which codes it ends at once."""
+    drains, codes = [], []
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    async def serve():
+        loop = asyncio.get_running_loop()
+        serve_command.heed_signals(loop, lambda: drains.append(True))
+        for number in numbers:
+            signal.raise_signal(number)
+            await asyncio.sleep(0.02)
+
+    asyncio.run(serve())
+    return len(drains), codes
+
+
+def test_a_server_drains_when_its_terminal_is_closed(heeds_sighup, monkeypatch):
+    hup, term = signal.SIGHUP, signal.SIGTERM
+    assert _heard_by_a_server(monkeypatch, hup) == (1, [])
+    assert _heard_by_a_server(monkeypatch, hup, hup) == (1, []), "by the kernel, after the shell"
+    assert _heard_by_a_server(monkeypatch, term, hup) == (1, [])
+    assert _heard_by_a_server(monkeypatch, hup, term) == (1, [128 + term])
+    assert _heard_by_a_server(monkeypatch, term, signal.SIGINT) == (1, [128 + signal.SIGINT])
+    signal.signal(hup, signal.SIG_IGN)
+    assert _heard_by_a_server(monkeypatch, hup) == (0, []), "started with nohup"
 
 
 def test_a_process_that_ignores_sighup_still_does():
