@@ -36,7 +36,7 @@ from experiments.cli.exit_codes import exit_code
 from experiments.cli.output import say, write
 from experiments.cli.process import end_unsaved, start_process
 from experiments.recipes import DEFAULT, RECIPES
-from jaxmoe.errors import ConfigurationError
+from jaxmoe.errors import ConfigurationError, printable
 from jaxmoe.optional import MissingPackageError
 from jaxmoe.resilience.stop import Reason, StopRequest
 from jaxmoe.resilience.watchdog import JAX_LATER, Ending, Watchdog
@@ -88,7 +88,11 @@ def train(
         age: Seconds that the process has spent on this run before the call.
     """
     stopwatch = Stopwatch(START, already=age)
-    write(f"{command} {shown or name}: finding devices, reading data, building the model ...")
+    write(
+        printable(
+            f"{command} {shown or name}: finding devices, reading data, building the model ..."
+        )
+    )
     with flags.exit_on_bad_configuration():
         check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.
@@ -107,7 +111,7 @@ def train(
             Supervision(watchdog=watchdog, stop=stop, stopwatch=stopwatch, resources=resources)
         )
     if result.message:
-        print(f"error: {result.message}", file=sys.stderr)
+        print(printable(f"error: {result.message}", kept="\n"), file=sys.stderr)
     return exit_code(result.status)
 
 

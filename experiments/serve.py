@@ -29,9 +29,9 @@ serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:c
 A run trained by masked diffusion fills in all tokens of an answer at once, in any order; they are
 sent from left to right. `--engine.steps_per_token 0.5` fills in two at a step on average.
 
-With the environment variable JAXMOE_API_KEY every request must bring that key. Ctrl-C or SIGTERM
-lets the answers end that have begun, for at most `--drain` seconds; a second signal ends the server
-at once.
+With the environment variable JAXMOE_API_KEY every request must bring that key. Ctrl-C, SIGTERM or
+a terminal that is closed (SIGHUP) lets the answers end that have begun, for at most `--drain`
+seconds; a second signal, other than SIGHUP, ends the server at once.
 
 Exit codes: 0 after draining; 2 for a configuration that cannot be served.
 """
@@ -47,7 +47,7 @@ import pathlib
 import re
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -234,13 +234,7 @@ async def _serve(
         write("ended before all clients had read their answers")
         close_connections(server)
 
-    def stop(number: int) -> None:
-        if drains:
-            end_at_once(number)
-        drains.append(asyncio.create_task(drain()))
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+    heed_signals(loop, lambda: drains.append(asyncio.create_task(drain())))
     host, port = listening.getsockname()[:2]
     write(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     watch = asyncio.create_task(_watch(served, config.every))
@@ -248,6 +242,31 @@ async def _serve(
         await server.serve(sockets=[listening])
     finally:
         watch.cancel()
+
+
+def heed_signals(loop: asyncio.AbstractEventLoop, drain: Callable[[], object]) -> None:
+    """Drain at the first signal, and end the process at a second one.
+
+    SIGHUP comes when a terminal is closed, often twice: it is never the second signal, and a server
+    that was started to ignore it (nohup) still does.
+
+    Args:
+        loop: Loop of the server.
+        drain: Called once, in the loop.
+    """
+    seen = list[int]()
+
+    def stop(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            drain()
+        elif number != signal.SIGHUP:
+            end_at_once(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue
+        loop.add_signal_handler(number, stop, number)
 
 
 async def _watch(served: Served, every: float) -> None:

@@ -18,6 +18,8 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 
+from jaxmoe.errors import printable
+
 logger = logging.getLogger(__name__)
 
 _SPECIAL_FILES = {
@@ -44,16 +46,23 @@ def cache_directory() -> pathlib.Path:
 
 
 def check_local(name: str, path: str | os.PathLike[str]) -> None:
-    """Refuse a path that is in an object store, or another URL, where a file system is needed.
+    """Refuse a path that is no place for a run: a URL, or a name that is not UTF-8.
+
+    Records of a run name its directory, and JSON, HTML and terminals hold UTF-8.
 
     Args:
         name: What the path is, for the message.
         path: Path that is to be written, or read with file operations.
 
     Raises:
-        ValueError: It is a URL.
+        ValueError: It is a URL, or it or a directory above it has bytes that are no UTF-8.
     """
     text = os.fspath(path)
+    if not is_text(whole := os.path.abspath(text)):
+        raise ValueError(
+            f"{name}={printable(text)} is not UTF-8 ({printable(whole)}), and the files of a run"
+            " name it: rename the directory"
+        )
     if (scheme := _URL.match(text)) is None:
         return
     tool = _COPY.get(scheme[1], "the tool of that store")
@@ -61,6 +70,19 @@ def check_local(name: str, path: str | os.PathLike[str]) -> None:
         f"{name}={text} is not in a file system, and runs and checkpoints need one (rename, append,"
         f" leases): give a local directory, such as runs/mine, and copy it with {tool.format(text)}"
     )
+
+
+def is_text(name: str) -> bool:
+    """Return whether a name is text: not bytes that are no UTF-8, which Python reads as halves.
+
+    Args:
+        name: Word of a command line, or name of a file.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def kind_of_special_file(path: str | os.PathLike[str]) -> str | None:

@@ -318,7 +318,7 @@ def _compare_together(
         name, case, implementation = one
         return compare(name, implementation, case, scales=scales)
 
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="proof") as pool:
         known.update(zip(new, pool.map(judge, new), strict=True))
 
 

@@ -34,6 +34,7 @@ from experiments.cli.output import open_closed_streams, without_advice, write
 from experiments.cli.spelling import check_words, stray_word
 from experiments.cli.warmup import fit_warmup
 from jaxmoe.configs import closest
+from jaxmoe.disk import is_text
 from jaxmoe.errors import printable
 from jaxmoe.optional import MissingPackageError, require
 
@@ -106,6 +107,9 @@ def parse_flags(
     """
     open_closed_streams()
     with exit_on_bad_configuration():
+        for word in argv:
+            if not is_text(word):
+                raise ValueError(f"{word} has bytes that are no UTF-8: rename what it names")
         group, words = take_help(argv)
         config, flags = choose(config, words)
         if group is not None:

@@ -18,9 +18,11 @@ import jax
 
 from experiments.cli.absent_tpu import skip_absent_tpu
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.launcher import watch_launcher
 from experiments.cli.output import write
 from experiments.cli.xla_flags import check_xla_flags
 from jaxmoe.disk import cache_directory
+from jaxmoe.errors import printable
 from sharding.distributed import start_processes
 
 _MALLOPT = {-1: -1, -2: 64 * 2**20, -4: 0, -8: 1}
@@ -40,6 +42,8 @@ def start_process(
 ) -> None:
     """Set up logging, allocator and compilation cache, join the other processes, find the devices.
 
+    From then on the process stops when the launcher that started it has ended.
+
     Args:
         has_steps: Whether the same computation repeats; False keeps freed memory small.
         needs_devices: Whether to find the devices; False leaves them to the caller.
@@ -50,6 +54,7 @@ def start_process(
         ValueError: The environment describes a job or devices that do not exist.
     """
     configure_logging()
+    watch_launcher()
     check_xla_flags()
     if has_steps and sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
         keep_freed_memory()
@@ -100,7 +105,7 @@ def configure_logging() -> None:
     for handler in logging.root.handlers:
         # Importing Orbax added absl's handler, after which basicConfig does nothing.
         if type(handler) is logging.StreamHandler:
-            handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+            handler.setFormatter(_Words("%(levelname)s: %(message)s"))
     messages = logging.getLogger("jaxmoe.messages")
     messages.setLevel(logging.INFO)
     messages.propagate = False
@@ -111,12 +116,20 @@ def configure_logging() -> None:
     logging.getLogger("jax").setLevel(logging.ERROR)
 
 
+class _Words(logging.Formatter):
+    """Escape control characters in messages: names of files may have them, and steer a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, before any traceback."""
+        return printable(super().formatMessage(record), kept="\n\t")
+
+
 class _Printed(logging.Handler):
-    """Print messages of the library on standard output as they are."""
+    """Print messages of the library on standard output, control characters escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message."""
-        write(record.getMessage())
+        write(printable(record.getMessage(), kept="\n\t"))
 
 
 def keep_freed_memory() -> bool:

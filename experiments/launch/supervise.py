@@ -14,6 +14,9 @@ others, and restarts all of them: the same command resumes from the newest check
     not restarted   0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted,
                     77 taken over by another process, 130 Ctrl-C
 
+A supervisor that is killed leaves no processes behind: those that jaxmoe's commands run notice it,
+save and stop, and say so in their logs.
+
 SIGTERM, SIGHUP and Ctrl-C are forwarded to all processes, which save and stop; a second one ends
 them at once. The output of the first process is printed; the output of each is in
 `--run.directory`, with a summary.json of every start.
@@ -51,6 +54,7 @@ from typing import Any, TextIO
 
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.launcher import LauncherLife
 from experiments.cli.output import write
 from experiments.cli.process import configure_logging
 from experiments.launch.config import SuperviseConfig
@@ -122,7 +126,7 @@ def supervise(
     """
     starts: list[dict[str, Any]] = []
     restarts, places = 0, config.elastic.build(len(config.here))
-    with memory_directories(config.snapshots, config.here) as memory:
+    with memory_directories(config.snapshots, config.here) as memory, LauncherLife() as life:
         while True:
             start = _Start(
                 config,
@@ -132,6 +136,7 @@ def supervise(
                 signals,
                 {**(environment or {}), **places.environment},
                 is_shown,
+                life,
             )
             ended = start.wait(places.lasts)
             starts.append({**dataclasses.asdict(ended), "processes": len(places.used)})
@@ -174,6 +179,7 @@ class _Start:
         signals: Signals,
         environment: Mapping[str, str],
         is_shown: bool,
+        life: LauncherLife,
     ):
         self._config, self._signals, self._is_shown = config, signals, is_shown
         self._began = self._heard = time.monotonic()
@@ -187,7 +193,8 @@ class _Start:
             }
         self._running: list[subprocess.Popen[str]] = []
         for index, own_memory in zip(config.here, memory, strict=False):
-            own = environment | {SNAPSHOTS: str(own_memory)}
+            log = directory / f"start{start + 1}-process{index}.log"
+            own = environment | {SNAPSHOTS: str(own_memory)} | life.environment(log)
             if total > 1:
                 own["JAX_PROCESS_ID"] = str(index)
             process = subprocess.Popen(
@@ -199,10 +206,10 @@ class _Start:
                 errors="replace",
                 # A signal to the process group of the terminal comes once, from the supervisor.
                 start_new_session=True,
+                pass_fds=(life.descriptor,),
             )
             self._running.append(process)
             signals.add(process)
-            log = directory / f"start{start + 1}-process{index}.log"
             reader = threading.Thread(
                 target=self._read,
                 args=(process, log, index),

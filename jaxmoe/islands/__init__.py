@@ -10,6 +10,7 @@ from jaxmoe.islands.errors import FrameError as FrameError
 from jaxmoe.islands.errors import IslandError as IslandError
 from jaxmoe.islands.errors import LeftOutError as LeftOutError
 from jaxmoe.islands.errors import QuorumError as QuorumError
+from jaxmoe.islands.errors import StoppedError as StoppedError
 from jaxmoe.islands.errors import TransportError as TransportError
 from jaxmoe.islands.frames import Kind as Kind
 from jaxmoe.islands.rounds import Rounds as Rounds

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.islands.coordinator import host_and_port
@@ -142,6 +142,7 @@ def connect(
     key: bytes | None = None,
     transport: Transport | None = None,
     clock: Clock | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Rounds:
     """Return the rounds of an island; `Rounds.start` is next.
 
@@ -151,12 +152,15 @@ def connect(
         key: Shared secret; that of the environment when None.
         transport: Transport in place of that of the config, such as your own.
         clock: Source of time.
+        check: Called while the island waits; may raise `StoppedError`, which ends the wait.
     """
     key = key_of() if key is None else key
     if transport is None and config.transport.startswith(_TCP):
         address = config.transport.removeprefix(_TCP)
-        transport = TcpTransport(address, config.member, sizes, key, patience=config.timeout)
+        transport = TcpTransport(
+            address, config.member, sizes, key, patience=config.timeout, check=check
+        )
     elif transport is None:
         path = config.transport.removeprefix(_DIRECTORY)
         transport = DirectoryTransport(path, config.member, sizes, key)
-    return Rounds(config.member, transport, config.rules, clock)
+    return Rounds(config.member, transport, config.rules, clock, check)

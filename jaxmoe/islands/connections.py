@@ -18,7 +18,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxmoe.islands.errors import FrameError, TransportError
 from jaxmoe.islands.frames import (
@@ -35,6 +35,8 @@ from jaxmoe.islands.transport import CLOSING_BYTES, Closing, decode_closing
 SLOWEST = 1 << 16
 """Bytes a second below which a transfer counts as stuck."""
 _SMALL = 1 << 16
+_LOOK = 0.5
+"""Seconds of waiting for an answer between two looks whether to go on."""
 _NEWEST = struct.Struct("!Q")
 
 COLLECT_BYTES = 1 + NUMBERS_BYTES
@@ -49,10 +51,19 @@ class Connection:
         connected: Socket.
         timeout: Seconds without progress after which the connection counts as lost.
         key: Shared secret.
+        check: Called while an answer is awaited; may raise, which ends the wait.
     """
 
-    def __init__(self, connected: socket.socket, timeout: float, key: bytes | None):
+    def __init__(
+        self,
+        connected: socket.socket,
+        timeout: float,
+        key: bytes | None,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ):
         self._socket, self._timeout, self._key = connected, timeout, key
+        self._check = check
         self._until = 0.0
         # A Unix socket, as tests have, knows no such option.
         with contextlib.suppress(OSError):
@@ -131,11 +142,17 @@ class Connection:
         left = min(self._timeout, self._until - time.monotonic())
         if left <= 0:
             raise TransportError("the peer sends too slowly")
-        try:
-            self._socket.settimeout(left)
-            return self._socket.recv(min(most, _SMALL * 4))
-        except OSError as error:
-            raise TransportError(f"connection lost while receiving: {error}") from error
+        end = time.monotonic() + left
+        while True:
+            try:
+                self._socket.settimeout(max(min(_LOOK, end - time.monotonic()), 1e-3))
+                return self._socket.recv(min(most, _SMALL * 4))
+            except TimeoutError as error:
+                self._check()
+                if time.monotonic() >= end:
+                    raise TransportError(f"connection lost while receiving: {error}") from error
+            except OSError as error:
+                raise TransportError(f"connection lost while receiving: {error}") from error
 
 
 def encode_collect(kind: Kind, held: tuple[int, ...]) -> bytes:

@@ -25,3 +25,7 @@ class LeftOutError(IslandError):
 
 class QuorumError(IslandError, TimeoutError):
     """Too few islands posted within the timeout of a round."""
+
+
+class StoppedError(IslandError):
+    """This island was asked to stop while it waited for the others."""

@@ -57,13 +57,20 @@ class Rounds:
         transport: Board that all islands share.
         rules: Limits, the same on all islands.
         clock: Source of time.
+        check: Called between looks at the transport; may raise `StoppedError`, which ends any wait.
     """
 
     def __init__(
-        self, member: int, transport: Transport, rules: RoundRules, clock: Clock | None = None
+        self,
+        member: int,
+        transport: Transport,
+        rules: RoundRules,
+        clock: Clock | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         self._member, self._transport, self._rules = member, transport, rules
         self._clock: Clock = clock or SystemClock()
+        self._check = check
         self._number = 0
         self._members: tuple[int, ...] = ()
         self._ended: Closing | None = None
@@ -223,7 +230,7 @@ class Rounds:
                 with contextlib.suppress(LeftOutError):  # that round has ended meanwhile
                     self._transport.post(number, Kind.JOIN, b"")
                     announced = number
-            self._clock.sleep(self._rules.poll)
+            self._pause()
         raise QuorumError(
             f"island {self._member} was not admitted within {self._rules.timeout:g} s: no round has"
             " ended; if all islands were restarted, give them a new directory or coordinator"
@@ -232,6 +239,11 @@ class Rounds:
     def close(self) -> None:
         """Release the transport."""
         self._transport.close()
+
+    def _pause(self) -> None:
+        """Wait until the next look, unless this island is to stop."""
+        self._check()
+        self._clock.sleep(self._rules.poll)
 
     def _check_turn(self, *, exchanges: bool) -> None:
         if not self._members:
@@ -276,7 +288,7 @@ class Rounds:
                     f"round {number} has {len(present)} of at least {rules.quorum} islands"
                     f" ({listed(present)}) after {rules.timeout:g} s"
                 )
-            self._clock.sleep(rules.poll)
+            self._pause()
 
     def _decide(
         self, kind: Kind, proposal: Closing, there: set[int], expected: tuple[int, ...]
@@ -317,7 +329,7 @@ class Rounds:
             payloads = {member: found[member] for member in members if member in found}
             if len(payloads) == len(members) or self._clock.now() >= until:
                 return payloads
-            self._clock.sleep(self._rules.poll)
+            self._pause()
 
     def _compared(self, found: Mapping[int, bytes]) -> Closing:
         joined = self._transport.collect(self._number, Kind.JOIN).payloads
@@ -336,7 +348,7 @@ class Rounds:
                     return found.payloads[member]
             if found.newest is not None and found.newest > number:
                 return None
-            self._clock.sleep(self._rules.poll)
+            self._pause()
         raise QuorumError(
             f"none of the islands {listed(ended.majority)} posted the state after round {number}"
             f" within {self._rules.timeout:g} s"

@@ -23,7 +23,7 @@ from jaxmoe.islands.connections import (
     encode_collect,
 )
 from jaxmoe.islands.coordinator import EPOCH, host_and_port
-from jaxmoe.islands.errors import FrameError, LeftOutError, TransportError
+from jaxmoe.islands.errors import FrameError, IslandError, LeftOutError, TransportError
 from jaxmoe.islands.frames import COORDINATOR, Frame, Kind
 from jaxmoe.islands.transport import Closing, Collected, MessageSizes
 
@@ -45,6 +45,7 @@ class TcpTransport:
         key: Shared secret.
         timeout: Seconds without progress after which a connection counts as lost.
         patience: Seconds of attempts to reach the coordinator, after which a call raises.
+        check: Called while a call waits; may raise `StoppedError`, which ends the call.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class TcpTransport:
         *,
         timeout: float = 30.0,
         patience: float = 300.0,
+        check: Callable[[], None] = lambda: None,
     ):
         self._address, self._member = address, member
         self._host, self._port = host_and_port(address)
         self._bounds, self._key = sizes.bounds(), key
-        self._timeout, self._patience = timeout, patience
+        self._timeout, self._patience, self._check = timeout, patience, check
         self._connection: Connection | None = None
         self._epoch = 0
         self._own: dict[tuple[int, Kind], bytes] = {}
@@ -115,6 +117,7 @@ class TcpTransport:
                         f"coordinator {self._address} did not answer for {self._patience:g} s:"
                         f" {error}"
                     ) from error
+                self._check()
                 logger.info("islands: coordinator %s: %s; trying again", self._address, error)
                 time.sleep(_PAUSE)
 
@@ -123,7 +126,7 @@ class TcpTransport:
             connected = socket.create_connection((self._host, self._port), self._timeout)
         except OSError as error:
             raise TransportError(f"no connection: {error}") from error
-        connection = Connection(connected, self._timeout, self._key)
+        connection = Connection(connected, self._timeout, self._key, check=self._check)
         try:
             connection.send(Frame(kind=Kind.HELLO, number=0, member=self._member))
             frame = self._receive(connection, 0, {})
@@ -136,7 +139,7 @@ class TcpTransport:
                         self._post(connection, number, kind, payload)
                     except LeftOutError:
                         continue  # that round has ended
-        except (FrameError, TransportError, LeftOutError):
+        except IslandError:
             connection.close()
             raise
         return connection

@@ -17,11 +17,12 @@ import contextlib
 import dataclasses
 import logging
 import time
+from typing import cast
 
 import jax
 
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
-from jaxmoe.errors import configuration_errors
+from jaxmoe.errors import EndRunError, configuration_errors
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.islands.config import IslandConfig
 from jaxmoe.messages import say
@@ -54,6 +55,7 @@ from jaxmoe.run.results import TrainResult
 from jaxmoe.run.rollback import Trained, train_with_rollback
 from jaxmoe.run.serving.rollouts import check_rollouts
 from jaxmoe.run.supervision import Supervision
+from jaxmoe.training.loop import Status
 from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE, START
 from sharding.coordination import barrier
 
@@ -201,7 +203,7 @@ def prepare(
         begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
     island = None
     if assembly.island is not None and begun.step < config.training.steps:
-        island = _island(assembly.island, begun)
+        island = _island(assembly.island, begun, supervision)
         resources.callback(island.close)
     if record is not None:
         record()
@@ -215,12 +217,12 @@ def prepare(
     return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots, island=island)
 
 
-def _island(config: IslandConfig, begun: Begun) -> Island:
+def _island(config: IslandConfig, begun: Begun, supervision: Supervision) -> Island:
     """Return the rounds of an island, which it has not joined yet."""
     training = begun.assembly.worker_training
     assert training is not None  # checked by `assemble`
     with jax.set_mesh(begun.assembly.mesh):
-        return Island(config, training, begun.state)
+        return Island(config, training, begun.state, lambda: supervision.stop.reason)
 
 
 def _compile(begun: Begun, supervision: Supervision) -> tuple[CompiledStep, float]:
@@ -260,8 +262,18 @@ def _train_prepared(
     watchdog, stopwatch = supervision.watchdog, supervision.stopwatch
     joined = None
     if prepared.island is not None:
-        with jax.set_mesh(begun.assembly.mesh):
-            joined = _join(prepared.island, begun, supervision)
+        try:
+            with jax.set_mesh(begun.assembly.mesh):
+                joined = _join(prepared.island, begun, supervision)
+        except LeaseLostError:
+            return _taken_over(directory, begun.step)
+        except EndRunError as error:
+            return TrainResult(
+                status=cast(Status, error.status),
+                step=begun.step,
+                checkpoint_step=checkpoints.latest_step(),
+                message=str(error),
+            )
         begun = joined[0]
     with configuration_errors(), directory.usable():
         reporter = Reporter(name, directory, begun.assembly, begun.step)

@@ -18,6 +18,7 @@ from jaxmoe.run.load import load_run
 from jaxmoe.run.serving.open import open_served
 from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve import Sampling
+from tests.support.full_disk import end_on_a_full_disk
 from tests.support.runs import finished_flags, logged_losses, saved_leaves
 
 TARGETS = ("--adapter.targets.roles", "attention_in")
@@ -228,3 +229,10 @@ def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
     with pytest.raises(ValueError, match="has no adapter, its checkpoints hold all parameters"):
         load_run(str(finished), None, needs_data=False, initial=str(tuned))
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_it_with_the_code_of_a_state_that_is_not_saved(finished, tmp_path):
+    code, output = end_on_a_full_disk("experiments.finetune", flags(finished, tmp_path / "run", 4))
+    assert code == ExitCode.NOT_SAVED and "the last state could not be saved" in output
+    assert "Traceback" not in output

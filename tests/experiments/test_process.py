@@ -3,12 +3,14 @@
 """What an entry point does to its process."""
 
 import ast
+import asyncio
 import contextlib
 import errno
 import io
 import logging
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
@@ -17,11 +19,14 @@ import time
 
 import pytest
 
+from experiments import serve as serve_command
 from experiments.cli import exit as exit_module
 from experiments.cli import flags
 from experiments.cli.absent_tpu import has_tpu
 from experiments.cli.exit import bounded_exit
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.launcher import VARIABLE as LAUNCHER
+from experiments.cli.launcher import watch_launcher
 from experiments.cli.output import write
 from experiments.cli.process import configure_logging, end_at_once, end_unsaved
 from experiments.cli.xla_flags import check_xla_flags
@@ -145,6 +150,33 @@ def test_a_closed_terminal_is_like_sigterm_and_counts_once(heeds_sighup):
     assert seen == [signal.SIGTERM]
 
 
+def _heard_by_a_server(monkeypatch, *numbers):
+    """How often a server drains, and with which codes it ends at once."""
+    drains, codes = [], []
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    async def serve():
+        loop = asyncio.get_running_loop()
+        serve_command.heed_signals(loop, lambda: drains.append(True))
+        for number in numbers:
+            signal.raise_signal(number)
+            await asyncio.sleep(0.02)
+
+    asyncio.run(serve())
+    return len(drains), codes
+
+
+def test_a_server_drains_when_its_terminal_is_closed(heeds_sighup, monkeypatch):
+    hup, term = signal.SIGHUP, signal.SIGTERM
+    assert _heard_by_a_server(monkeypatch, hup) == (1, [])
+    assert _heard_by_a_server(monkeypatch, hup, hup) == (1, []), "by the kernel, after the shell"
+    assert _heard_by_a_server(monkeypatch, term, hup) == (1, [])
+    assert _heard_by_a_server(monkeypatch, hup, term) == (1, [128 + term])
+    assert _heard_by_a_server(monkeypatch, term, signal.SIGINT) == (1, [128 + signal.SIGINT])
+    signal.signal(hup, signal.SIG_IGN)
+    assert _heard_by_a_server(monkeypatch, hup) == (0, []), "started with nohup"
+
+
 def test_a_process_that_ignores_sighup_still_does():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -154,6 +186,59 @@ def test_a_process_that_ignores_sighup_still_does():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+_LAUNCHED = """
+import signal, sys, time
+from experiments.cli.launcher import watch_launcher
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+assert watch_launcher() is not None
+print("ready", flush=True)
+time.sleep(600)
+"""
+_LAUNCHER = """
+import os, subprocess, sys, time
+from experiments.cli.launcher import LauncherLife
+with LauncherLife() as life:
+    process = subprocess.Popen(
+        ["bash", "-c", 'exec "$@"', "-", sys.executable, "-c", *sys.argv[2:]],
+        env=os.environ | life.environment(sys.argv[1]), pass_fds=(life.descriptor,),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )
+    assert process.stdout.readline() == "ready\\n"
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ends", ["killed", "stopped"])
+@pytest.mark.parametrize("hangup", ["SIG_DFL", "SIG_IGN"])
+def test_a_process_stops_when_its_launcher_is_killed_and_says_why(tmp_path, hangup, ends):
+    """And not while the launcher is only held; its words go to the log that has no other writer."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", _LAUNCHER, str(log), _LAUNCHED, hangup]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            process = os.pidfd_open(int(launcher.stdout.readline()))
+            if ends == "stopped":
+                launcher.send_signal(signal.SIGSTOP)
+                assert not select.select([process], [], [], 0.5)[0]
+            launcher.kill()
+            assert select.select([process], [], [], 10)[0]
+        finally:
+            launcher.kill()
+    os.close(process)
+    assert log.read_text() == "error: the launcher of this process has ended: stopping\n"
+
+
+def test_a_process_without_a_launcher_watches_none(monkeypatch, tmp_path):
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    assert watch_launcher() is None
+    with open(os.devnull) as file:  # a program between closed the pipe, and has another file there
+        for text in (f"{file.fileno()} 1 {tmp_path}", "many 1 log", "", "987654 1 log"):
+            monkeypatch.setenv(LAUNCHER, text)
+            assert watch_launcher() is None
 
 
 def test_an_unknown_flag_in_xla_flags_is_named(monkeypatch):

@@ -4,6 +4,7 @@
 
 import json
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -15,7 +16,8 @@ from experiments.rl import __main__ as rl
 from jaxmoe import load_checkpoint
 from jaxmoe.run import Run
 from jaxmoe.tracking.jsonl import read_metrics
-from tests.support.runs import SMALL, logged_losses, saved_leaves
+from tests.support.full_disk import end_on_a_full_disk
+from tests.support.runs import SMALL, logged_losses, saved_leaves, start_run, written_by
 
 MEASURES = {"reward", "solved", "kl", "clipped", "length", "rollout_s", "train_s"}
 
@@ -45,12 +47,14 @@ def flags(begun, directory, steps, *more):
     return [*where, *reward, *sizes, *length, *outputs, *more]
 
 
+HELD = ("--objective.beta", "0.1", "--rl.truncation", "2.0")
+
+
 @pytest.fixture(scope="module")
 def trained(begun, tmp_path_factory):
     """A run of 4 steps, with a reference model and importance weights, in one go."""
     directory = tmp_path_factory.mktemp("rl") / "trained"
-    held = ("--objective.beta", "0.1", "--rl.truncation", "2.0")
-    assert rl.main(flags(begun, directory, 4, *held)) == ExitCode.DONE
+    assert rl.main(flags(begun, directory, 4, *HELD)) == ExitCode.DONE
     return directory
 
 
@@ -77,6 +81,86 @@ def test_resumed_in_the_middle_it_ends_bitwise_alike(begun, trained, tmp_path):
     ends = [saved_leaves(directory, 4) for directory in (trained, stopped)]
     jax.tree.map(np.testing.assert_array_equal, *ends)
     assert logged_losses(stopped) == logged_losses(trained)
+
+
+# Kills itself: in step 3 whose answers, and those of step 4, are drawn; or while step 2 is saved.
+KILLED = """
+import os, signal, sys
+from experiments.rl import __main__ as rl
+from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.rl.steps import RolloutStep
+
+moment = sys.argv.pop(1)
+call, save, number = RolloutStep.__call__, CheckpointManager.save, 0
+
+def end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def called(self, *given):
+    global number
+    number += 1
+    after = call(self, *given)
+    if moment == "ahead" and number == 3:
+        end()
+    return after
+
+def saved(self, *given, **named):
+    save(self, *given, **named)
+    end()
+
+RolloutStep.__call__ = called
+if moment == "saving":
+    CheckpointManager.save = saved
+rl.main(sys.argv[1:])
+"""
+
+
+AHEAD = ("--rl.staleness", "1", "--rl.old", "engine")
+
+
+@pytest.fixture(scope="module")
+def whole(begun, tmp_path_factory):
+    """A run of 4 steps, whose answers are drawn ahead, in one go."""
+    directory = tmp_path_factory.mktemp("rl") / "ahead"
+    assert rl.main(flags(begun, directory, 4, *AHEAD)) == ExitCode.DONE
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["ahead", "saving"])
+def test_a_run_that_is_killed_with_answers_drawn_ahead_resumes_bitwise(
+    moment, begun, whole, tmp_path
+):
+    killed = tmp_path / "killed"
+    process = start_run([moment, *flags(begun, killed, 4, *AHEAD)], KILLED)
+    (output,) = written_by(process)
+    assert process.returncode == -signal.SIGKILL, output
+    assert not (killed / "summary.json").exists()
+    assert rl.main(flags(begun, killed, 4, *AHEAD)) == ExitCode.DONE
+    ends = [saved_leaves(directory, 4) for directory in (whole, killed)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["flipped", "cut", "missing"])
+def test_damage_of_a_run_on_rewards_is_named_and_the_step_before_resumes(
+    kind, begun, trained, tmp_path, caplog
+):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained, damaged)
+    files = [path for path in (damaged / "checkpoints" / "4" / "state").rglob("*")]
+    largest = max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    {
+        "flipped": lambda: largest.write_bytes(data),
+        "cut": lambda: largest.write_bytes(data[: len(data) // 2]),
+        "missing": largest.unlink,
+    }[kind]()
+    assert rl.main(flags(begun, damaged, 4, *HELD)) == ExitCode.DONE
+    assert largest.name in caplog.text and (damaged / "checkpoints" / "damaged" / "4").is_dir()
+    ends = [saved_leaves(directory, 4) for directory in (trained, damaged)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 @pytest.mark.slow
@@ -185,3 +269,10 @@ def test_pretrain_refuses_an_objective_without_answers(capsys):
     with pytest.raises(SystemExit):
         pretrain.main(["tiny", "training.objective:policy_gradient"])
     assert "train with python -m experiments.rl" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_it_with_the_code_of_a_state_that_is_not_saved(begun, tmp_path):
+    code, output = end_on_a_full_disk("experiments.rl.__main__", flags(begun, tmp_path / "run", 4))
+    assert code == ExitCode.NOT_SAVED and "the last state could not be saved" in output
+    assert "Traceback" not in output

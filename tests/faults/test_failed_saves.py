@@ -21,6 +21,7 @@ from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager, SavesFailedError, load_checkpoint
 from jaxmoe.checkpoint.commit import Commits
 from jaxmoe.checkpoint.hook import CheckpointHook
+from tests.support.full_disk import end_on_a_full_disk
 from tests.support.runs import flags
 
 LIMIT = 1 << 17
@@ -159,6 +160,15 @@ def test_a_run_that_cannot_save_ends_with_its_own_code(tmp_path, capsys, caplog,
     captured = capsys.readouterr()
     assert "not_saved at step 5" in captured.out, "steps 2, 3 and 4 failed"
     assert "the last state could not be saved" in captured.err
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_run_with_its_own_code(tmp_path):
+    """Errors of all threads of the last save are said once, in words."""
+    given = flags(tmp_path / "run", 4, "--checkpoint.every", "2")
+    code, output = end_on_a_full_disk("experiments.pretrain", given)
+    assert code == ExitCode.NOT_SAVED and "the last state could not be saved" in output
+    assert "Traceback" not in output
 
 
 # What is kept, and what is on the disk.

@@ -4,10 +4,12 @@
 
 import json
 import os
+import pathlib
 import shlex
 import signal
 import sys
 import threading
+import time
 
 import pytest
 
@@ -17,7 +19,12 @@ from experiments.launch import __main__ as launch
 from experiments.launch import islands
 from experiments.launch.islands import IslandsConfig
 from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig
-from tests.support.runs import ROOT
+from jaxmoe.run.directory import RunDirectory
+from tests.support.runs import ROOT, flags, start_run
+
+LAUNCHER = (
+    "import sys; from experiments.launch import __main__ as launch; launch.main(sys.argv[1:])"
+)
 
 
 def _launch(folder, *more, command=None):
@@ -150,3 +157,61 @@ def test_bad_input(tmp_path, capsys, monkeypatch, given, message):
 def test_the_command_of_an_island(command, wanted):
     assert IslandsConfig(command=command, islands=4).command_of(3) == wanted
     assert VARIABLE == "JAXMOE_ISLAND"
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_sites_of_a_launcher_that_is_killed_end_in_words(tmp_path):
+    """One waits in a round for the other, which is held: neither keeps its directory."""
+    place = tmp_path / "run-island{island}"
+    words = [sys.executable, "-m", "experiments.pretrain", *flags(place, 10**6)]
+    words += ["--evaluation.every", "0", "replicas:diloco", "--replicas.every", "3"]
+    begin = f"echo $$ > {tmp_path}/pid{{island}}; exec {shlex.join(words)}"
+    given = ["--islands", "2", "--run.directory", str(tmp_path / "launch")]
+    given += ["--snapshots", str(tmp_path), "--command", shlex.join(["bash", "-c", begin])]
+    launcher = start_run(given, LAUNCHER)
+    runs = [tmp_path / f"run-island{member}" for member in range(2)]
+    sites = list[int]()
+    try:
+        _wait_for(lambda: all(_has_steps(run) for run in runs), 240)
+        sites += [int((tmp_path / f"pid{member}").read_text()) for member in range(2)]
+        os.kill(sites[1], signal.SIGSTOP)
+        time.sleep(2)  # site 0 waits by now
+        launcher.kill()
+        _wait_for(lambda: not _is_there(sites[0]), 60)
+        os.kill(sites[1], signal.SIGCONT)
+        _wait_for(lambda: not _is_there(sites[1]), 60)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+        for site in sites:
+            if _is_there(site):
+                os.kill(site, signal.SIGKILL)
+    for member, run in enumerate(runs):
+        log = (tmp_path / "launch" / f"island{member}" / "start1-process0.log").read_text()
+        assert "the launcher of this process has ended" in log
+        assert json.loads((run / "summary.json").read_text())["status"] == "preempted"
+        directory = RunDirectory(run)
+        directory.acquire()
+        directory.release()
+
+
+def _has_steps(run):
+    path = run / "metrics.jsonl"
+    return path.exists() and '"step": ' in path.read_text()
+
+
+def _is_there(process):
+    """Whether it runs; one that has ended stays a zombie where no process waits for orphans."""
+    try:
+        state = pathlib.Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] != "Z"
+
+
+def _wait_for(condition, seconds):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Odd names of directories, files in the place of directories, steps without their commit."""
 
+import io
 import logging
 import os
 import pathlib
@@ -10,8 +11,11 @@ import shutil
 import numpy as np
 import pytest
 
+from experiments import evaluate, finetune, pretrain
 from experiments.checkpoint.resharding import ReshardConfig, rewrite
 from experiments.checkpoint.verify import CheckpointsConfig
+from experiments.cli.exit_codes import ExitCode
+from experiments.cli.process import configure_logging
 from jaxmoe.checkpoint import (
     CheckpointDamagedError,
     CheckpointError,
@@ -60,6 +64,64 @@ def test_a_name_longer_than_the_file_system_allows_is_refused(tmp_path):
             CheckpointManager(path, is_writer=is_writer)
     with pytest.raises(CheckpointError, match="cannot be opened .File name too long.: change"):
         CheckpointsConfig(directory=str(path)).open()
+
+
+NO_TEXT = os.fsdecode(b"x\xff\xfe")
+
+
+@pytest.mark.parametrize("place", ["named", "above"])
+def test_a_directory_whose_name_is_not_utf8_is_refused_in_words(tmp_path, monkeypatch, place):
+    """Before anything is written: a report names its run, and HTML cannot hold such a name."""
+    inside = tmp_path / NO_TEXT
+    inside.mkdir()
+    path = inside if place == "named" else pathlib.Path("run")
+    monkeypatch.chdir(tmp_path if place == "named" else inside)
+    text = r"is not UTF-8 \(.*x\\udcff\\udcfe.*\), and the files of a run name it: rename"
+    with pytest.raises(ValueError, match=f"^run.directory=.*{text}") as refused:
+        RunDirectory(path)
+    assert str(refused.value).isprintable()
+    with pytest.raises(ValueError, match=f"^directory=.*{text}"):
+        CheckpointManager(path)
+    with pytest.raises(ValueError, match=f"^directory=.*{text}"):
+        load_checkpoint(path)
+    assert list(inside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (pretrain.main, ("tiny", "--run.directory", NO_TEXT)),
+        (pretrain.main, ("resume", NO_TEXT)),
+        (pretrain.main, ("--data.path", NO_TEXT)),
+        (finetune.main, ("--checkpoint.initial", NO_TEXT)),
+        (evaluate.main, ("--run.directory", NO_TEXT)),
+    ],
+)
+def test_words_of_a_command_line_that_are_not_utf8_end_it_in_words(
+    main, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    message = capsys.readouterr().err
+    assert r"x\udcff\udcfe" in message and "UTF-8" in message and message.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_control_characters_of_names_are_shown_escaped(monkeypatch, capsys):
+    """A name can clear a terminal, or forge a line, in warnings and messages as in errors."""
+    stream = io.StringIO()
+    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(stream)])
+    messages = logging.getLogger("jaxmoe.messages")
+    for field in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(messages, field, getattr(messages, field))
+    configure_logging()
+    name = "a\x1b[2J\rb"
+    logging.getLogger("jaxmoe.anywhere").warning("%s: lost\nsecond line", name)
+    messages.info("restored %s", name)
+    assert stream.getvalue() == "WARNING: a\\x1b[2J\\rb: lost\nsecond line\n"
+    assert capsys.readouterr().out == "restored a\\x1b[2J\\rb\n"
 
 
 @pytest.mark.parametrize("name", ["", "trash", "damaged"])

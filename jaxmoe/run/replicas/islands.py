@@ -7,11 +7,15 @@ for those of the other members, updates the common parameters, and compares a fi
 An island that differs takes the state of the majority; one that starts late, or again, takes the
 state of a member, with its step. It joins when its programs are compiled: from then on the others
 wait for its messages, for `grace` seconds at most.
+
+An island that is asked to stop while it waits does not wait on: a round that is not whole within
+seconds is left, and so are the steps since the last checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,11 +24,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.errors import EndRunError
 from jaxmoe.islands import IslandConfig, MessageSizes, Rounds, connect
-from jaxmoe.islands.errors import IslandError
+from jaxmoe.islands.errors import IslandError, StoppedError
 from jaxmoe.messages import say
 from jaxmoe.replicas.fragments import Fragment
+from jaxmoe.resilience.stop import Reason
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.between_jobs import (
     BetweenJobs,
@@ -38,6 +44,9 @@ from jaxmoe.training.workers.state import WorkerTraining
 
 logger = logging.getLogger(__name__)
 
+LAST_WAIT = 5.0
+"""Seconds that an island which was asked to stop waits on, for a round that all others are in."""
+
 StepOf = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
@@ -47,6 +56,12 @@ class IslandLeftError(EndRunError):
     status: ClassVar[str] = "preempted"
 
 
+class IslandInterruptedError(IslandLeftError):
+    """Ctrl-C came while the island waited for the others."""
+
+    status: ClassVar[str] = "interrupted"
+
+
 class Island:
     """Rounds of one island with the others.
 
@@ -54,10 +69,18 @@ class Island:
         config: Number of the island, and where islands meet.
         training: Method, with one worker.
         state: State from which shapes and sizes are taken.
+        stop: Returns why the run is to stop; None while it goes on.
     """
 
-    def __init__(self, config: IslandConfig, training: WorkerTraining, state: TrainState):
-        self._config, self._training = config, training
+    def __init__(
+        self,
+        config: IslandConfig,
+        training: WorkerTraining,
+        state: TrainState,
+        stop: Callable[[], Reason | None] = lambda: None,
+    ):
+        self._config, self._training, self._stop = config, training, stop
+        self._stops: float | None = None
         self._between = BetweenJobs(training)
         self._like = {part.number: self._between.like(part, state) for part in training.fragments}
         self._layout = jax.tree.map(
@@ -66,7 +89,7 @@ class Island:
         sizes = MessageSizes(
             update=max(map(num_bytes, self._like.values())), state=num_bytes(state)
         )
-        self._rounds: Rounds = connect(config, sizes)
+        self._rounds: Rounds = connect(config, sizes, check=self._check)
         self._step = self._exchanged = 0
 
     def compile(self, state: TrainState) -> None:
@@ -88,10 +111,14 @@ class Island:
             state: State after them.
 
         Raises:
-            IslandError: The others cannot be reached, or did not admit this island in time.
+            EndRunError: The others cannot be reached, did not admit this island in time, or the run
+                is to stop.
         """
         say(f"island   {self._config.member} of {self._config.of}: waiting for the others")
-        found = self._rounds.start(self._between.rounds_before(step))
+        try:
+            found = self._rounds.start(self._between.rounds_before(step))
+        except IslandError as error:
+            raise self._ended(error) from error
         if found is not None:
             state = self._placed(found)
             step = int(state.step)
@@ -109,10 +136,7 @@ class Island:
                 try:
                     state = self._exchange(fragment, state)
                 except IslandError as error:
-                    way = "it joins when it is started again"
-                    raise IslandLeftError(
-                        f"island {self._config.member}: {error}; {way}"
-                    ) from error
+                    raise self._ended(error) from error
             return state, metrics
 
         return step
@@ -120,6 +144,26 @@ class Island:
     def close(self) -> None:
         """Leave the other islands."""
         self._rounds.close()
+
+    def _check(self) -> None:
+        """End a wait for the others some seconds after the run was asked to stop."""
+        if (reason := self._stop()) is None:
+            return
+        now = time.monotonic()
+        self._stops = now if self._stops is None else self._stops
+        if now - self._stops >= LAST_WAIT:
+            raise StoppedError(f"{reason} while it waited for the others")
+
+    def _ended(self, error: IslandError) -> EndRunError:
+        """Return the error that ends the run in order."""
+        text = f"island {self._config.member}: {error}"
+        if not isinstance(error, StoppedError):
+            return IslandLeftError(f"{text}; it joins when it is started again")
+        reason = self._stop()
+        if reason == "taken_over":
+            return LeaseLostError(text)
+        kind = IslandInterruptedError if reason == "interrupted" else IslandLeftError
+        return kind(f"{text}; it goes on from its last checkpoint when it is started again")
 
     def _exchange(self, fragment: Fragment, state: TrainState) -> TrainState:
         message, state = self._between.encode(fragment, state)

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxmoe.islands.errors import LeftOutError, QuorumError
+from jaxmoe.islands.errors import LeftOutError, QuorumError, StoppedError
 from jaxmoe.islands.frames import Kind, encode_numbers
 from jaxmoe.islands.rounds import Rounds
 from jaxmoe.islands.rules import confirmed, majority
@@ -289,3 +289,30 @@ def test_when_a_round_closes(quorum, delays):
     closes = max(min(10, times[-1] if len(times) == 4 else 10), times[quorum - 1])
     posted = [m for m, d in enumerate([0, *delays]) if d is not None and d <= closes]
     assert closing == Closing(members=tuple(posted))
+
+
+@pytest.mark.parametrize("waits", ["exchange", "agree", "join", "fetch_state"])
+def test_an_island_that_is_to_stop_ends_each_wait(waits):
+    """Within a look at the board, long before the timeout."""
+    scene = Scene()
+    asked = []
+
+    def check():
+        if asked:
+            raise StoppedError("asked to stop")
+
+    island = Rounds(0, scene.transport, rules(), scene.clock, check)
+    island.start()
+    if waits in ("agree", "fetch_state"):
+        scene.post(0, (1, 2, 3), Kind.UPDATE, b"update")
+        scene.post(0, (1, 2, 3), Kind.RECEIPT, ALL)
+        island.exchange(b"mine")
+    if waits == "fetch_state":
+        scene.post(0, (1, 2, 3), Kind.FINGERPRINT, b"theirs")
+        island.agree(b"mine")
+    arguments = {"exchange": (b"mine",), "agree": (b"mine",)}.get(waits, ())
+    began = scene.clock.now()
+    scene.clock.at(began + 3, lambda: asked.append(True))
+    with pytest.raises(StoppedError, match="asked to stop"):
+        getattr(island, waits)(*arguments)
+    assert scene.clock.now() <= began + 4

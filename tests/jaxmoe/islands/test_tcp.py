@@ -13,7 +13,7 @@ import pytest
 
 from jaxmoe.islands.coordinator import Coordinator, MemoryClosings, host_and_port
 from jaxmoe.islands.directory import DirectoryClosings
-from jaxmoe.islands.errors import LeftOutError, TransportError
+from jaxmoe.islands.errors import LeftOutError, StoppedError, TransportError
 from jaxmoe.islands.frames import HEADER_BYTES, Frame, Kind, encode, encode_header
 from jaxmoe.islands.lease import CoordinatorLease
 from jaxmoe.islands.rounds import Rounds
@@ -275,3 +275,22 @@ def test_islands_go_on_with_a_coordinator_that_is_started_again(keeps_closings, 
     assert [(end.members, end.number) for end in ends[:4]] == [((0, 1, 2, 3), 12)] * 4
     for island in islands:
         island.close()
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=("silent", "gone"))
+def test_an_island_that_is_to_stop_does_not_wait_for_a_coordinator(is_silent):
+    """Not for its answer, and not until it is there again."""
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        address = f"127.0.0.1:{peer.getsockname()[1]}"
+        if not is_silent:
+            peer.close()
+        began = time.monotonic()
+
+        def check():
+            if time.monotonic() - began > 0.2:
+                raise StoppedError("asked to stop")
+
+        transport = TcpTransport(address, 0, SIZES, KEY, check=check)
+        with pytest.raises(StoppedError):
+            transport.collect(0, Kind.UPDATE)
+        assert time.monotonic() - began < 5

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -26,6 +29,7 @@ from jaxmoe.replicas import (
 from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.run import Run
 from jaxmoe.run.config import CheckpointConfig, TrainingConfig, WatchConfig
+from jaxmoe.run.replicas import islands
 from sharding.mesh import MeshConfig
 from tests.jaxmoe.run.test_run import config
 from tests.support.runs import logged_losses, saved_leaves
@@ -124,6 +128,33 @@ def test_an_island_that_is_left_out_ends_in_order_and_resumes(tmp_path, monkeypa
     assert _said(run, "status") == "preempted"
     assert run.train().status == "done"
     assert list(logged_losses(run.directory.path)) == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "interrupted")]
+)
+def test_an_island_answers_signals_while_it_waits_for_the_others(
+    tmp_path, monkeypatch, caplog, number, status
+):
+    """The second of two never comes: the round of step 3 would wait for its timeout."""
+    where = f"transport=directory:{tmp_path / 'exchange'} timeout=30"
+    monkeypatch.setenv(VARIABLE, f"member=0 of=2 {where}")
+    monkeypatch.setattr(islands, "LAST_WAIT", 0.2)
+    given = _config(DiLoCoConfig(every=3))
+    checkpoint = dataclasses.replace(given.checkpoint, every=2)
+    given = dataclasses.replace(given, checkpoint=checkpoint)
+    exchange, run = Rounds.exchange, Run(given, tmp_path / "run")
+
+    def waits(self, update, state=None):
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
+        timer.start()
+        return exchange(self, update, state)
+
+    monkeypatch.setattr(Rounds, "exchange", waits)
+    result = run.train()
+    assert (result.status, result.step, result.checkpoint_step) == (status, 2, 2)
+    assert f"island 0: {status} while it waited for the others; it goes on from" in caplog.text
 
 
 @pytest.mark.slow
