@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Training commands by which `.docs/systems.md` shows systems are accepted; what headers say."""
+"""What headers say of the commands by which `.docs/systems.md` shows layers and adapters."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ COMMANDS = re.findall(r"`pretrain((?: [^`]*)?)`", TABLE)
 
 def parsed(command: str):
     return cli.parse(RECIPES, DEFAULT, shlex.split(command), "pretrain", "")[1]
-
-
-@pytest.mark.slow
-def test_every_training_command_is_accepted():
-    assert len(COMMANDS) > 60
-    for command in COMMANDS:
-        parsed(command)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("ultra_mem", 2), ("two_sizes", 2), ("mamba", 4)])
