@@ -134,7 +134,8 @@ def test_restore_without_target(tmp_path):
     restored = load_checkpoint(tmp_path)
     wanted = serialization.to_state_dict(state)
     wanted["opt_state"] = {"0": wanted["opt_state"]["0"], "3": wanted["opt_state"]["3"]}
-    for name in ("recent_norms", "layer_norms", "local", "estimator", "adapter", "average"):
+    optional = ("recent_norms", "layer_norms", "local", "estimator", "adapter", "average", "mirror")
+    for name in optional:
         assert wanted.pop(name) is None
     _assert_same(restored, wanted)
 
