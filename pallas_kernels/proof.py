@@ -246,7 +246,7 @@ def compare(
     for scale in scales:
         one = _case(name, case, scale)
         try:
-            found = _computed(one, implementation, jax.devices()[0])
+            found = _computed(one, implementation, jax.local_devices()[0])
         except _FAILURES as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             return dataclasses.replace(verdict, words=text[:200])
@@ -328,7 +328,7 @@ def _host() -> jax.Device:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names others alone
-        return jax.devices()[0]
+        return jax.local_devices()[0]
 
 
 def _case(name: str, case: str, scale: int) -> Case:

@@ -108,3 +108,13 @@ def test_a_failure_is_not_remembered(monkeypatch, tmp_path):
             proof.prove([name], directory=tmp_path, scales=(1,), operations=operations)
         (path,) = tmp_path.iterdir()
         assert len(json.loads(path.read_text())) == kept
+
+
+def test_a_comparison_runs_on_a_device_of_its_process(monkeypatch):
+    """The first of all devices may belong to another process."""
+
+    def of_all_processes(*_):
+        raise AssertionError("the devices of all processes were asked for")
+
+    monkeypatch.setattr(proof.jax, "devices", of_all_processes)
+    assert proof.compare("quantized_matmul", "xla", scales=(1,)).is_right
