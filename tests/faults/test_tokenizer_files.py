@@ -34,7 +34,16 @@ def trained(tmp_path_factory):
     return folder / "run"
 
 
+def _exchange_ids(path, text):
+    """Leave a valid tokenizer that spells 1 as 2."""
+    found = json.loads(text)
+    ids = found["model"]["vocab"]
+    ids["1"], ids["2"] = ids["2"], ids["1"]
+    path.write_text(json.dumps(found))
+
+
 DAMAGE = {
+    "exchanged": _exchange_ids,
     "empty": lambda path, text: path.write_text(""),
     "cut": lambda path, text: path.write_text(text[: len(text) // 2]),
     "null": lambda path, text: path.write_text("null"),
