@@ -49,7 +49,7 @@ class KernelsConfig:
             "selective_scan": self.selective_scan,
         }
 
-    def prepare(self, mesh: Mesh | None) -> None:
+    def prepare(self, mesh: Mesh | None, *, serves: bool = False) -> None:
         """Refuse what cannot run on a mesh, and compare the kernels that are chosen by default.
 
         Kernels are compared with the reference once for each kind of device; what differs is not
@@ -57,6 +57,7 @@ class KernelsConfig:
 
         Args:
             mesh: Mesh of the model; None for one device.
+            serves: Whether the model answers requests, whose attention reads pages.
 
         Raises:
             ValueError: An implementation that is asked for cannot run; names the field.
@@ -71,10 +72,11 @@ class KernelsConfig:
                     field = "attention" if name.endswith("_attention") else name
                     raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
         if jax.default_backend() != "cpu":
-            self._prove(is_shared=mesh is not None and mesh.is_multi_process)
+            shared = mesh is not None and mesh.is_multi_process
+            self._prove(is_shared=shared, serves=serves)
 
     def prepare_once(self, mesh: Mesh | None) -> None:
-        """Do what `prepare` does, the first time in this process.
+        """Do what `prepare` does for a model that serves, the first time in this process.
 
         Args:
             mesh: Mesh of the model; None for one device.
@@ -84,14 +86,17 @@ class KernelsConfig:
         """
         _prepare(self, mesh)
 
-    def _prove(self, *, is_shared: bool) -> None:
+    def _prove(self, *, is_shared: bool, serves: bool = False) -> None:
         """Compare the kernels of the default; what one process finds wrong, none of them uses.
 
         Args:
             is_shared: Whether other processes compute on the mesh, and do the same now.
+            serves: Whether attention reads pages.
         """
         cache = getattr(jax.config, "jax_compilation_cache_dir", None)
-        names = [name for name in sorted(CASES) if self.by_operation.get(name) is None]
+        left_out = () if serves else ("paged_attention",)
+        asked = self.by_operation
+        names = [one for one in sorted(CASES) if asked.get(one) is None and one not in left_out]
         verdicts = prove(names, directory=None if cache is None or "://" in cache else cache)
         if not is_shared:
             return
@@ -107,4 +112,4 @@ class KernelsConfig:
 
 @functools.lru_cache
 def _prepare(kernels: KernelsConfig, mesh: Mesh | None) -> None:
-    kernels.prepare(mesh)
+    kernels.prepare(mesh, serves=True)

@@ -32,3 +32,13 @@ def test_a_kernel_that_another_process_found_wrong_is_not_used(monkeypatch, aske
     assert distrusted == [(first, "pallas_gpu", f"another process found {first} wrong")]
     config._prove(is_shared=False)
     assert len(distrusted) == 1, "a process that computes alone waits for no other"
+
+
+def test_pages_are_read_by_serving_alone(monkeypatch):
+    compared = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernels, "prove", lambda names, directory: compared.append(names) or [])
+    KernelsConfig().prepare(None)
+    KernelsConfig().prepare(None, serves=True)
+    training, serving = map(set, compared)
+    assert serving - training == {"paged_attention"} and serving == set(CASES)

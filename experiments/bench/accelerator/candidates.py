@@ -16,6 +16,7 @@ from experiments.bench.accelerator.work import (
     emit,
     emit_failure,
     median_seconds,
+    rates,
 )
 
 _SETS = 2
@@ -61,12 +62,7 @@ def candidate(
                 results = [compiled(*inputs[number % _SETS]) for _ in range(calls)]
                 jax.block_until_ready(results[-1])
 
-            seconds = median_seconds(call) / calls
-            row["ms"] = round(1e3 * seconds, 4)
-            if flops is not None:
-                row["tflops"] = round(flops / seconds / 1e12, 1)
-            if moved is not None:
-                row["tb_per_second"] = round(moved / seconds / 1e12, 3)
+            row |= rates(median_seconds(call) / calls, flops=flops, moved=moved)
     except FAILURES as error:
         emit_failure(error, **row)
     else:

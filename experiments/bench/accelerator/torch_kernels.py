@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from experiments.bench.accelerator import attention, grouped
+from experiments.bench.accelerator.torch_step import device_of, wait_for
 from experiments.bench.accelerator.work import (
     FAILURES,
     Work,
     emit,
     emit_failure,
     median_seconds,
+    rates,
     run_part,
 )
 from jaxmoe.optional import MissingPackageError, require
@@ -28,7 +30,7 @@ def torch_kernels(work: Work) -> None:
     except MissingPackageError as error:
         emit_failure(error, case="PyTorch", name="PyTorch")
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(torch)
     size = 256 if work.is_tiny else 8192
     x, y = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     _timed(torch, f"dense {size}^3", "PyTorch bfloat16", lambda: x @ y, flops=2.0 * size**3)
@@ -105,16 +107,10 @@ def _timed(
     def run(_: int) -> None:
         for _ in range(calls):
             call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait_for(torch)
 
     try:
-        seconds = median_seconds(run) / calls
-        row["ms"] = round(1e3 * seconds, 4)
-        if flops is not None:
-            row["tflops"] = round(flops / seconds / 1e12, 1)
-        if moved is not None:
-            row["tb_per_second"] = round(moved / seconds / 1e12, 3)
+        row |= rates(median_seconds(run) / calls, flops=flops, moved=moved)
     except FAILURES as error:
         emit_failure(error, **row)
     else:

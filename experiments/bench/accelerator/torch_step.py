@@ -166,7 +166,7 @@ def torch_step(work: Work) -> None:
 def _measured(
     torch: Any, sizes: PlainSizes, *, is_compiled: bool, is_recomputed: bool
 ) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(torch)
     torch.manual_seed(0)
     model = PlainModel(torch, sizes, device, is_recomputed=is_recomputed)
     params = model.parameters()
@@ -177,10 +177,9 @@ def _measured(
         0, sizes.vocab, (BATCHES, sizes.batch, sizes.length + 1)
     )
     data = torch.from_numpy(rows).to(device)
-    wait = torch.cuda.synchronize if device == "cuda" else _nothing
     seconds, losses = [], []
     for number in range(STEPS):
-        wait()
+        wait_for(torch)
         started = time.perf_counter()
         batch = data[number % BATCHES]
         loss, balance = run(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
@@ -188,7 +187,7 @@ def _measured(
         torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        wait()
+        wait_for(torch)
         seconds.append(time.perf_counter() - started)
         losses.append(round(float(loss.detach()), 4))
     median = float(np.median(seconds[WARM_UP:]))
@@ -202,8 +201,23 @@ def _measured(
     }
 
 
-def _nothing() -> None:
-    """Wait for nothing: the CPU has computed when a call returns."""
+def device_of(torch: Any) -> str:
+    """Return the device that PyTorch computes on.
+
+    Args:
+        torch: The package.
+    """
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wait_for(torch: Any) -> None:
+    """Wait until a GPU has computed what it was given; the CPU has when a call returns.
+
+    Args:
+        torch: The package.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

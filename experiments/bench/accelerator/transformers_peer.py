@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bench.accelerator.torch_step import BATCHES, STEPS, WARM_UP
+from experiments.bench.accelerator.torch_step import (
+    BATCHES,
+    STEPS,
+    WARM_UP,
+    device_of,
+    wait_for,
+)
 from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
 from jaxmoe.optional import MissingPackageError, require
 
@@ -51,22 +57,13 @@ def transformers_peer(work: Work) -> None:
 def _model(work: Work, torch: Any, transformers: Any, layers: int, dtype: Any, **more: Any) -> Any:
     sizes = (TINY if work.is_tiny else OLMOE) | {"num_hidden_layers": layers} | more
     torch.manual_seed(0)
-    with torch.device(_device(torch)):
+    with torch.device(device_of(torch)):
         return transformers.AutoModelForCausalLM.from_config(
             transformers.OlmoeConfig(**sizes),
             dtype=dtype,
             attn_implementation="sdpa",
             experts_implementation="grouped_mm",
         )
-
-
-def _device(torch: Any) -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _wait(torch: Any) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _step(work: Work, torch: Any, transformers: Any) -> None:
@@ -78,12 +75,12 @@ def _step(work: Work, torch: Any, transformers: Any) -> None:
         model = _model(work, torch, transformers, layers, torch.float32, **more).train()
         settings = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
-        device, vocab = _device(torch), model.config.vocab_size
+        device, vocab = device_of(torch), model.config.vocab_size
         rows = np.random.default_rng(0).integers(0, vocab, (BATCHES, batch, length + 1))
         data = torch.from_numpy(rows).to(device)
         seconds, losses = [], []
         for number in range(STEPS):
-            _wait(torch)
+            wait_for(torch)
             started = time.perf_counter()
             rows_now = data[number % BATCHES]
             tokens, targets = rows_now[:, :-1].contiguous(), rows_now[:, 1:].contiguous()
@@ -93,7 +90,7 @@ def _step(work: Work, torch: Any, transformers: Any) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            _wait(torch)
+            wait_for(torch)
             seconds.append(time.perf_counter() - started)
             losses.append(round(float(found.loss.detach()), 4))
         median = float(np.median(seconds[WARM_UP:]))
@@ -116,10 +113,10 @@ def _answers(work: Work, torch: Any, transformers: Any) -> None:
         name = f"transformers {transformers.__version__}, generate"
         row: dict[str, Any] = {"case": f"serving, {batch} requests", "name": name}
         rows = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt))
-        tokens = torch.from_numpy(rows).to(_device(torch))
+        tokens = torch.from_numpy(rows).to(device_of(torch))
 
         def seconds_of(count: int, tokens: Any = tokens) -> float:
-            _wait(torch)
+            wait_for(torch)
             started = time.perf_counter()
             with torch.no_grad():
                 model.generate(
@@ -131,7 +128,7 @@ def _answers(work: Work, torch: Any, transformers: Any) -> None:
                     pad_token_id=0,
                     eos_token_id=-1,
                 )
-            _wait(torch)
+            wait_for(torch)
             return time.perf_counter() - started
 
         try:

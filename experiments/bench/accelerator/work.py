@@ -75,6 +75,22 @@ def emit_failure(error: BaseException, **row: Any) -> None:
     emit(**row, error=f"{type(error).__name__}: {text[:400]}")
 
 
+def rates(seconds: float, *, flops: float | None, moved: float | None) -> dict[str, float]:
+    """Return the fields of a row that say how fast a call was.
+
+    Args:
+        seconds: Seconds of one call.
+        flops: Floating-point operations of it, for a rate in TFLOP/s.
+        moved: Bytes that it must read and write, for a rate in TB/s.
+    """
+    found = {"ms": round(1e3 * seconds, 4)}
+    if flops is not None:
+        found["tflops"] = round(flops / seconds / 1e12, 1)
+    if moved is not None:
+        found["tb_per_second"] = round(moved / seconds / 1e12, 3)
+    return found
+
+
 def median_seconds(call: Callable[[int], Any], *, rounds: int = 7, warm_up: int = 2) -> float:
     """Return the median seconds of calls that wait for their result.
 
