@@ -105,12 +105,16 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_compiled():
 def test_kernels_are_compared_before_they_serve(monkeypatch):
     """Once in a process: executors are made anew when a mesh changes."""
     calls, kernels = [], KernelsConfig(state_space_dual="xla")
-    monkeypatch.setattr(KernelsConfig, "prepare", lambda *given: calls.append(given))
+
+    def prepare(self, mesh, *, serves):
+        calls.append((self, mesh, serves))
+
+    monkeypatch.setattr(KernelsConfig, "prepare", prepare)
     for _ in range(2):
         monkeypatch.setattr(ModelExecutor, "_laid_out", lambda *_: calls.append("weights") or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ModelExecutor(MODEL, {}, execution=ExecutionConfig(kernels=kernels))
-    assert calls == [(kernels, None), "weights", "weights"]
+    assert calls == [(kernels, None, True), "weights", "weights"]
 
 
 def test_pages_are_copied_and_held_in_host_memory():
