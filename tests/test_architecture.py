@@ -82,7 +82,7 @@ ORDER = (
 )
 FOLDER_FILES = 22
 
-FILE_LINES, KERNEL_FILE_LINES = 400, 600
+FILE_LINES, KERNEL_FILE_LINES = 500, 600
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 80, 150
 HEADER = ["# Copyright 2026 The jaxmoe authors", "# SPDX-License-Identifier: Apache-2.0"]
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
