@@ -86,6 +86,7 @@ PARTS: tuple[Part, ...] = (
         line="prefill and decode of OLMoE for 1, 8 and 64 requests",
         compile_seconds=220,
         seconds=70,
+        options={"is_profiled": True},
     ),
     Part(
         name="runs",

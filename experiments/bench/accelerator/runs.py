@@ -57,8 +57,9 @@ def runs(work: Work) -> None:
 
 def _trained(row: dict[str, Any], directory: pathlib.Path, device: str) -> list[float]:
     """Train for a few steps, and return the losses."""
-    every = ["--checkpoint.every", str(STEPS // 2), "--evaluation.every", "1000"]
-    words = ["tiny", "--training.steps", str(STEPS), "--run.directory", str(directory), *every]
+    short = ["--checkpoint.every", str(STEPS // 2), "--evaluation.batches", "1"]
+    words = ["tiny", "--training.steps", str(STEPS), "--run.directory", str(directory), *short]
+    words += ["--tracking.sample_length", "0"]
     return _command(row, words, directory, device)
 
 
@@ -68,25 +69,37 @@ def _command(
     environment = dict(os.environ)
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "experiments.pretrain", *words],
+    started, text = time.monotonic(), []
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "experiments.pretrain", *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-    )
-    sys.stderr.write(result.stdout)
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:  # with its time, for a part that is stopped
+            sys.stderr.write(f"{time.monotonic() - started:6.1f} {line}")
+            sys.stderr.flush()
+            text.append(line)
     row["seconds"] = round(time.monotonic() - started, 1)
-    found = _COMPILED.search(result.stdout)
+    found = _COMPILED.search("".join(text))
     row["compile_seconds"] = float(found[1]) if found else None
-    if result.returncode:
-        last = result.stdout.strip().splitlines()[-1:]
-        raise RuntimeError(f"exit code {result.returncode}: {' '.join(last)}")
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}: {' '.join(text[-1:]).strip()}")
+    row["first_step_seconds"] = _seconds_to_the_first_step(directory)
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     losses = [record["train/loss"] for record in map(json.loads, lines) if "train/loss" in record]
     return [round(loss, 5) for loss in losses]
+
+
+def _seconds_to_the_first_step(directory: pathlib.Path) -> float:
+    """Return the seconds from the start of the last process to the end of its first step."""
+    last = json.loads((directory / "goodput.jsonl").read_text().splitlines()[-1])
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    first = next(record for record in records if record["step"] == last["first_step"] + 1)
+    before = last["seconds"].get("start", 0.0) + last["seconds"].get("compile", 0.0)
+    return round(before + first["progress/seconds"], 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode of OLMoE in bfloat16 by the engine: options `batches`."""
+"""Prefill and decode of OLMoE in bfloat16 by the engine: options `batches` and `is_profiled`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.bench.accelerator.profiled import profile
 from experiments.bench.accelerator.step import model_of
 from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
 from jaxmoe.execution import ExecutionConfig
@@ -41,7 +42,10 @@ def serve(work: Work) -> None:
             row["programs"] = len(executor.programs)
             row["compile_seconds"] = round(time.perf_counter() - started, 1)
             if work.is_measured:
-                row |= _rates(Engine(executor), model.vocab_size, batch, prompt, answer)
+                engine = Engine(executor)
+                row |= _rates(engine, model.vocab_size, batch, prompt, answer)
+                if work.options.get("is_profiled"):
+                    row |= _profile(engine, model.vocab_size, batch)
         except FAILURES as error:
             emit_failure(error, **row)
         else:
@@ -50,15 +54,7 @@ def serve(work: Work) -> None:
 
 def _rates(engine: Engine, vocab_size: int, batch: int, prompt: int, answer: int) -> dict[str, Any]:
     def turn(length: int, seed: int) -> tuple[float, int]:
-        rng = np.random.default_rng(seed)
-        prompts = [rng.integers(1, vocab_size, prompt).tolist() for _ in range(batch)]
-        started = time.perf_counter()
-        streams = [
-            engine.submit(tuple(tokens), Sampling(max_tokens=length, temperature=0.0))
-            for tokens in prompts
-        ]
-        count = sum(isinstance(event, Generated) for stream in streams for event in stream)
-        return time.perf_counter() - started, count
+        return _turn(engine, vocab_size, (batch, prompt), length, seed)
 
     turn(8, 0)
     prefill = min(turn(1, seed)[0] for seed in (1, 2))
@@ -68,6 +64,28 @@ def _rates(engine: Engine, vocab_size: int, batch: int, prompt: int, answer: int
         "tokens_per_second": round(count / seconds),
         "ms": round(1e3 * (seconds - prefill) / (answer - 1), 2),
     }
+
+
+def _profile(engine: Engine, vocab_size: int, batch: int) -> dict[str, Any]:
+    """Return where the time of the steps of a short answer goes, its prefill counted as one."""
+    steps = 16
+
+    def run() -> None:
+        _turn(engine, vocab_size, (batch, 8), steps, 4)
+
+    return profile(run, steps)
+
+
+def _turn(
+    engine: Engine, vocab_size: int, shape: tuple[int, int], length: int, seed: int
+) -> tuple[float, int]:
+    """Return the seconds and the tokens of answers to prompts that are drawn."""
+    prompts = np.random.default_rng(seed).integers(1, vocab_size, shape).tolist()
+    sampling = Sampling(max_tokens=length, temperature=0.0)
+    started = time.perf_counter()
+    streams = [engine.submit(tuple(tokens), sampling) for tokens in prompts]
+    count = sum(isinstance(event, Generated) for stream in streams for event in stream)
+    return time.perf_counter() - started, count
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ float32 parameters and moments, products in bfloat16, AdamW, clipping, 4 sequenc
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import pathlib
-import tempfile
 import time
 from typing import Any, NamedTuple
 
@@ -18,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.accelerator.profiled import kernel_times, kind_of
+from experiments.bench.accelerator.profiled import profile
 from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
 from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.models.presets import olmoe_1b_7b
@@ -59,13 +56,15 @@ def model_of(num_layers: int, *, is_tiny: bool) -> ModelConfig:
 
 
 def step(work: Work) -> None:
-    """Emit the row of a step: options `remat`, `layers` and `is_profiled`."""
+    """Emit the row of a step: options `remat`, `layers`, `attention` and `is_profiled`."""
     layers = 2 if work.is_tiny else int(work.options.get("layers", 4))
     remat = work.options.get("remat", "none")
     row: dict[str, Any] = {
         "case": f"step, {layers} layers, remat {remat}",
         "name": "jaxmoe",
     }
+    if "attention" in work.options:
+        row["name"] = f"jaxmoe, attention by {work.options['attention']}"
     try:
         _measure(work, row, layers, remat)
     except FAILURES as error:
@@ -87,7 +86,11 @@ class _Program(NamedTuple):
 def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
     batch, length = (2, 64) if work.is_tiny else (4, 4096)
     model = model_of(layers, is_tiny=work.is_tiny)
-    execution = ExecutionConfig(remat=remat, precision=PrecisionPolicy(compute="bfloat16"))
+    execution = ExecutionConfig(
+        remat=remat,
+        kernels=KernelsConfig(attention=work.options.get("attention")),
+        precision=PrecisionPolicy(compute="bfloat16"),
+    )
     optimizer, key = adamw(3e-4, weight_decay=0.1), jax.random.key(0)
     started = time.perf_counter()
     begin = jax.jit(lambda key: init_state(model, optimizer, key)).lower(key).compile()
@@ -139,22 +142,14 @@ def _run(program: _Program, steps: int) -> tuple[list[float], list[float]]:
 def _profile(program: _Program) -> dict[str, Any]:
     """Return milliseconds of a step by kind of kernel, and of its longest kernels."""
     state, steps = program.begin(jax.random.key(0)), 2
-    with tempfile.TemporaryDirectory() as place:
-        with jax.profiler.trace(place, create_perfetto_trace=True):
-            for number in range(steps):
-                state, _ = program.step(state, program.batches[number])
-                jax.block_until_ready(state.params)
-        times = kernel_times(pathlib.Path(place))
-    kinds: dict[str, float] = collections.defaultdict(float)
-    for name, total in times.items():
-        kinds[kind_of(name)] += total / steps
 
-    def in_order(found: dict[str, float], count: int) -> dict[str, float]:
-        ordered = sorted(found.items(), key=lambda pair: -pair[1])[:count]
-        return {name: round(total, 3) for name, total in ordered}
+    def run() -> None:
+        nonlocal state
+        for number in range(steps):
+            state, _ = program.step(state, program.batches[number])
+            jax.block_until_ready(state.params)
 
-    each = {name: total / steps for name, total in times.items()}
-    return {"kinds_ms": in_order(kinds, len(kinds)), "kernels_ms": in_order(each, 40)}
+    return profile(run, steps)
 
 
 def _batch(model: ModelConfig, number: int, batch: int, length: int) -> Batch:
