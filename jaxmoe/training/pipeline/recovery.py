@@ -7,9 +7,8 @@
 with the norm of the clipped gradient in the last accepted step, over all layers that one such W
 has. Lost layers that follow one another are replaced together, by as many layers before and after
 them: layer j of a lost stage becomes the mean of the layers j of the stages beside it. At an end,
-or beside other lost layers, the only neighbour is copied. The order swap of CheckFree+, which
-trains end stages and their neighbours for one another's places, is left out: a copy at an end was
-not trained for its place.
+or beside other lost layers, the only neighbour is copied; with `training.skipping.order` of
+CheckFree+, swapped_ends, it was trained for the place of the end as well as for its own.
 
 No mean replaces rows of the vocabulary, which stages hold parts of. As CheckFree+ copies embedding
 and head to neighbouring stages, each stage keeps the rows of the one before it, in a ring.
