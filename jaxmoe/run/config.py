@@ -16,7 +16,7 @@ To add a field: its config class in `jaxmoe/run/config.py`, and a line for older
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxmoe.adapters.average import AverageConfig, Averaging
 from jaxmoe.checkpoint.manager import Verify
@@ -149,6 +149,23 @@ class TrainingConfig:
     def averaging(self) -> Averaging | None:
         """Average of the trained parameters; None for none."""
         return None if self.average is None else Averaging(config=self.average, steps=self.steps)
+
+    def step_options(self, **changes: Any) -> dict[str, Any]:
+        """Return the fields of `jaxmoe.training.step.Step` that the config decides.
+
+        Args:
+            **changes: Values that take the place of those of the config.
+        """
+        return {
+            "accumulation": self.accumulation,
+            "accumulated_balance": self.accumulated_balance,
+            "clip": self.clip,
+            "objective": self.objective,
+            "skipping": self.skipping,
+            "gradients": self.gradients,
+            "average": self.averaging,
+            **changes,
+        }
 
     @property
     def tokens(self) -> int:

@@ -60,13 +60,7 @@ class Plan:
             execution=execution,
             batch_size=training.batch_size,
             sequence_length=training.sequence_length,
-            accumulation=training.accumulation,
-            clip=training.clip,
-            accumulated_balance=training.accumulated_balance,
-            objective=training.objective,
-            skipping=training.skipping,
-            gradients=training.gradients,
-            average=training.averaging,
+            **training.step_options(),
         )
 
     def init_estimator(self) -> Any:

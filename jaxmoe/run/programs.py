@@ -99,13 +99,7 @@ class Programs:
             self.model,
             optimizer,
             execution=self._execution,
-            accumulation=self._training.accumulation,
-            clip=self._training.clip,
-            accumulated_balance=self._training.accumulated_balance,
-            objective=self.objective,
-            skipping=self._training.skipping,
-            gradients=self._training.gradients,
-            average=self._training.averaging,
+            **self._training.step_options(objective=self.objective),
         )
 
     @functools.cached_property

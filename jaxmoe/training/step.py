@@ -38,7 +38,7 @@ from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.estimators import BackpropConfig, GradientsConfig, Problem
+from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
 from jaxmoe.training.guard import (
     all_finite,
     check_ratio,
@@ -70,25 +70,55 @@ from sharding.constrain import place_like
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainStep:
-    """One optimiser step as a function to be jitted; fields as of `make_train_step`."""
+class Step:
+    """One optimiser step: all that decides it, as a function to be jitted.
+
+    It is the only record of a step: `make_train_step` makes one, planning traces one, and the
+    estimators of the gradient read it.
+    """
 
     model: ModelConfig
+    """What is trained."""
     optimizer: optax.GradientTransformation
     execution: ExecutionConfig = ExecutionConfig()
+    """Where and how it is computed."""
     accumulation: int = 1
+    """Micro-batches per step; must divide the batch."""
     clip: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
     accumulated_balance: AccumulatedBalance = "buffer"
+    """Form of a balance loss of the global batch over micro-batches."""
     objective: ObjectiveConfig = NextTokenConfig()
+    """What is predicted from what."""
     max_norm_ratio: float | None = None
+    """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.
+    None refuses only what is not finite."""
     workers: int = 1
+    """Equal parts of the batch whose losses are reported apart; 1: none are."""
     table: ParameterTable | None = None
+    """Groups of the parameters, from which the optimiser was built; those of the group `frozen` are
+    not differentiated and stay bitwise. None trains all."""
     skipping: SkippingConfig | None = None
-    estimator: GradientsConfig = BackpropConfig()
+    """Layers that micro-batches leave out; None for none."""
+    gradients: GradientsConfig = BackpropConfig()
+    """How the gradient is computed or estimated."""
     files: PartFiles | None = None
+    """Files of the optimiser state, for `execution.optimizer_memory` files; see
+    `jaxmoe.training.optimizer_files.step.open_files`."""
     average: Averaging | None = None
+    """Average of the trained parameters, of which the state has been made; None for none."""
 
     def __post_init__(self):
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what cannot be trained, before anything is traced.
+
+        Raises:
+            ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
+                precision for inference alone, a model that does not fit the objective, or a choice
+                that the estimator of the gradient cannot train with.
+        """
         if self.accumulation < 1:
             raise ValueError(f"accumulation={self.accumulation} must be at least 1")
         if self.clip is not None and not self.clip > 0:
@@ -100,24 +130,13 @@ class TrainStep:
             if own is not None:
                 own.check_execution(self.execution)
         check_parts(self.execution, self.optimizer)
-        self.estimator.check_clip(self.clip)
-        self.estimator.check(self.problem)
+        self.gradients.check_clip(self.clip)
+        self.gradients.check(self)
 
     @property
-    def problem(self) -> Problem:
-        """What the estimator differentiates."""
-        return Problem(
-            model=self.model,
-            execution=self.execution,
-            objective=self.objective,
-            accumulation=self.accumulation,
-            accumulated_balance=self.accumulated_balance,
-            workers=self.workers,
-            table=self.table,
-            skipping=self.skipping,
-            clip=self.clip,
-            has_probes=isinstance(self.optimizer, ProbingTransformation),
-        )
+    def has_probes(self) -> bool:
+        """Whether the optimiser reads the gradients of probes; see `jaxmoe.layers.probes`."""
+        return isinstance(self.optimizer, ProbingTransformation)
 
     def __call__(
         self, state: TrainState, batch: Batch, first_row: Any = 0
@@ -129,7 +148,7 @@ class TrainStep:
             batch: Rows.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
-        found = self.estimator.estimate(self.problem, state, batch, first_row)
+        found = self.gradients.estimate(self, state, batch, first_row)
         aside = {"estimator": found.state, "has_signal": self.objective.has_signal(batch)}
         state, metrics, statistics = self.finish(state, *found[:3], **aside)
         measures = level_measures(batch, self.execution, self.accumulation)
@@ -145,13 +164,6 @@ class TrainStep:
             return state, metrics
 
         return CheckedStep(jax.jit(step, donate_argnums=0), self.model.vocab_size)
-
-    def gradients(
-        self, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
-        """Return the gradients of a step; see `batch_gradients`."""
-        found = self.estimator.estimate(self.problem, state, batch, first_row)
-        return found.weight, found.summed, found.worker_loss
 
     def finish(
         self,
@@ -187,7 +199,7 @@ class TrainStep:
     def clipped(self, grads: Any) -> Clipped:
         """Return gradients with a norm of at most `clip`; those in host memory stay as they are."""
         norm, scale = global_norm(grads), jnp.ones(())
-        if self.clip is not None and self.estimator.clips == "norm":
+        if self.clip is not None and self.gradients.clips == "norm":
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
         return Clipped(grads, norm, scale)
@@ -287,62 +299,35 @@ def make_train_step(
     execution: ExecutionConfig | None = None,
     accumulation: int = 1,
     clip: float | None = 1.0,
-    accumulated_balance: AccumulatedBalance = "buffer",
-    objective: ObjectiveConfig | None = None,
-    max_norm_ratio: float | None = None,
-    workers: int = 1,
-    table: ParameterTable | None = None,
-    skipping: SkippingConfig | None = None,
-    gradients: GradientsConfig | None = None,
-    files: PartFiles | None = None,
-    average: Averaging | None = None,
+    **options: Any,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
     Args:
-        model: what is trained.
-        optimizer: an optax transformation.
-        execution: how it is computed; defaults when None.
-        accumulation: micro-batches per step; must divide the batch.
-        clip: largest global gradient norm; None does not clip.
-        accumulated_balance: how a balance loss of the global batch is taken over micro-batches.
-        objective: what is predicted from what; the next token when None.
-        max_norm_ratio: largest gradient norm, in medians of the last accepted steps; a step above
-            it is refused. None refuses only what is not finite.
-        workers: equal parts of the batch whose losses are reported apart; 1: none are.
-        table: Groups of the parameters, from which the optimiser was built; those of the group
-            `frozen` are not differentiated and stay bitwise. None trains all, or what the adapter
-            of the model trains.
-        skipping: Layers that micro-batches leave out; None for none.
-        gradients: How the gradient is estimated; by backpropagation when None.
-        files: Files of the optimiser state, for `execution.optimizer_memory` files; see
-            `jaxmoe.training.optimizer_files.step.open_files`.
-        average: Average of the trained parameters, of which the state has been made; None for none.
+        model: What is trained.
+        optimizer: Optax transformation.
+        execution: Where and how it is computed; one device when None.
+        accumulation: Micro-batches per step; must divide the batch.
+        clip: Largest global gradient norm; None does not clip.
+        **options: Further fields of `Step`; those that are None have their defaults. `table` is by
+            default that of the model, if the model has an adapter.
 
     Raises:
-        ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
-            precision for inference alone, a model that does not fit the objective, or a choice that
-            the estimator of the gradient cannot train with.
+        TypeError: `Step` has no such field.
+        ValueError: See `Step.check`.
     """
-    if table is None and model.adapter is not None:
-        table = parameter_table(model)
-    one_step = TrainStep(
+    fields = {name: value for name, value in options.items() if value is not None}
+    if model.adapter is not None:
+        fields.setdefault("table", parameter_table(model))
+    step = Step(
         model=model,
         optimizer=trained_part(model, optimizer),
         execution=execution or ExecutionConfig(),
         accumulation=accumulation,
         clip=clip,
-        accumulated_balance=accumulated_balance,
-        objective=objective or NextTokenConfig(),
-        max_norm_ratio=max_norm_ratio,
-        workers=workers,
-        table=table,
-        skipping=skipping,
-        estimator=gradients or BackpropConfig(),
-        files=files,
-        average=average,
+        **fields,
     )
-    return one_step.jitted()
+    return step.jitted()
 
 
 def update_params(

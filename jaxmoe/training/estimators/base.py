@@ -12,21 +12,19 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasConfig
-from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients
-from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 PLAIN_DESCENT: Mapping[str, Any] = {
     "optimizer": SGDConfig(learning_rate=1e-4),
@@ -34,23 +32,6 @@ PLAIN_DESCENT: Mapping[str, Any] = {
     "training.clip": None,
 }
 """What methods bring that are defined by gradient descent at a constant rate."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What a step differentiates; fields as of `jaxmoe.training.gradients.batch_gradients`."""
-
-    model: ModelConfig
-    execution: ExecutionConfig
-    objective: ObjectiveConfig
-    accumulation: int = 1
-    accumulated_balance: AccumulatedBalance = "buffer"
-    workers: int = 1
-    table: ParameterTable | None = None
-    skipping: SkippingConfig | None = None
-    clip: float | None = None
-    has_probes: bool = False
-    """Whether the optimiser reads the gradients of probes."""
 
 
 class Estimate(NamedTuple):
@@ -139,28 +120,26 @@ class Estimator(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def estimate(
-        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> Estimate:
+    def estimate(self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0) -> Estimate:
         """Return the gradients of one step.
 
         Args:
-            problem: What is differentiated.
+            step: What is differentiated.
             state: State before the step.
             batch: Rows of the step.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
 
-    def check(self, problem: Problem) -> None:
+    def check(self, step: Step) -> None:
         """Refuse what the estimator cannot do, before anything is traced.
 
         Args:
-            problem: With the mesh resolved.
+            step: With the mesh resolved.
 
         Raises:
             ValueError: See the estimator.
         """
-        del problem
+        del step
 
     def check_clip(self, clip: float | None) -> None:
         """Refuse a limit that means nothing for the estimator.
@@ -182,11 +161,11 @@ class Estimator(abc.ABC):
         """Cost of a step in forward passes."""
         return 3.0
 
-    def describe(self, problem: Problem) -> str | None:
+    def describe(self, step: Step) -> str | None:
         """Return the cost of a step in words; None for nothing to say.
 
         Args:
-            problem: With the mesh resolved.
+            step: With the mesh resolved.
         """
-        del problem
+        del step
         return None

@@ -42,7 +42,7 @@ from jaxmoe.training.state import Clipped, TrainState, UpdatedParams, UpdatedSta
 from sharding.constrain import place_like
 
 if TYPE_CHECKING:
-    from jaxmoe.training.step import TrainStep
+    from jaxmoe.training.step import Step
 
 
 class OptimizerFilesError(EndRunError):
@@ -107,7 +107,7 @@ def parts_of(model: ModelConfig, params: Any, opt_state: Any, number: int) -> tu
     )
 
 
-def open_files(directory: str, step: TrainStep, shapes: TrainState) -> PartFiles:
+def open_files(directory: str, step: Step, shapes: TrainState) -> PartFiles:
     """Return the files of an optimiser state, of full length and without values.
 
     Args:
@@ -150,7 +150,7 @@ class FilesStep:
         step: Fields of the step.
     """
 
-    def __init__(self, step: TrainStep):
+    def __init__(self, step: Step):
         self._step, self._files = step, step.files
         self._begin = jax.jit(self._begun)
         self._update = functools.lru_cache(maxsize=None)(self._updater)
@@ -286,7 +286,7 @@ class FilesStep:
 
     def _begun(self, state: TrainState, batch: Batch) -> tuple[Begun, Any]:
         step = self._step
-        weight, summed, worker_loss = step.gradients(state, batch)
+        weight, summed, worker_loss, _ = step.gradients.estimate(step, state, batch)
         clipped = step.clipped(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
         has_signal = step.objective.has_signal(batch)

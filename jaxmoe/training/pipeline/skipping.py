@@ -23,15 +23,17 @@ its place, so that a copy of it costs less where the end is lost with a device
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.training.balance import AccumulatedBalance, has_wide_balance
+from jaxmoe.training.balance import has_wide_balance
 from sharding import axes as ax
 from sharding.pipeline import Order, Paths, choose_paths
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,26 +83,19 @@ class SkippingConfig:
             return None
         return choose_paths(self.groups, micro_batches, self.ratio, self.never, self.order)
 
-    def check(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        accumulation: int,
-        balance: AccumulatedBalance = "buffer",
-    ) -> None:
+    def check(self, step: Step) -> None:
         """Check, before anything is traced, that a model can be trained with it.
 
         Args:
-            model: Model to train.
-            execution: Mesh with every size filled in, and schedule.
-            accumulation: Micro-batches of a step.
-            balance: Form of the balance losses over micro-batches.
+            step: Model, micro-batches and form of the balance losses, on a mesh with every size
+                filled in.
 
         Raises:
             ValueError: The groups divide neither the layers nor fit the stages, there is one
                 micro-batch, stages to swap are missing, or a feature needs every layer of every
                 micro-batch.
         """
+        model, execution, accumulation = step.model, step.execution, step.accumulation
         if accumulation < 2:
             raise ValueError(
                 "training.skipping leaves out other layers in each micro-batch, and"
@@ -128,7 +123,7 @@ class SkippingConfig:
                 f" is 1: set execution.mesh.stage to {self.groups}, or training.skipping.order to"
                 " ascending"
             )
-        if balance == "two_pass" and has_wide_balance(model):
+        if step.accumulated_balance == "two_pass" and has_wide_balance(model):
             raise ValueError(
                 "training.accumulated_balance=two_pass takes balance losses of whole batches, and"
                 " with training.skipping layers see parts of them: set it to buffer"

@@ -8,7 +8,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.replicas.base import ReplicasBase
 from jaxmoe.replicas.gradient_base import GradientBase
-from jaxmoe.training.step import CheckedStep, TrainStep
+from jaxmoe.training.step import CheckedStep, Step
 from jaxmoe.training.workers.gradient_state import GradientTraining as GradientTraining
 from jaxmoe.training.workers.gradient_step import make_gradient_step as make_gradient_step
 from jaxmoe.training.workers.state import WorkerStates as WorkerStates
@@ -19,7 +19,7 @@ from jaxmoe.training.workers.step import make_worker_step as make_worker_step
 def workers_of_run(
     config: ReplicasConfig,
     table: ParameterTable,
-    step: TrainStep,
+    step: Step,
     steps: int,
     island: int | None = None,
 ) -> WorkerTraining | None:
@@ -52,7 +52,7 @@ def workers_of_run(
 
 
 def gradients_of_run(
-    config: ReplicasConfig, table: ParameterTable, step: TrainStep, steps: int
+    config: ReplicasConfig, table: ParameterTable, step: Step, steps: int
 ) -> GradientTraining | None:
     """Return how workers exchange gradients; None for a run in which they do not.
 
@@ -73,7 +73,7 @@ def gradients_of_run(
 def jitted_step(
     config: ReplicasConfig,
     table: ParameterTable,
-    step: TrainStep,
+    step: Step,
     steps: int,
     island: int | None = None,
 ) -> CheckedStep:

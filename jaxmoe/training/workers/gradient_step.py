@@ -26,7 +26,7 @@ from jaxmoe.replicas.gradient_method import Contribution, exchange_gradients
 from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.state import TrainState, fetch
-from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
+from jaxmoe.training.step import CheckedStep, Step, StepMetrics
 from jaxmoe.training.workers.gradient_state import GradientTraining
 from jaxmoe.training.workers.places import alone
 
@@ -90,7 +90,7 @@ def gradient_step(
 
 
 def worker_gradients(
-    step: TrainStep, training: GradientTraining, state: TrainState, batch: Batch
+    step: Step, training: GradientTraining, state: TrainState, batch: Batch
 ) -> tuple[Contribution, Gradients]:
     """Return what the workers bring to the exchange, and their losses and statistics, [R P ...].
 
@@ -118,7 +118,7 @@ def worker_gradients(
         def part(total: Any, one: Any) -> tuple[Any, Any]:
             place, rows, factor = one
             first = (number + place) % workers.number * rows.tokens.shape[0]
-            tokens, found, _ = step.gradients(before, rows, first)
+            tokens, found, *_ = step.gradients.estimate(step, before, rows, first)
             grads = training.trained(found.grads)
             is_finite = jnp.isfinite(found.loss) & all_finite(grads)
             weight = factor * tokens

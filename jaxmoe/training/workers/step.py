@@ -26,7 +26,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import Fragment, flat, nested
 from jaxmoe.replicas.method import Talk, mask_foreign, merge, send
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
+from jaxmoe.training.step import CheckedStep, Step, StepMetrics
 from jaxmoe.training.workers.programs import ScheduledStep
 from jaxmoe.training.workers.routers import remember_statistics, replay, total_of
 from jaxmoe.training.workers.state import Arrived, WorkerStates, WorkerTraining
@@ -66,7 +66,7 @@ def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> Che
 
 
 def local_steps(
-    step: TrainStep, training: WorkerTraining, state: TrainState, batch: Batch
+    step: Step, training: WorkerTraining, state: TrainState, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
     """Return the state after each worker's own step, and their metrics, [R ...].
 
@@ -122,7 +122,7 @@ def count_step(
     )
 
 
-def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) -> Any:
+def own_step(step: Step, training: WorkerTraining, number: Int[Array, ""]) -> Any:
     """Return a step that leaves parameters as they are that other workers train, without moments.
 
     Args:
@@ -141,7 +141,7 @@ def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) 
         return nested(arrays | masked)
 
     def run(state: TrainState, rows: Batch, first: Any) -> Any:
-        weight, summed, losses = step.gradients(state, rows, first)
+        weight, summed, losses, _ = step.gradients.estimate(step, state, rows, first)
         grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
         after, *rest = step.finish(state, weight, replace(summed, grads=grads), losses)
         return replace(after, params=own(after.params, state.params)), *rest

@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxmoe.data.batch import Batch
@@ -18,7 +19,7 @@ from jaxmoe.routing import BALANCERS, RouterStatistics
 from jaxmoe.routing.balancers import LoadBalanceConfig, RouterZConfig
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import make_train_step
+from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig
 from tests.support import one_step
@@ -186,6 +187,16 @@ FOUR = dataclasses.replace(TINY, num_layers=4)
 STAGES = {"mesh": MeshConfig(stage=4)}
 
 
+def _step(execution, accumulation, form="buffer", model=FOUR):
+    return Step(
+        model=model,
+        optimizer=optax.identity(),
+        execution=execution,
+        accumulation=accumulation,
+        accumulated_balance=form,
+    )
+
+
 @pytest.mark.parametrize(
     ("skipping", "given", "accumulation", "form", "message"),
     [
@@ -228,11 +239,12 @@ STAGES = {"mesh": MeshConfig(stage=4)}
 )
 def test_steps_that_cannot_skip_are_refused(skipping, given, accumulation, form, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        skipping.check(FOUR, ExecutionConfig(**given), accumulation, form)
+        skipping.check(_step(ExecutionConfig(**given), accumulation, form))
 
 
 def test_chunks_on_stages_are_accepted():
     pipeline = {"mesh": MeshConfig(stage=2), "pipeline": InterleavedConfig(chunks=2)}
-    SkippingConfig().check(FOUR, ExecutionConfig(**pipeline), 4)
+    SkippingConfig().check(_step(ExecutionConfig(**pipeline), 4))
     # Without balance losses of the whole batch both forms are the same.
-    SkippingConfig().check(dataclasses.replace(FOUR, moe=None), ExecutionConfig(), 4, "two_pass")
+    dense = dataclasses.replace(FOUR, moe=None)
+    SkippingConfig().check(_step(ExecutionConfig(), 4, "two_pass", model=dense))

@@ -20,7 +20,7 @@ from jaxmoe.replicas import CodedConfig, EControlConfig, OneBitAdamConfig, Robus
 from jaxmoe.replicas.gradient_method import Agreed, Contribution, exchange_gradients
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from jaxmoe.training.workers import GradientTraining
 from jaxmoe.training.workers.gradient_step import gradient_step
 from sharding import MeshConfig
@@ -46,7 +46,7 @@ def parts_of(config, execution):
     params_of(TINY)  # made here, since arrays that are made under a mesh have it in their types
     table = parameter_table(TINY, rules=execution.axis_rules)
     optimizer = config.adapt(ADAMW, STEPS).build(table, lambda step: jnp.ones(()))
-    step = TrainStep(model=TINY, optimizer=optimizer, execution=execution, table=table)
+    step = Step(model=TINY, optimizer=optimizer, execution=execution, table=table)
     return GradientTraining.of(config, table, step, STEPS), step
 
 
@@ -100,7 +100,7 @@ def by_hand():
         found = []
         for worker in range(WORKERS):
             mine = jax.tree.map(lambda x, w=worker: jnp.asarray(x)[w * 4 : w * 4 + 4], rows)
-            found.append(step.gradients(state, mine, worker * 4))
+            found.append(step.gradients.estimate(step, state, mine, worker * 4)[:3])
         total = found[0][0] + found[1][0]
         shares = [weight / total for weight, *_ in found]
         grads = [jax.tree.map(lambda g, s=s: s * g, f.grads) for s, (_, f, _) in zip(shares, found)]  # noqa: B905
