@@ -21,7 +21,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.accumulation import Gradients, MicroBatch, Share, accumulate
+from jaxmoe.training.accumulation import GradientSums, MicroBatch, Share, accumulate
 from jaxmoe.training.balance import buffered_losses, has_wide_balance, linearized_losses
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.measures.dispersion import worker_losses
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def batch_gradients(
     step: Step, state: TrainState, batch: Batch, first_row: Any = 0
-) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
+) -> tuple[Float[Array, ""], GradientSums, Float[Array, " W"] | None]:
     """Return the gradients of the loss of one step, over its micro-batches.
 
     Args:
@@ -99,7 +99,7 @@ def compute_gradients(
     *,
     is_whole: bool,
     whole: Any = None,
-) -> Gradients:
+) -> GradientSums:
     """Return the gradients of one micro-batch's part of the loss.
 
     Args:
@@ -146,7 +146,7 @@ def compute_gradients(
     else:
         grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(trained, None)
     statistics, indicators, rows = jax.lax.stop_gradient(aside)
-    return Gradients(
+    return GradientSums(
         grads=grads,
         loss=loss,
         losses=losses,
@@ -157,7 +157,7 @@ def compute_gradients(
     )
 
 
-def _with_adapter_losses(step: Step, summed: Gradients, params: Any) -> Gradients:
+def _with_adapter_losses(step: Step, summed: GradientSums, params: Any) -> GradientSums:
     """Return the sums of a pipeline with the losses of the adapter, which no stage computes."""
     adapter, table = step.model.adapter, step.table
     if adapter is None or table is None:

@@ -36,9 +36,10 @@ from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry.detailed import mean_log_prob
 from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
-from jaxmoe.training.accumulation import Gradients
+from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
+from jaxmoe.training.estimators.backprop import BackpropConfig
+from jaxmoe.training.estimators.base import Gradients
 from jaxmoe.training.guard import (
     all_finite,
     check_ratio,
@@ -73,8 +74,8 @@ from sharding.constrain import place_like
 class Step:
     """One optimiser step: all that decides it, as a function to be jitted.
 
-    It is the only record of a step: `make_train_step` makes one, planning traces one, and the
-    estimators of the gradient read it.
+    It is the only record of a step: `make_train_step` makes one, planning traces one, and
+    members of `Gradients` read it.
     """
 
     model: ModelConfig
@@ -100,7 +101,7 @@ class Step:
     not differentiated and stay bitwise. None trains all."""
     skipping: SkippingConfig | None = None
     """Layers that micro-batches leave out; None for none."""
-    gradients: GradientsConfig = BackpropConfig()
+    gradients: Gradients = BackpropConfig()
     """How the gradient is computed or estimated."""
     files: PartFiles | None = None
     """Files of the optimiser state, for `execution.optimizer_memory` files; see
@@ -148,7 +149,7 @@ class Step:
             batch: Rows.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
-        found = self.gradients.estimate(self, state, batch, first_row)
+        found = self.gradients.compute(self, state, batch, first_row)
         aside = {"estimator": found.state, "has_signal": self.objective.has_signal(batch)}
         state, metrics, statistics = self.finish(state, *found[:3], **aside)
         measures = level_measures(batch, self.execution, self.accumulation)
@@ -169,7 +170,7 @@ class Step:
         self,
         state: TrainState,
         weight: Float[Array, ""],
-        summed: Gradients,
+        summed: GradientSums,
         worker_loss: Float[Array, " W"] | None,
         **aside: Any,
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
@@ -221,7 +222,7 @@ class Step:
         self,
         state: TrainState,
         weight: Float[Array, ""],
-        summed: Gradients,
+        summed: GradientSums,
         clipped: Clipped,
         update: UpdatedParams,
         worker_loss: Float[Array, " W"] | None,

@@ -46,7 +46,7 @@ def estimated(config, step: Step, state: TrainState, rows=None):
     """The estimate of one step on the mesh of the step, as numpy arrays."""
     rows = batch() if rows is None else rows
     config.check(step)
-    run = jax.jit(functools.partial(config.estimate, step))
+    run = jax.jit(functools.partial(config.compute, step))
     if math.prod(step.execution.mesh.sizes) == 1:
         return jax.tree.map(np.asarray, run(state, rows))
     mesh = mesh_of(step.execution)

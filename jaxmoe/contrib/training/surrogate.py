@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.estimators import passes
-from jaxmoe.training.estimators.base import Estimate, Estimator
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import Given, Losses, table_of
 from jaxmoe.training.estimators.spsa import check_epsilon, direction_keys, end_sums
@@ -47,7 +47,7 @@ LIMIT: Final = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SurrogateConfig(Estimator):
+class SurrogateConfig(Gradients):
     """Gradient of a surrogate of the loss, for at most 100,000 trained values (FZooS)."""
 
     name: ClassVar[str] = "surrogate"
@@ -78,7 +78,9 @@ class SurrogateConfig(Estimator):
         del table
         return jnp.zeros((self.features,), jnp.float32)
 
-    def estimate(self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
         if state.estimator is None:
             raise ValueError(
@@ -107,7 +109,7 @@ class SurrogateConfig(Estimator):
         weights, found = run(given, data, rows, state.estimator)
         grads = unravel(gradient(vectors, phases, weights) / scale)
         grads = jax.tree.map(place_like, grads, table.trained(state.params))
-        return Estimate(weight, passes.gradients_with(grads, found), None, weights)
+        return StepGradients(weight, passes.gradients_with(grads, found), None, weights)
 
     @property
     def num_passes(self) -> float:

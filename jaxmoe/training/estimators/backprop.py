@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.view import check_view
-from jaxmoe.training.estimators.base import Estimate, Estimator
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.repeated import check_repeated, num_passes
 from jaxmoe.training.state import TrainState
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BackpropConfig(Estimator):
+class BackpropConfig(Gradients):
     """Backpropagation."""
 
     name: ClassVar[str] = "backprop"
@@ -38,10 +38,12 @@ class BackpropConfig(Estimator):
         if step.has_probes:
             check_probes(step)
 
-    def estimate(self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
         weight, summed, worker_loss = batch_gradients(step, state, batch, first_row)
-        return Estimate(weight, summed, worker_loss)
+        return StepGradients(weight, summed, worker_loss)
 
     def describe(self, step: Step) -> str | None:
         """Return the passes of a step, if the adapter compares several."""

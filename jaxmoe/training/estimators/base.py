@@ -1,10 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Protocol of the estimators: how a step gets its gradient.
+"""Socket `Gradients`: how a step gets its gradient.
 
-An estimator is a config. `init` returns the state that it carries from step to step, or None, and
-`estimate` the gradients of one step. The optimiser, the guard, checkpoints and reports are those of
-every step.
+    init(table)                               state before the first step; None for most
+    check(step), check_run, check_update      refusals, before anything is traced
+    compute(step, state, batch, first_row)    gradients of one step, and the state after it
+
+A member is a config. It reads the record of the step and the state before it, and changes neither:
+clipping, the optimiser, the guard, checkpoints and reports are those of every step, and a step that
+the guard refuses leaves the state of the member as it was.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasConfig
-from jaxmoe.training.accumulation import Gradients
+from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -34,12 +38,12 @@ PLAIN_DESCENT: Mapping[str, Any] = {
 """What methods bring that are defined by gradient descent at a constant rate."""
 
 
-class Estimate(NamedTuple):
-    """Gradients of one step."""
+class StepGradients(NamedTuple):
+    """What a step gets from a member of `Gradients`."""
 
     weight: Float[Array, ""]
     """Sum of the loss weights."""
-    summed: Gradients
+    summed: GradientSums
     """Sums over the batch."""
     worker_loss: Float[Array, " W"] | None = None
     """Losses of the workers that are reported apart."""
@@ -48,8 +52,8 @@ class Estimate(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Estimator(abc.ABC):
-    """Base of the estimators; `jaxmoe.training.estimators.GradientsConfig` is their union."""
+class Gradients(abc.ABC):
+    """Base of the members; `jaxmoe.training.estimators.GradientsConfig` is their union."""
 
     name: ClassVar[str]
     """Key in the registry."""
@@ -120,8 +124,10 @@ class Estimator(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def estimate(self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0) -> Estimate:
-        """Return the gradients of one step.
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
+        """Return the gradients of one step, a tree like the trained parameters.
 
         Args:
             step: What is differentiated.

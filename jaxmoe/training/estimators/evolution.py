@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.declarations import MatrixAxes
-from jaxmoe.training.estimators.base import Estimate, Estimator
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
 from jaxmoe.training.estimators.spsa import Ends, direction_keys, paired_losses
@@ -41,7 +41,7 @@ VARIANCE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EvolutionConfig(Estimator):
+class EvolutionConfig(Gradients):
     """Evolution strategies with perturbations of low rank (EGGROLL)."""
 
     name: ClassVar[str] = "evolution"
@@ -69,7 +69,9 @@ class EvolutionConfig(Estimator):
         if not 0.0 < self.sigma < float("inf"):
             raise ValueError(f"training.gradients.sigma={self.sigma} must be above 0, and finite")
 
-    def estimate(self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
         weight, given = prepare(step, state, batch, first_row)
         draw = partial(low_rank, self.rank)
@@ -77,7 +79,7 @@ class EvolutionConfig(Estimator):
         found = paired_losses(step, given, keys, Ends(self.sigma, draw))
         factors = pair_factors(found.total, self.sigma, self.groups)
         grads = noise_sum(table_of(step), state.params, keys, factors, draw)
-        return Estimate(weight, gradients_with(grads, found))
+        return StepGradients(weight, gradients_with(grads, found))
 
     @property
     def num_passes(self) -> float:

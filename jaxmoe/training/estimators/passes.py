@@ -23,7 +23,7 @@ from jaxmoe.models.transformer import balance_losses
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.accumulation import Gradients, MicroBatch, split_rows
+from jaxmoe.training.accumulation import GradientSums, MicroBatch, split_rows
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.repeated import check_repeated
 from jaxmoe.training.state import TrainState
@@ -207,7 +207,7 @@ def losses_of(step: Step, given: Given, sums: Sums, share: float = 1.0) -> Losse
     return Losses(total=total, loss=loss, losses=losses, statistics=sums.statistics)
 
 
-def gradients_with(grads: Any, found: Losses) -> Gradients:
+def gradients_with(grads: Any, found: Losses) -> GradientSums:
     """Return gradients with the means over passes of losses and statistics.
 
     Args:
@@ -222,6 +222,6 @@ def gradients_with(grads: Any, found: Losses) -> Gradients:
 
     passes = dataclasses.replace(found, total=None)
     passes = mean(passes, found.total.ndim)
-    return Gradients(
+    return GradientSums(
         grads=grads, loss=passes.loss, losses=passes.losses, statistics=passes.statistics
     )

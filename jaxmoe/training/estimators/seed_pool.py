@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Key
 from jaxmoe.data.batch import Batch
 from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.estimators.base import PLAIN_DESCENT, Estimate, Estimator
+from jaxmoe.training.estimators.base import PLAIN_DESCENT, Gradients, StepGradients
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
 from jaxmoe.training.estimators.spsa import (
@@ -65,7 +65,7 @@ class SeedSums:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SeedPoolConfig(Estimator):
+class SeedPoolConfig(Gradients):
     """Derivatives along directions from a fixed pool of seeds (FedKSeed)."""
 
     name: ClassVar[str] = "seed_pool"
@@ -90,7 +90,7 @@ class SeedPoolConfig(Estimator):
 
     def check_update(self, optimizer: Optimizer, clip: float | None) -> None:
         """Refuse what the sums do not hold, too: momentum and weight decay."""
-        Estimator.check_update(self, optimizer, clip)
+        Gradients.check_update(self, optimizer, clip)
         for field in ("momentum", "weight_decay"):
             if value := getattr(optimizer, field):
                 raise ValueError(
@@ -109,7 +109,9 @@ class SeedPoolConfig(Estimator):
             return SeedSums(sums=zeros())
         return SeedSums(sums=zeros(), magnitudes=zeros(), counts=zeros())
 
-    def estimate(self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
         held: SeedSums | None = state.estimator
         if held is None:
@@ -126,7 +128,9 @@ class SeedPoolConfig(Estimator):
         slopes = clipped(step, slopes_of(found.total, self.epsilon))
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
-        return Estimate(weight, gradients_with(grads, found), None, _added(held, drawn, slopes))
+        return StepGradients(
+            weight, gradients_with(grads, found), None, _added(held, drawn, slopes)
+        )
 
     @property
     def num_passes(self) -> float:

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.accumulation import MicroBatch
-from jaxmoe.training.estimators.base import PLAIN_DESCENT, Estimate, Estimator
+from jaxmoe.training.estimators.base import PLAIN_DESCENT, Gradients, StepGradients
 from jaxmoe.training.estimators.noise import Draw, noise_sum, noise_view, normal
 from jaxmoe.training.estimators.passes import (
     Given,
@@ -70,7 +70,7 @@ class Ends:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SPSAConfig(Estimator):
+class SPSAConfig(Gradients):
     """Derivatives along random directions, from forward passes only (MeZO)."""
 
     name: ClassVar[str] = "spsa"
@@ -92,7 +92,9 @@ class SPSAConfig(Estimator):
             raise ValueError(f"training.gradients.directions={self.directions} must be at least 1")
         check_epsilon(self.epsilon)
 
-    def estimate(self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
         weight, given = prepare(step, state, batch, first_row)
         if self.payload == "mean":
@@ -104,7 +106,7 @@ class SPSAConfig(Estimator):
             keys = direction_keys(given, jnp.arange(slopes.size, dtype=jnp.int32))
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
-        return Estimate(weight, gradients_with(grads, found))
+        return StepGradients(weight, gradients_with(grads, found))
 
     @property
     def num_passes(self) -> float:

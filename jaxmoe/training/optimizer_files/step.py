@@ -31,7 +31,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import lay_out
-from jaxmoe.training.accumulation import Gradients
+from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics
@@ -55,7 +55,7 @@ class Begun(NamedTuple):
     """Results of the program that makes the gradients."""
 
     weight: Float[Array, ""]
-    summed: Gradients
+    summed: GradientSums
     """Sums over the batch, without gradients."""
     clipped: Clipped
     """Norm of the gradients; these are apart."""
@@ -286,7 +286,7 @@ class FilesStep:
 
     def _begun(self, state: TrainState, batch: Batch) -> tuple[Begun, Any]:
         step = self._step
-        weight, summed, worker_loss, _ = step.gradients.estimate(step, state, batch)
+        weight, summed, worker_loss, _ = step.gradients.compute(step, state, batch)
         clipped = step.clipped(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
         has_signal = step.objective.has_signal(batch)

@@ -26,7 +26,7 @@ from jaxmoe.models.transformer import check_call, token_inputs
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import lay_out as lay_out_params
 from jaxmoe.training import ObjectiveConfig
-from jaxmoe.training.accumulation import Gradients, split_rows
+from jaxmoe.training.accumulation import GradientSums, split_rows
 from jaxmoe.training.loss import batch_context, lay_out_batch
 from jaxmoe.training.objective import TokenGiven
 from jaxmoe.training.pipeline.functions import EndSums, MicroBatches, PipelinedModel, staged_scan
@@ -67,7 +67,7 @@ def check_compiler(execution: ExecutionConfig) -> None:
 
 def pipeline_gradients(
     step: Step, state: TrainState, rows: Rows, *, has_two_passes: bool, whole: Any
-) -> Gradients:
+) -> GradientSums:
     """Return the sums over the micro-batches of one step.
 
     Args:
@@ -99,7 +99,7 @@ def pipeline_gradients(
     paths = None if step.skipping is None else step.skipping.paths(rows.accumulation)
     sums = run(has_backward=True, statistics=statistics, paths=paths)
     grads = _gradients(sums, model)
-    return Gradients(
+    return GradientSums(
         grads=grads if table is None else table.trained(grads),
         loss=sums.left.head.loss / rows.total_weight,
         losses=_losses(sums),

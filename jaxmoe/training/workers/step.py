@@ -141,7 +141,7 @@ def own_step(step: Step, training: WorkerTraining, number: Int[Array, ""]) -> An
         return nested(arrays | masked)
 
     def run(state: TrainState, rows: Batch, first: Any) -> Any:
-        weight, summed, losses, _ = step.gradients.estimate(step, state, rows, first)
+        weight, summed, losses, _ = step.gradients.compute(step, state, rows, first)
         grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
         after, *rest = step.finish(state, weight, replace(summed, grads=grads), losses)
         return replace(after, params=own(after.params, state.params)), *rest

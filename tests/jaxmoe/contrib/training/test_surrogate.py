@@ -141,4 +141,4 @@ def test_workers_send_their_weights_and_stay_equal():
 def test_missing_weights_are_refused():
     state = dataclasses.replace(state_of(DENSE), estimator=None)
     with pytest.raises(ValueError, match=r"surrogate needs state.estimator, which is None"):
-        SurrogateConfig().estimate(step_of(DENSE), state, batch())
+        SurrogateConfig().compute(step_of(DENSE), state, batch())

@@ -242,11 +242,11 @@ def test_estimate_needs_the_memory_of_a_few_layers_beside_the_gradient():
         return compiled.memory_analysis().temp_size_in_bytes
 
     def grads(state):
-        return SPSAConfig().estimate(step, state, rows).summed.grads
+        return SPSAConfig().compute(step, state, rows).summed.grads
 
     whole = 4 * table.total
     layer = sum(4 * row.size // row.shape[0] for row in table if row.declaration.is_stacked)
-    passes = temp(lambda state: SPSAConfig().estimate(step, state, rows).summed.loss)
+    passes = temp(lambda state: SPSAConfig().compute(step, state, rows).summed.loss)
     assert passes < 6 * layer < 0.4 * whole
     updated = temp(lambda state: jax.tree.map(lambda p, g: p - g, state.params, grads(state)))
     assert updated < whole + 6 * layer

@@ -100,7 +100,7 @@ def by_hand():
         found = []
         for worker in range(WORKERS):
             mine = jax.tree.map(lambda x, w=worker: jnp.asarray(x)[w * 4 : w * 4 + 4], rows)
-            found.append(step.gradients.estimate(step, state, mine, worker * 4)[:3])
+            found.append(step.gradients.compute(step, state, mine, worker * 4)[:3])
         total = found[0][0] + found[1][0]
         shares = [weight / total for weight, *_ in found]
         grads = [jax.tree.map(lambda g, s=s: s * g, f.grads) for s, (_, f, _) in zip(shares, found)]  # noqa: B905
