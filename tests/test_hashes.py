@@ -22,7 +22,7 @@ GATE = "gate/softmax"
 
 AREAS = {
     "jaxmoe.adapters:Adapters": "adapter/",
-    "jaxmoe.adapters.average:AverageConfig": "run/average_",
+    "jaxmoe.training.parts.average:AverageConfig": "run/average_",
     "jaxmoe.data:DATA_SOURCES": "data/",
     "jaxmoe.data.tokenizer:TOKENIZERS": "tokenizer/",
     "jaxmoe.layers.feed_forwards:FeedForwards": "feed_forward/",

@@ -15,7 +15,6 @@ jaxmoe/adapters/__init__.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_ada
 """
 
 from jaxmoe.adapters.adalora import AdaLoraConfig as AdaLoraConfig
-from jaxmoe.adapters.average import Averaging as Averaging
 from jaxmoe.adapters.base import Adapter as Adapter
 from jaxmoe.adapters.base import StepGiven as StepGiven
 from jaxmoe.adapters.base import TargetsConfig as TargetsConfig

@@ -100,7 +100,7 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
                 key,
                 keeps_layer_norms,
                 partial(plan.gradients.init, plan.table),
-                plan.average,
+                plan.parts,
             ),
             params,
             key,

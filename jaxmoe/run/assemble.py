@@ -198,7 +198,7 @@ class Assembly:
             mesh=self.mesh,
             keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
             estimator=self.plan.init_estimator,
-            average=self.plan.config.training.averaging,
+            parts=self.plan.config.training.step_parts,
         )
         precision, rules = self.execution.precision, self.execution.axis_rules
         if precision.weights == "floating":

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jaxmoe.adapters.average import AverageConfig, Averaging
 from jaxmoe.checkpoint.manager import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
@@ -39,6 +38,8 @@ from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
 from jaxmoe.training.guard import check_ratio
+from jaxmoe.training.parts.average import AverageConfig, Averaging
+from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 
 FREE_FIELDS = (
@@ -146,9 +147,11 @@ class TrainingConfig:
         return self.batch_ramp.build(self.steps, self.batch_size)
 
     @property
-    def averaging(self) -> Averaging | None:
-        """Average of the trained parameters; None for none."""
-        return None if self.average is None else Averaging(config=self.average, steps=self.steps)
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """Parts of a step beside gradients, update and guard."""
+        if self.average is None:
+            return ()
+        return (Averaging(config=self.average, steps=self.steps),)
 
     def step_options(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of `jaxmoe.training.step.Step` that the config decides.
@@ -163,7 +166,7 @@ class TrainingConfig:
             "objective": self.objective,
             "skipping": self.skipping,
             "gradients": self.gradients,
-            "average": self.averaging,
+            "parts": self.step_parts,
             **changes,
         }
 

@@ -74,7 +74,7 @@ class Programs:
                 execution=self._execution,
                 parameterization=self._parameterization,
                 estimator=partial(self._training.gradients.init, parameter_table(self.model)),
-                average=self._training.averaging,
+                parts=self._training.step_parts,
             )
 
         return self.compile(jax.jit(first), jax.random.key(0), options=RARE)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,6 @@ from flax import struct, traverse_util
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxmoe.adapters.average import Averaging
 from jaxmoe.data.batch import check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -29,6 +28,7 @@ from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import all_finite, no_norms, select
 from jaxmoe.training.host_arrays import layers_to_host, on_device
+from jaxmoe.training.parts.base import Start, StepPart, init_parts
 from sharding import axes as ax
 from sharding.constrain import place_like
 
@@ -68,8 +68,8 @@ class TrainState:
     """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
     adapter: Any = None
     """State of the adapter beside its parameters; None for most. See `jaxmoe.adapters.base`."""
-    average: Any = None
-    """Average of the trained parameters; None without. See `jaxmoe.adapters.average`."""
+    parts: dict[str, Any] = struct.field(default_factory=dict)
+    """States of the parts of the step by name; see `jaxmoe/training/parts/base.py`."""
 
 
 def init_state(
@@ -82,7 +82,7 @@ def init_state(
     mesh: Mesh | None = None,
     keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
-    average: Averaging | None = None,
+    parts: Sequence[StepPart] = (),
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -95,7 +95,7 @@ def init_state(
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
         keeps_layer_norms: Whether steps keep the gradient norms of the layers.
         estimator: Function that returns the state of the estimator; None for none.
-        average: Average of the trained parameters; None for none.
+        parts: Parts of the step, which have states of their own.
     """
     execution = execution or ExecutionConfig()
     params = init_params(
@@ -109,7 +109,7 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        given = (execution, params, key, keeps_layer_norms, estimator, average)
+        given = (execution, params, key, keeps_layer_norms, estimator, parts)
         return state_around(model, optimizer, *given)
 
     if mesh is None:
@@ -126,7 +126,7 @@ def state_around(
     key: Key[Array, ""],
     keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
-    average: Averaging | None = None,
+    parts: Sequence[StepPart] = (),
 ) -> TrainState:
     """The state before the first step of parameters that are there.
 
@@ -139,9 +139,9 @@ def state_around(
         keeps_layer_norms: Whether steps keep the gradient norms of the layers, and mirror the rows
             of the vocabulary that stages hold.
         estimator: Function that returns the state of the estimator; None for none.
-        average: Average of the trained parameters; None for none.
+        parts: Parts of the step, which have states of their own.
     """
-    opt_state, adapter, mean = {}, None, None
+    opt_state, adapter, states = {}, None, {}
     if optimizer is not None:
         if model.adapter is not None:
             own = jax.random.fold_in(key, 3)
@@ -151,7 +151,8 @@ def state_around(
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)
         held = jax.device_put(held, jax.memory.Space.Device)
-        mean = None if average is None else average.config.begin(held)
+        start = Start(model, execution, params, trained=held, key=key)
+        states = init_parts(parts, start)
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -166,7 +167,7 @@ def state_around(
         mirror=_no_mirror(model, execution, params) if keeps_layer_norms else None,
         estimator=None if estimator is None else estimator(),
         adapter=adapter,
-        average=mean,
+        parts=states,
     )
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.adapters import Averaging, StepGiven
+from jaxmoe.adapters import StepGiven
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -54,7 +54,8 @@ from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import FilesStep
-from jaxmoe.training.optimizer_parts import check_parts, modules_of, update_in_parts
+from jaxmoe.training.optimizer_parts import check_layerwise, modules_of, update_in_parts
+from jaxmoe.training.parts.base import StepPart, check_parts, run_after
 from jaxmoe.training.pipeline import mirror_rows, remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import CheckedStep as CheckedStep
@@ -106,8 +107,8 @@ class Step:
     files: PartFiles | None = None
     """Files of the optimiser state, for `execution.optimizer_memory` files; see
     `jaxmoe.training.optimizer_files.step.open_files`."""
-    average: Averaging | None = None
-    """Average of the trained parameters, of which the state has been made; None for none."""
+    parts: tuple[StepPart, ...] = ()
+    """What the step does beside gradients, update and guard; the state is made with the same."""
 
     def __post_init__(self):
         self.check()
@@ -127,12 +128,12 @@ class Step:
         check_ratio(self.max_norm_ratio)
         self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
-        for own in (self.model.adapter, self.average):
-            if own is not None:
-                own.check_execution(self.execution)
-        check_parts(self.execution, self.optimizer)
+        if self.model.adapter is not None:
+            self.model.adapter.check_execution(self.execution)
+        check_layerwise(self.execution, self.optimizer)
         self.gradients.check_clip(self.clip)
         self.gradients.check(self)
+        check_parts(self.parts, self)
 
     @property
     def has_probes(self) -> bool:
@@ -266,8 +267,7 @@ class Step:
             given = StepGiven(before, table, self.execution.placement)
             changed = adapter.after_step(state, clipped.grads, given)
             state = select_changed(moves, changed, state)
-        if self.average is not None:
-            state = self.average.after_step(state, clipped.grads, moves, table)
+        state = run_after(self.parts, self, before, state, clipped.grads, moves)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,

@@ -199,8 +199,8 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
     keeps = plan.config.checkpoint.keeps_layer_norms
 
     def around(params):
-        average = plan.config.training.averaging
-        given = (assembly.execution, params, key, keeps, plan.init_estimator, average)
+        parts = plan.config.training.step_parts
+        given = (assembly.execution, params, key, keeps, plan.init_estimator, parts)
         return state_around(plan.model, plan.optimizer, *given)
 
     with jax.set_mesh(assembly.mesh):

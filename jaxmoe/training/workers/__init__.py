@@ -37,11 +37,8 @@ def workers_of_run(
     """
     if config.exchanges != "parameters":
         return None
-    if step.average is not None:
-        raise ValueError(
-            f"replicas:{config.name} merges the parameters of workers, and training.average"
-            " averages those of one: choose replicas:none, or leave out training.average"
-        )
+    for part in step.parts:
+        part.check_workers(config.name)
     adapter = step.model.adapter
     if adapter is not None and adapter.has_after_step:
         raise ValueError(

@@ -1,0 +1,97 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Contract of the socket `StepPart` (`jaxmoe/training/parts/base.py`), for every member."""
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.optim import adamw
+from jaxmoe.training import parts
+from jaxmoe.training.parts.average import Averaging, BalancedAverageConfig
+from jaxmoe.training.parts.base import StepPart
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import Step, make_train_step
+from tests.support.models import TINY
+from tests.support.one_step import batch
+
+OPTIMIZER = adamw(1e-2)
+CASES = {
+    Averaging: (Averaging(config=BalancedAverageConfig()), TINY),
+}
+"""A member of each class, and a model that it can train with."""
+
+
+def _members():
+    """Subclasses in the folder of the parts."""
+    for module in pkgutil.iter_modules(parts.__path__, f"{parts.__name__}."):
+        importlib.import_module(module.name)
+    # A class with slots is a copy of one without: what its module has under the name counts.
+    return {
+        getattr(sys.modules[one.__module__], one.__name__)
+        for one in StepPart.__subclasses__()
+        if one.__module__.startswith(parts.__name__)
+    }
+
+
+def test_every_member_has_a_case_and_a_name_of_its_own():
+    assert _members() == set(CASES)
+    names = [member.name for member in CASES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("member", CASES, ids=lambda member: member.name)
+def test_a_refused_step_leaves_the_state_of_a_part_as_it_was(member):
+    """Bitwise, and with it parameters and moments; accepted steps before and after move it."""
+    part, model = CASES[member]
+    state = init_state(model, OPTIMIZER, jax.random.key(0), parts=(part,))
+    step = make_train_step(model, OPTIMIZER, parts=(part,))
+    assert set(state.parts) == {part.name}
+    seen = [jax.tree.map(np.asarray, state.parts)]
+    for weight in (1.0, math.nan, 1.0):
+        before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+        state, metrics = step(state, batch(weight))
+        assert bool(metrics.is_skipped) == math.isnan(weight)
+        if metrics.is_skipped:
+            after = (state.params, state.opt_state)
+            jax.tree.map(np.testing.assert_array_equal, before, after)
+        seen.append(jax.tree.map(np.asarray, state.parts))
+    jax.tree.map(np.testing.assert_array_equal, seen[1], seen[2])
+    for one, other in ((0, 1), (2, 3)):
+        pairs = zip(*map(jax.tree.leaves, (seen[one], seen[other])), strict=True)
+        assert any(np.any(before != after) for before, after in pairs)
+
+
+@pytest.mark.parametrize("member", CASES, ids=lambda member: member.name)
+def test_a_state_without_the_part_is_refused_when_the_step_is_traced(member):
+    part, model = CASES[member]
+    state = jax.eval_shape(lambda: init_state(model, OPTIMIZER, jax.random.key(0)))
+    with pytest.raises(ValueError, match=f"state.parts has no {part.name}, .* parts=step.parts"):
+        make_train_step(model, OPTIMIZER, parts=(part,)).trace(state, batch())
+
+
+def test_two_parts_of_one_name_are_refused():
+    part, model = CASES[Averaging]
+    with pytest.raises(ValueError, match="two parts of a step have the name average"):
+        Step(model=model, optimizer=OPTIMIZER, parts=(part, part))
+
+
+def test_a_part_is_neutral_by_default():
+    """A step with a part that overrides nothing is the same program."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Neutral(StepPart):
+        name = "neutral"
+
+    state = jax.eval_shape(lambda: init_state(TINY, OPTIMIZER, jax.random.key(0)))
+    texts = [
+        make_train_step(TINY, OPTIMIZER, parts=members).lower(state, batch()).as_text()
+        for members in ((), (Neutral(),))
+    ]
+    assert texts[0] == texts[1]
