@@ -74,13 +74,12 @@ class StepPlan(Step):
         return dataclasses.replace(self, execution=execution, table=ParameterTable(tuple(rows)))
 
 
-def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = False) -> TrainState:
+def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
     """Return the state before the first step, as shapes with shardings on the mesh.
 
     Args:
         plan: Step to trace.
         mesh: Mesh with the plan's sizes.
-        keeps_layer_norms: Whether steps keep the gradient norms of the layers.
     """
     shapes, execution = plan.mesh, plan.execution
     dtype = execution.precision.parameter_dtype
@@ -98,7 +97,6 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
                 execution,
                 params,
                 key,
-                keeps_layer_norms,
                 partial(plan.gradients.init, plan.table),
                 plan.parts,
             ),

@@ -82,7 +82,7 @@ class Assembly:
             max_norm_ratio=training.max_norm_ratio,
             workers=self.num_compared if self._compares_losses else 1,
             files=self.files,
-            **training.step_options(accumulation=accumulation),
+            **training.step_options(accumulation=accumulation, parts=plan.config.step_parts),
         )
 
     def with_files(self, directory: pathlib.Path) -> Assembly:
@@ -196,9 +196,8 @@ class Assembly:
             execution=self.execution,
             parameterization=self.plan.parameterization,
             mesh=self.mesh,
-            keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
             estimator=self.plan.init_estimator,
-            parts=self.plan.config.training.step_parts,
+            parts=self.plan.config.step_parts,
         )
         precision, rules = self.execution.precision, self.execution.axis_rules
         if precision.weights == "floating":
@@ -214,8 +213,7 @@ class Assembly:
     def world_shapes(self) -> TrainState:
         """Return shapes and shardings of `new_world`."""
         plan, precision = self.plan, self.execution.precision
-        keeps = plan.config.checkpoint.keeps_layer_norms
-        shapes = abstract_state(plan.step_plan(self.execution), self.mesh, keeps_layer_norms=keeps)
+        shapes = abstract_state(plan.step_plan(self.execution), self.mesh)
         if precision.weights == "floating":
             return shapes
         rules, dtype = self.execution.axis_rules, precision.parameter_dtype

@@ -40,6 +40,7 @@ from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
 from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.parts.average import AverageConfig, Averaging
 from jaxmoe.training.parts.base import StepPart
+from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 
 FREE_FIELDS = (
@@ -252,9 +253,9 @@ class CheckpointConfig:
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
     @property
-    def keeps_layer_norms(self) -> bool:
-        """Whether the state has the gradient norms of the layers."""
-        return self.on_lost_stage == "average"
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """Parts of a step that keep in the state what a lost stage is replaced from."""
+        return (LayerNorms(), VocabularyMirror()) if self.on_lost_stage == "average" else ()
 
     def __post_init__(self):
         steps = ("every", "compare_replicas", "snapshot_every", "recovery_steps", "recompute")
@@ -362,6 +363,11 @@ class PretrainConfig:
     """Comparisons between devices."""
     processes: ProcessesConfig = ProcessesConfig()
     """Timeouts of processes."""
+
+    @property
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """Parts of a step beside gradients, update and guard."""
+        return self.training.step_parts + self.checkpoint.step_parts
 
     @property
     def held_out_batch_size(self) -> int:

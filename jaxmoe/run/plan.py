@@ -60,7 +60,7 @@ class Plan:
             execution=execution,
             batch_size=training.batch_size,
             sequence_length=training.sequence_length,
-            **training.step_options(),
+            **training.step_options(parts=self.config.step_parts),
         )
 
     def init_estimator(self) -> Any:

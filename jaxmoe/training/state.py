@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct, traverse_util
+from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -29,8 +29,6 @@ from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import all_finite, no_norms, select
 from jaxmoe.training.host_arrays import layers_to_host, on_device
 from jaxmoe.training.parts.base import Start, StepPart, init_parts
-from sharding import axes as ax
-from sharding.constrain import place_like
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -55,12 +53,6 @@ class TrainState:
     recent_norms: Float[Array, " window"] | None = None
     """Gradient norms of the last accepted steps, the newest last, 0 for none; None if they are not
     kept. See `jaxmoe/training/guard.py`."""
-    layer_norms: Float[Array, " layers"] | None = None
-    """Clipped gradient norm of each layer of the longest scan in the last accepted step; None if
-    they are not kept. See `jaxmoe/training/pipeline/recovery.py`."""
-    mirror: Any = None
-    """Rows of the vocabulary that the stage before holds, by the paths of `params`; None if they
-    are not kept. Zeros before the first step. See `jaxmoe/training/pipeline/recovery.py`."""
     local: Any = None
     """States of workers that communicate rarely; None without. See
     `jaxmoe/training/workers/state.py`."""
@@ -80,7 +72,6 @@ def init_state(
     execution: ExecutionConfig | None = None,
     parameterization: Parameterization | None = None,
     mesh: Mesh | None = None,
-    keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
     parts: Sequence[StepPart] = (),
 ) -> TrainState:
@@ -93,7 +84,6 @@ def init_state(
         execution: Rules and dtype of the parameters.
         parameterization: Initial scale per role; standard when None.
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
-        keeps_layer_norms: Whether steps keep the gradient norms of the layers.
         estimator: Function that returns the state of the estimator; None for none.
         parts: Parts of the step, which have states of their own.
     """
@@ -109,7 +99,7 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        given = (execution, params, key, keeps_layer_norms, estimator, parts)
+        given = (execution, params, key, estimator, parts)
         return state_around(model, optimizer, *given)
 
     if mesh is None:
@@ -124,7 +114,6 @@ def state_around(
     execution: ExecutionConfig,
     params: Any,
     key: Key[Array, ""],
-    keeps_layer_norms: bool = False,
     estimator: Callable[[], Any] | None = None,
     parts: Sequence[StepPart] = (),
 ) -> TrainState:
@@ -136,8 +125,6 @@ def state_around(
         execution: with the layout.
         params: of the model.
         key: as for `init_state`.
-        keeps_layer_norms: Whether steps keep the gradient norms of the layers, and mirror the rows
-            of the vocabulary that stages hold.
         estimator: Function that returns the state of the estimator; None for none.
         parts: Parts of the step, which have states of their own.
     """
@@ -163,8 +150,6 @@ def state_around(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         recent_norms=no_norms(),
-        layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
-        mirror=_no_mirror(model, execution, params) if keeps_layer_norms else None,
         estimator=None if estimator is None else estimator(),
         adapter=adapter,
         parts=states,
@@ -181,24 +166,6 @@ def trained_part(
         optimizer: Optax transformation for all parameters, or already without.
     """
     return optimizer if model.adapter is None else train_only(parameter_table(model), optimizer)
-
-
-def _longest(model: ModelConfig) -> int:
-    """Return the length of the scan that pipelines cut."""
-    (length,) = (scan.length for scan in model.scans if scan.axis == ax.LAYERS)
-    return length
-
-
-def _no_mirror(model: ModelConfig, execution: ExecutionConfig, params: Any) -> Any:
-    """Return zeros in place of the rows of the vocabulary that stages hold; None without such."""
-    is_whole = model.adapter is not None or execution.precision.weights != "floating"
-    if execution.mesh.stage <= 1 or is_whole:
-        return None
-    flat: dict[str, Any] = dict(traverse_util.flatten_dict(params, sep="/"))
-    rows = parameter_table(model, rules=execution.axis_rules)
-    cut = {row.path: flat[row.path] for row in rows if ax.VOCAB in row.declaration.axes}
-    zeros = {path: place_like(jnp.zeros(x.shape, x.dtype), x) for path, x in cut.items()}
-    return traverse_util.unflatten_dict(zeros, sep="/")
 
 
 def update_routers(

@@ -56,7 +56,6 @@ from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import FilesStep
 from jaxmoe.training.optimizer_parts import check_layerwise, modules_of, update_in_parts
 from jaxmoe.training.parts.base import StepPart, check_parts, run_after
-from jaxmoe.training.pipeline import mirror_rows, remember_layers
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import CheckedStep as CheckedStep
 from jaxmoe.training.state import (
@@ -261,7 +260,6 @@ class Step:
             recent_norms=remember(state.recent_norms, grad_norm, moves),
             estimator=None if estimator is None else select(moves, estimator, state.estimator),
         )
-        state = remember_layers(self.model, state, clipped.grads, moves)
         table = self.table or parameter_table(self.model)
         if (adapter := self.model.adapter) is not None and adapter.has_after_step:
             given = StepGiven(before, table, self.execution.placement)
@@ -290,7 +288,7 @@ class Step:
             norm_limit=norm_limit(before.recent_norms, self.max_norm_ratio),
             worker_loss=worker_loss,
         )
-        return mirror_rows(state), metrics, statistics
+        return state, metrics, statistics
 
 
 def make_train_step(

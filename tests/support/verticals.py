@@ -382,6 +382,7 @@ VERTICALS = {
             "jaxmoe/resilience/relayout.py",
             "jaxmoe/checkpoint/surviving.py",
             "jaxmoe/run/recovery.py",
+            "jaxmoe/training/parts/layer_norms.py",
             "jaxmoe/training/pipeline/recovery.py",
         ),
         tests=(

@@ -196,11 +196,9 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
         router_state: Router state; a new one when None.
     """
     plan, key = assembly.plan, jax.random.key(assembly.plan.config.training.seed)
-    keeps = plan.config.checkpoint.keeps_layer_norms
 
     def around(params):
-        parts = plan.config.training.step_parts
-        given = (assembly.execution, params, key, keeps, plan.init_estimator, parts)
+        given = (assembly.execution, params, key, plan.init_estimator, plan.config.step_parts)
         return state_around(plan.model, plan.optimizer, *given)
 
     with jax.set_mesh(assembly.mesh):

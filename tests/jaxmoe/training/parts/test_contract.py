@@ -16,6 +16,7 @@ from jaxmoe.optim import adamw
 from jaxmoe.training import parts
 from jaxmoe.training.parts.average import Averaging, BalancedAverageConfig
 from jaxmoe.training.parts.base import StepPart
+from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step, make_train_step
 from tests.support.models import TINY
@@ -24,8 +25,11 @@ from tests.support.one_step import batch
 OPTIMIZER = adamw(1e-2)
 CASES = {
     Averaging: (Averaging(config=BalancedAverageConfig()), TINY),
+    LayerNorms: (LayerNorms(), dataclasses.replace(TINY, dense_layers=())),
 }
 """A member of each class, and a model that it can train with."""
+ON_MESHES = {VocabularyMirror}
+"""Members without a state on one device, which tests/jaxmoe/run/test_recovery.py has on a mesh."""
 
 
 def _members():
@@ -41,8 +45,8 @@ def _members():
 
 
 def test_every_member_has_a_case_and_a_name_of_its_own():
-    assert _members() == set(CASES)
-    names = [member.name for member in CASES]
+    assert _members() == set(CASES) | ON_MESHES
+    names = [member.name for member in _members()]
     assert len(set(names)) == len(names)
 
 
@@ -83,7 +87,7 @@ def test_two_parts_of_one_name_are_refused():
 
 
 def test_a_part_is_neutral_by_default():
-    """A step with a part that overrides nothing is the same program."""
+    """A step is the same program with a part that overrides nothing, or has nothing to keep."""
 
     @dataclasses.dataclass(frozen=True)
     class Neutral(StepPart):
@@ -92,6 +96,6 @@ def test_a_part_is_neutral_by_default():
     state = jax.eval_shape(lambda: init_state(TINY, OPTIMIZER, jax.random.key(0)))
     texts = [
         make_train_step(TINY, OPTIMIZER, parts=members).lower(state, batch()).as_text()
-        for members in ((), (Neutral(),))
+        for members in ((), (Neutral(), VocabularyMirror()))
     ]
     assert texts[0] == texts[1]
