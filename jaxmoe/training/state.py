@@ -28,6 +28,7 @@ from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import all_finite, no_norms, select
 from jaxmoe.training.host_arrays import layers_to_host, on_device
+from jaxmoe.training.parts.adapter_rule import model_parts
 from jaxmoe.training.parts.base import Start, StepPart, init_parts
 
 
@@ -58,8 +59,6 @@ class TrainState:
     `jaxmoe/training/workers/state.py`."""
     estimator: Any = None
     """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
-    adapter: Any = None
-    """State of the adapter beside its parameters; None for most. See `jaxmoe.adapters.base`."""
     parts: dict[str, Any] = struct.field(default_factory=dict)
     """States of the parts of the step by name; see `jaxmoe/training/parts/base.py`."""
 
@@ -85,7 +84,7 @@ def init_state(
         parameterization: Initial scale per role; standard when None.
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
         estimator: Function that returns the state of the estimator; None for none.
-        parts: Parts of the step, which have states of their own.
+        parts: Parts of the step beside those that the model brings.
     """
     execution = execution or ExecutionConfig()
     params = init_params(
@@ -126,20 +125,18 @@ def state_around(
         params: of the model.
         key: as for `init_state`.
         estimator: Function that returns the state of the estimator; None for none.
-        parts: Parts of the step, which have states of their own.
+        parts: Parts of the step beside those that the model brings.
     """
-    opt_state, adapter, states = {}, None, {}
+    opt_state, states = {}, {}
     if optimizer is not None:
         if model.adapter is not None:
             own = jax.random.fold_in(key, 3)
             params = model.adapter.begun(params, model.layer_numbers, own)
-            own = jax.random.fold_in(key, 2)
-            adapter = model.adapter.first_state(params, parameter_table(model), own)
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)
         held = jax.device_put(held, jax.memory.Space.Device)
         start = Start(model, execution, params, trained=held, key=key)
-        states = init_parts(parts, start)
+        states = init_parts((*model_parts(model), *parts), start)
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -151,7 +148,6 @@ def state_around(
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         recent_norms=no_norms(),
         estimator=None if estimator is None else estimator(),
-        adapter=adapter,
         parts=states,
     )
 

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.adapters import StepGiven
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -46,7 +45,6 @@ from jaxmoe.training.guard import (
     norm_limit,
     remember,
     select,
-    select_changed,
 )
 from jaxmoe.training.host_arrays import global_norm, is_on_host
 from jaxmoe.training.measures.indicators import watch_layers, watch_routers
@@ -55,6 +53,7 @@ from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import FilesStep
 from jaxmoe.training.optimizer_parts import check_layerwise, modules_of, update_in_parts
+from jaxmoe.training.parts.adapter_rule import model_parts
 from jaxmoe.training.parts.base import StepPart, check_parts, run_after
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import CheckedStep as CheckedStep
@@ -127,12 +126,15 @@ class Step:
         check_ratio(self.max_norm_ratio)
         self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
-        if self.model.adapter is not None:
-            self.model.adapter.check_execution(self.execution)
         check_layerwise(self.execution, self.optimizer)
         self.gradients.check_clip(self.clip)
         self.gradients.check(self)
-        check_parts(self.parts, self)
+        check_parts(self.chain, self)
+
+    @property
+    def chain(self) -> tuple[StepPart, ...]:
+        """All parts in their order, those that the model brings first."""
+        return (*model_parts(self.model), *self.parts)
 
     @property
     def has_probes(self) -> bool:
@@ -260,12 +262,7 @@ class Step:
             recent_norms=remember(state.recent_norms, grad_norm, moves),
             estimator=None if estimator is None else select(moves, estimator, state.estimator),
         )
-        table = self.table or parameter_table(self.model)
-        if (adapter := self.model.adapter) is not None and adapter.has_after_step:
-            given = StepGiven(before, table, self.execution.placement)
-            changed = adapter.after_step(state, clipped.grads, given)
-            state = select_changed(moves, changed, state)
-        state = run_after(self.parts, self, before, state, clipped.grads, moves)
+        state = run_after(self.chain, self, before, state, clipped.grads, moves)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,

@@ -37,14 +37,8 @@ def workers_of_run(
     """
     if config.exchanges != "parameters":
         return None
-    for part in step.parts:
+    for part in step.chain:
         part.check_workers(config.name)
-    adapter = step.model.adapter
-    if adapter is not None and adapter.has_after_step:
-        raise ValueError(
-            f"replicas:{config.name} merges the parameters of workers, and adapter:{adapter.name}"
-            " changes them after each step: choose replicas:none"
-        )
     return WorkerTraining.of(cast("ReplicasBase", config), table, step, steps, island)
 
 

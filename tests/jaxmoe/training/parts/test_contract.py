@@ -12,8 +12,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.adapters import AdaLoraConfig
 from jaxmoe.optim import adamw
 from jaxmoe.training import parts
+from jaxmoe.training.parts.adapter_rule import AdapterRule, model_parts
 from jaxmoe.training.parts.average import Averaging, BalancedAverageConfig
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
@@ -23,8 +25,10 @@ from tests.support.models import TINY
 from tests.support.one_step import batch
 
 OPTIMIZER = adamw(1e-2)
+ADALORA = AdaLoraConfig()
 CASES = {
     Averaging: (Averaging(config=BalancedAverageConfig()), TINY),
+    AdapterRule: (AdapterRule(adapter=ADALORA), dataclasses.replace(TINY, adapter=ADALORA)),
     LayerNorms: (LayerNorms(), dataclasses.replace(TINY, dense_layers=())),
 }
 """A member of each class, and a model that it can train with."""
@@ -44,6 +48,11 @@ def _members():
     }
 
 
+def _further(part, model):
+    """The parts that a step with this one is made with: not those that the model brings."""
+    return () if part in model_parts(model) else (part,)
+
+
 def test_every_member_has_a_case_and_a_name_of_its_own():
     assert _members() == set(CASES) | ON_MESHES
     names = [member.name for member in _members()]
@@ -54,8 +63,9 @@ def test_every_member_has_a_case_and_a_name_of_its_own():
 def test_a_refused_step_leaves_the_state_of_a_part_as_it_was(member):
     """Bitwise, and with it parameters and moments; accepted steps before and after move it."""
     part, model = CASES[member]
-    state = init_state(model, OPTIMIZER, jax.random.key(0), parts=(part,))
-    step = make_train_step(model, OPTIMIZER, parts=(part,))
+    parts = _further(part, model)
+    state = init_state(model, OPTIMIZER, jax.random.key(0), parts=parts)
+    step = make_train_step(model, OPTIMIZER, parts=parts)
     assert set(state.parts) == {part.name}
     seen = [jax.tree.map(np.asarray, state.parts)]
     for weight in (1.0, math.nan, 1.0):
@@ -76,8 +86,9 @@ def test_a_refused_step_leaves_the_state_of_a_part_as_it_was(member):
 def test_a_state_without_the_part_is_refused_when_the_step_is_traced(member):
     part, model = CASES[member]
     state = jax.eval_shape(lambda: init_state(model, OPTIMIZER, jax.random.key(0)))
+    state = dataclasses.replace(state, parts={})
     with pytest.raises(ValueError, match=f"state.parts has no {part.name}, .* parts=step.parts"):
-        make_train_step(model, OPTIMIZER, parts=(part,)).trace(state, batch())
+        make_train_step(model, OPTIMIZER, parts=_further(part, model)).trace(state, batch())
 
 
 def test_two_parts_of_one_name_are_refused():
