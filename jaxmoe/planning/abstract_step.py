@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -97,7 +96,7 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
                 execution,
                 params,
                 key,
-                partial(plan.gradients.init, plan.table),
+                plan.gradients,
                 plan.parts,
             ),
             params,

@@ -196,7 +196,7 @@ class Assembly:
             execution=self.execution,
             parameterization=self.plan.parameterization,
             mesh=self.mesh,
-            estimator=self.plan.init_estimator,
+            gradients=self.plan.config.training.gradients,
             parts=self.plan.config.step_parts,
         )
         precision, rules = self.execution.precision, self.execution.axis_rules

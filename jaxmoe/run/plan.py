@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -62,10 +61,6 @@ class Plan:
             sequence_length=training.sequence_length,
             **training.step_options(parts=self.config.step_parts),
         )
-
-    def init_estimator(self) -> Any:
-        """Return the state of the estimator of the gradient before the first step, or None."""
-        return self.config.training.gradients.init(self.table)
 
     @property
     def flops_per_token(self) -> float:

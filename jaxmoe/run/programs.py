@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling import Parameterization
-from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.state import TrainState, init_state
@@ -73,7 +71,7 @@ class Programs:
                 key,
                 execution=self._execution,
                 parameterization=self._parameterization,
-                estimator=partial(self._training.gradients.init, parameter_table(self.model)),
+                gradients=self._training.gradients,
                 parts=self._training.step_parts,
             )
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,12 @@ from jaxmoe.training.guard import all_finite, no_norms, select
 from jaxmoe.training.host_arrays import layers_to_host, on_device
 from jaxmoe.training.parts.adapter_rule import model_parts
 from jaxmoe.training.parts.base import Start, StepPart, init_parts
+
+if TYPE_CHECKING:
+    from jaxmoe.training.estimators.base import Gradients
+
+GRADIENTS: Final = "gradients"
+"""Key of the state of a member of `Gradients` in `TrainState.parts`."""
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -57,10 +63,9 @@ class TrainState:
     local: Any = None
     """States of workers that communicate rarely; None without. See
     `jaxmoe/training/workers/state.py`."""
-    estimator: Any = None
-    """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
     parts: dict[str, Any] = struct.field(default_factory=dict)
-    """States of the parts of the step by name; see `jaxmoe/training/parts/base.py`."""
+    """States of the parts of the step by name (`jaxmoe/training/parts/base.py`), and that of how it
+    gets its gradient (`jaxmoe/training/estimators/base.py`)."""
 
 
 def init_state(
@@ -71,7 +76,7 @@ def init_state(
     execution: ExecutionConfig | None = None,
     parameterization: Parameterization | None = None,
     mesh: Mesh | None = None,
-    estimator: Callable[[], Any] | None = None,
+    gradients: Gradients | None = None,
     parts: Sequence[StepPart] = (),
 ) -> TrainState:
     """Return the state before the first step.
@@ -83,7 +88,7 @@ def init_state(
         execution: Rules and dtype of the parameters.
         parameterization: Initial scale per role; standard when None.
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
-        estimator: Function that returns the state of the estimator; None for none.
+        gradients: How a step gets its gradient, which may have a state; backpropagation when None.
         parts: Parts of the step beside those that the model brings.
     """
     execution = execution or ExecutionConfig()
@@ -98,7 +103,7 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        given = (execution, params, key, estimator, parts)
+        given = (execution, params, key, gradients, parts)
         return state_around(model, optimizer, *given)
 
     if mesh is None:
@@ -113,7 +118,7 @@ def state_around(
     execution: ExecutionConfig,
     params: Any,
     key: Key[Array, ""],
-    estimator: Callable[[], Any] | None = None,
+    gradients: Gradients | None = None,
     parts: Sequence[StepPart] = (),
 ) -> TrainState:
     """The state before the first step of parameters that are there.
@@ -124,7 +129,7 @@ def state_around(
         execution: with the layout.
         params: of the model.
         key: as for `init_state`.
-        estimator: Function that returns the state of the estimator; None for none.
+        gradients: How a step gets its gradient, which may have a state; backpropagation when None.
         parts: Parts of the step beside those that the model brings.
     """
     opt_state, states = {}, {}
@@ -137,6 +142,8 @@ def state_around(
         held = jax.device_put(held, jax.memory.Space.Device)
         start = Start(model, execution, params, trained=held, key=key)
         states = init_parts((*model_parts(model), *parts), start)
+        own = None if gradients is None else gradients.init(parameter_table(model))
+        states |= {} if own is None else {GRADIENTS: own}
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -147,7 +154,6 @@ def state_around(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         recent_norms=no_norms(),
-        estimator=None if estimator is None else estimator(),
         parts=states,
     )
 

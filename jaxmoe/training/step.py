@@ -56,8 +56,8 @@ from jaxmoe.training.optimizer_parts import check_layerwise, modules_of, update_
 from jaxmoe.training.parts.adapter_rule import model_parts
 from jaxmoe.training.parts.base import StepPart, check_parts, run_after
 from jaxmoe.training.pipeline.skipping import SkippingConfig
-from jaxmoe.training.state import CheckedStep as CheckedStep
 from jaxmoe.training.state import (
+    GRADIENTS,
     Clipped,
     TrainState,
     UpdatedParams,
@@ -66,6 +66,7 @@ from jaxmoe.training.state import (
     trained_part,
     update_routers,
 )
+from jaxmoe.training.state import CheckedStep as CheckedStep
 from sharding.constrain import place_like
 
 
@@ -117,7 +118,7 @@ class Step:
         Raises:
             ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
                 precision for inference alone, a model that does not fit the objective, or a choice
-                that the estimator of the gradient cannot train with.
+                that the gradients or a part cannot be computed with.
         """
         if self.accumulation < 1:
             raise ValueError(f"accumulation={self.accumulation} must be at least 1")
@@ -152,7 +153,7 @@ class Step:
             first_row: Number of the first row, where the batch is part of a larger one.
         """
         found = self.gradients.compute(self, state, batch, first_row)
-        aside = {"estimator": found.state, "has_signal": self.objective.has_signal(batch)}
+        aside = {"own": found.state, "has_signal": self.objective.has_signal(batch)}
         state, metrics, statistics = self.finish(state, *found[:3], **aside)
         measures = level_measures(batch, self.execution, self.accumulation)
         return state, dataclasses.replace(metrics, levels=measures), statistics
@@ -228,7 +229,7 @@ class Step:
         clipped: Clipped,
         update: UpdatedParams,
         worker_loss: Float[Array, " W"] | None,
-        estimator: Any = None,
+        own: Any = None,
         has_signal: Bool[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
         """Return the state after an update, or after a refusal by the guard.
@@ -240,7 +241,7 @@ class Step:
             clipped: Clipped gradients; read for the norms of layers, if the state keeps them.
             update: Results of the optimiser.
             worker_loss: Losses of the workers that are reported apart.
-            estimator: State of the estimator after the step.
+            own: State of `gradients` after the step; None without.
             has_signal: See `Objective.has_signal`.
         """
         statistics, grad_norm, before = summed.statistics, clipped.norm, state
@@ -251,6 +252,9 @@ class Step:
         moves = is_good if has_signal is None else is_good & has_signal
         kept = select(moves, new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
+        parts = state.parts
+        if own is not None:
+            parts = {**parts, GRADIENTS: select(moves, own, parts[GRADIENTS])}
         state = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -260,7 +264,7 @@ class Step:
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
             recent_norms=remember(state.recent_norms, grad_norm, moves),
-            estimator=None if estimator is None else select(moves, estimator, state.estimator),
+            parts=parts,
         )
         state = run_after(self.chain, self, before, state, clipped.grads, moves)
         metrics = StepMetrics(

@@ -28,7 +28,7 @@ def step_of(model: ModelConfig, mesh: MeshConfig | None = None, **fields) -> Ste
     return Step(model=model, optimizer=optax.sgd(1.0), execution=execution, **fields)
 
 
-def state_of(model: ModelConfig, estimator=None) -> TrainState:
+def state_of(model: ModelConfig, own=None) -> TrainState:
     """State before a step, of arrays of its own."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -38,7 +38,7 @@ def state_of(model: ModelConfig, estimator=None) -> TrainState:
         rng=jax.random.key(0),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
-        estimator=estimator,
+        parts={} if own is None else {"gradients": own},
     )
 
 

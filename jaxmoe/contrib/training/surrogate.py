@@ -82,11 +82,7 @@ class SurrogateConfig(Gradients):
         self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        if state.estimator is None:
-            raise ValueError(
-                "training.gradients:surrogate needs state.estimator, which is None: make the state"
-                " with init_state(..., estimator=lambda: config.init(table))"
-            )
+        before = self.own_state(state)
         weight, given = passes.prepare(step, state, batch, first_row)
         table = table_of(step)
         workers = step.execution.mesh.replica if surroundings() == "explicit" else 1
@@ -106,7 +102,7 @@ class SurrogateConfig(Gradients):
         run = partial(_fitted, self, step, workers)
         if workers > 1:
             run = region(run, axis=REPLICA, out_specs=PartitionSpec())
-        weights, found = run(given, data, rows, state.estimator)
+        weights, found = run(given, data, rows, before)
         grads = unravel(gradient(vectors, phases, weights) / scale)
         grads = jax.tree.map(place_like, grads, table.trained(state.params))
         return StepGradients(weight, passes.gradients_with(grads, found), None, weights)

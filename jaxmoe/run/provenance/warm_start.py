@@ -198,8 +198,10 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
     plan, key = assembly.plan, jax.random.key(assembly.plan.config.training.seed)
 
     def around(params):
-        given = (assembly.execution, params, key, plan.init_estimator, plan.config.step_parts)
-        return state_around(plan.model, plan.optimizer, *given)
+        config = plan.config
+        options = {"gradients": config.training.gradients, "parts": config.step_parts}
+        where = (plan.model, plan.optimizer, assembly.execution)
+        return state_around(*where, params, key, **options)
 
     with jax.set_mesh(assembly.mesh):
         begun = jax.jit(around)(with_base(state.params, params))

@@ -25,7 +25,7 @@ from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.training.accumulation import GradientSums
-from jaxmoe.training.state import TrainState
+from jaxmoe.training.state import GRADIENTS, TrainState
 
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
@@ -48,7 +48,7 @@ class StepGradients(NamedTuple):
     worker_loss: Float[Array, " W"] | None = None
     """Losses of the workers that are reported apart."""
     state: Any = None
-    """State of the estimator after the step."""
+    """State of the member after the step; None without."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +161,22 @@ class Gradients(abc.ABC):
                 f"training.clip={clip} limits the norm of a gradient, and that of"
                 f" training.gradients:{self.name} has no meaning: set training.clip to None"
             )
+
+    def own_state(self, state: TrainState) -> Any:
+        """Return the state of the member, which `init` made.
+
+        Args:
+            state: Training state.
+
+        Raises:
+            ValueError: The training state was made without it.
+        """
+        if GRADIENTS not in state.parts:
+            raise ValueError(
+                f"state.parts has no {GRADIENTS}, which training.gradients:{self.name} carries from"
+                " step to step: make the state with init_state(..., gradients=step.gradients)"
+            )
+        return state.parts[GRADIENTS]
 
     @property
     def num_passes(self) -> float:

@@ -113,12 +113,7 @@ class SeedPoolConfig(Gradients):
         self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        held: SeedSums | None = state.estimator
-        if held is None:
-            raise ValueError(
-                "training.gradients:seed_pool needs state.estimator, which is None: make the state"
-                " with init_state(..., estimator=lambda: config.init(table))"
-            )
+        held: SeedSums = self.own_state(state)
         weight, given = prepare(step, state, batch, first_row)
         key = jax.random.fold_in(jax.random.wrap_key_data(given.key), 2)
         logits = jnp.log(probabilities(held))

@@ -118,14 +118,14 @@ def test_workers_send_their_weights_and_stay_equal():
         *(DENSE, optimizer, jax.random.key(0)),
         execution=execution,
         mesh=made,
-        estimator=functools.partial(config.init, table),
+        gradients=config,
     )
     with jax.set_mesh(made):
         rows = global_batch(batch(), made)
         compiled = step.jitted().lower(state, rows).compile()
         text = compiled.as_text()
         state, metrics = compiled(state, rows)
-    assert not metrics.is_skipped and np.asarray(state.estimator).any()
+    assert not metrics.is_skipped and np.asarray(state.parts["gradients"]).any()
     sizes = []
     for line in text.splitlines():
         result = re.search(r"= (.*) all-(?:reduce|gather)(?:-start)?\(", line)
@@ -139,6 +139,5 @@ def test_workers_send_their_weights_and_stay_equal():
 
 
 def test_missing_weights_are_refused():
-    state = dataclasses.replace(state_of(DENSE), estimator=None)
-    with pytest.raises(ValueError, match=r"surrogate needs state.estimator, which is None"):
-        SurrogateConfig().compute(step_of(DENSE), state, batch())
+    with pytest.raises(ValueError, match=r"state.parts has no gradients, .*:surrogate carries"):
+        SurrogateConfig().compute(step_of(DENSE), state_of(DENSE), batch())
