@@ -1,17 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One optimiser step: gradients over micro-batches, clipping, update, guard.
+"""One optimiser step: gradients, parts before the update, update, parts after, guard.
 
-    loss  = sum of weighted nll / sum of weights  +  the balancers' losses  +  the adapter's
-    guard : loss, gradient norm and new state all finite, the norm not far above those of the steps
-            before (`jaxmoe.training.guard`), or else nothing changes
+    gradients   `Gradients.compute`: the loss of the micro-batches, differentiated or estimated
+    parts       `StepPart.update`, `after`, `settle`, `measure` (`jaxmoe/training/parts/base.py`)
+    update      clipping, and the optimiser on gradients and parameters laid out as its state
+    guard       loss, gradient norm and new state all finite, the norm not far above those of the
+                steps before (`jaxmoe/training/guard.py`), or else nothing changes
 
 The guard selects whole states with `where` and never multiplies by zero, so one NaN or an infinite
-square cannot leak into parameters, moments, optimiser counters or router state: they stay bitwise
-what they were. Only the counters move. A step without a signal (`Objective.has_signal`) is alike.
+square cannot leak into parameters, moments, optimiser counters, router state or the states of
+parts: they stay bitwise what they were. Only the counters move. A step without a signal
+(`Objective.has_signal`) is alike.
 
 With accumulation the cross-entropy is exactly that of the whole batch; the balancers' losses have
-two forms, `buffer` and the exact `two_pass` (`jaxmoe.training.balance`).
+two forms, `buffer` and the exact `two_pass` (`jaxmoe/training/balance.py`).
 """
 
 from __future__ import annotations
@@ -31,14 +34,13 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.routing import RouterStatistics, telemetry
-from jaxmoe.routing.telemetry.detailed import mean_log_prob
+from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.estimators.backprop import BackpropConfig
-from jaxmoe.training.estimators.base import Gradients
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.guard import (
     all_finite,
     check_ratio,
@@ -47,14 +49,20 @@ from jaxmoe.training.guard import (
     select,
 )
 from jaxmoe.training.host_arrays import global_norm, is_on_host
-from jaxmoe.training.measures.indicators import watch_layers, watch_routers
-from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import FilesStep
 from jaxmoe.training.optimizer_parts import check_layerwise, modules_of, update_in_parts
 from jaxmoe.training.parts.adapter_rule import model_parts
-from jaxmoe.training.parts.base import StepPart, check_parts, run_after
+from jaxmoe.training.parts.base import (
+    Outcome,
+    StepPart,
+    check_parts,
+    run_after,
+    run_measure,
+    run_update,
+)
+from jaxmoe.training.parts.measures import MEASURES
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import (
     GRADIENTS,
@@ -134,8 +142,8 @@ class Step:
 
     @property
     def chain(self) -> tuple[StepPart, ...]:
-        """All parts in their order, those that the model brings first."""
-        return (*model_parts(self.model), *self.parts)
+        """All parts in their order: those that the model brings first, those that measure last."""
+        return (*model_parts(self.model), *self.parts, *MEASURES)
 
     @property
     def has_probes(self) -> bool:
@@ -152,11 +160,8 @@ class Step:
             batch: Rows.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
-        found = self.gradients.compute(self, state, batch, first_row)
-        aside = {"own": found.state, "has_signal": self.objective.has_signal(batch)}
-        state, metrics, statistics = self.finish(state, *found[:3], **aside)
-        measures = level_measures(batch, self.execution, self.accumulation)
-        return state, dataclasses.replace(metrics, levels=measures), statistics
+        gradients = self.begin(state, batch, first_row)
+        return self.finish(state, gradients)
 
     def jitted(self) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state."""
@@ -169,36 +174,24 @@ class Step:
 
         return CheckedStep(jax.jit(step, donate_argnums=0), self.model.vocab_size)
 
+    def begin(self, state: TrainState, batch: Batch, first_row: Any = 0) -> StepGradients:
+        """Return the gradients of a step after its parts; arguments as of a call."""
+        gradients = self.gradients.compute(self, state, batch, first_row)
+        gradients = gradients._replace(has_signal=self.objective.has_signal(batch))
+        return run_update(self.chain, self, state, batch, gradients)
+
     def finish(
-        self,
-        state: TrainState,
-        weight: Float[Array, ""],
-        summed: GradientSums,
-        worker_loss: Float[Array, " W"] | None,
-        **aside: Any,
+        self, state: TrainState, gradients: StepGradients
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
         """Return the state after an update with the gradients, or after a refusal.
 
         Args:
             state: State before the step.
-            weight: Sum of the loss weights.
-            summed: Sums over the batch.
-            worker_loss: Losses of the workers that are reported apart.
-            **aside: Further arguments of `judged`.
+            gradients: Sums over the batch.
         """
-        clipped = self.clipped(summed.grads)
-        update = update_params(
-            self.model,
-            self.optimizer,
-            self.execution,
-            clipped.grads,
-            state,
-            self.table,
-            after=(summed.loss, clipped.norm),
-            scale=clipped.scale,
-            probes=summed.probes,
-        )
-        return self.judged(state, weight, summed, clipped, update, worker_loss, **aside)
+        clipped = self.clipped(gradients.summed.grads)
+        update = update_params(self, state, gradients.summed, clipped)
+        return self.guarded(state, gradients, clipped, update)
 
     def clipped(self, grads: Any) -> Clipped:
         """Return gradients with a norm of at most `clip`; those in host memory stay as they are."""
@@ -221,75 +214,55 @@ class Step:
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
         return jnp.isfinite(loss) & jnp.isfinite(norm) & (norm.astype(limit.dtype) <= limit)
 
-    def judged(
+    def guarded(
         self,
         state: TrainState,
-        weight: Float[Array, ""],
-        summed: GradientSums,
+        gradients: StepGradients,
         clipped: Clipped,
         update: UpdatedParams,
-        worker_loss: Float[Array, " W"] | None,
-        own: Any = None,
-        has_signal: Bool[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics, RouterStatistics | None]:
-        """Return the state after an update, or after a refusal by the guard.
+        """Return the state after an update and the parts after it, or after a refusal.
 
         Args:
             state: State before the step.
-            weight: Sum of the loss weights.
-            summed: Sums over the batch; its gradients are not read.
-            clipped: Clipped gradients; read for the norms of layers, if the state keeps them.
+            gradients: Sums over the batch; their gradients are not read.
+            clipped: Clipped gradients.
             update: Results of the optimiser.
-            worker_loss: Losses of the workers that are reported apart.
-            own: State of `gradients` after the step; None without.
-            has_signal: See `Objective.has_signal`.
         """
-        statistics, grad_norm, before = summed.statistics, clipped.norm, state
-        new = (update.params, update_routers(self.model, state, statistics))
-        old = (state.params, state.router_state)
-        is_good = self.may_update(state, summed.loss, grad_norm)
+        before, summed = state, gradients.summed
+        new = (update.params, update_routers(self.model, state, summed.statistics))
+        is_good = self.may_update(state, summed.loss, clipped.norm)
         is_good &= all_finite(new[1]) & update.is_finite(self.optimizer)
-        moves = is_good if has_signal is None else is_good & has_signal
-        kept = select(moves, new, old)
-        in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
+        moves = is_good if gradients.has_signal is None else is_good & gradients.has_signal
+        params, router_state = select(moves, new, (state.params, state.router_state))
         parts = state.parts
-        if own is not None:
-            parts = {**parts, GRADIENTS: select(moves, own, parts[GRADIENTS])}
+        if gradients.state is not None:
+            parts = {**parts, GRADIENTS: select(moves, gradients.state, parts[GRADIENTS])}
         state = dataclasses.replace(
             state,
             step=state.step + 1,
-            params=kept[0],
+            params=params,
             opt_state=update.opt_state.kept(moves),
-            router_state=kept[1],
+            router_state=router_state,
             skipped=state.skipped + (~is_good).astype(jnp.int32),
-            skipped_in_a_row=in_a_row,
-            recent_norms=remember(state.recent_norms, grad_norm, moves),
+            skipped_in_a_row=jnp.where(is_good, 0, state.skipped_in_a_row + 1),
+            recent_norms=remember(state.recent_norms, clipped.norm, moves),
             parts=parts,
         )
         state = run_after(self.chain, self, before, state, clipped.grads, moves)
+        outcome = Outcome(before, state, gradients, update.updates, moves)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,
-            grad_norm=grad_norm,
-            num_tokens=weight,
+            grad_norm=clipped.norm,
+            num_tokens=gradients.weight,
             is_skipped=~is_good,
-            skipped_in_a_row=in_a_row,
-            router=watch_routers(state, statistics, self.execution),
-            load=None if statistics is None else telemetry.load(statistics),
-            indicators=watch_layers(
-                self.model,
-                summed.indicators,
-                update.updates,
-                old[0],
-                moves,
-                self.execution.placement,
-                step=state.step - 1,
-            ),
-            quality=mean_log_prob(statistics),
+            skipped_in_a_row=state.skipped_in_a_row,
             norm_limit=norm_limit(before.recent_norms, self.max_norm_ratio),
-            worker_loss=worker_loss,
+            worker_loss=gradients.worker_loss,
+            **run_measure(self.chain, self, outcome),
         )
-        return state, metrics, statistics
+        return state, metrics, summed.statistics
 
 
 def make_train_step(
@@ -331,30 +304,20 @@ def make_train_step(
 
 
 def update_params(
-    model: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    execution: ExecutionConfig,
-    grads: Any,
-    state: TrainState,
-    table: ParameterTable | None = None,
-    *,
-    after: tuple[Array, Array],
-    scale: Array | float = 1.0,
-    probes: Any = None,
+    step: Step, state: TrainState, summed: GradientSums, clipped: Clipped
 ) -> UpdatedParams:
     """Apply the optimiser to gradients and parameters sharded like its state.
 
+    State in host memory is not fetched before loss and norm are known.
+
     Args:
-        model: of the parameters.
-        optimizer: an optax transformation.
-        execution: whose layout says how they are cut.
-        grads: laid out as the parameters.
-        state: before the step.
-        table: Groups of the parameters; None trains all.
-        after: Scalars before which state in host memory is not fetched; see `update_in_parts`.
-        scale: Factor of the gradients that lie in host memory.
-        probes: Gradients of probes, for an optimiser that reads them; None for others.
+        step: Model, optimiser, groups of the parameters, and layout.
+        state: State before the step.
+        summed: Loss, and gradients of probes for an optimiser that reads them.
+        clipped: Gradients, laid out as the parameters.
     """
+    model, optimizer, execution, table = step.model, step.optimizer, step.execution, step.table
+    grads, probes = clipped.grads, summed.probes
     old = state.params if table is None else table.trained(state.params)
     is_away = execution.parameter_memory == "host"
     if is_away:  # the layouts of parameters and state are one
@@ -365,7 +328,13 @@ def update_params(
     if execution.updates_in_parts:
         modules = modules_of(model, held, execution.optimizer_parts)
         updates, params, new = update_in_parts(
-            optimizer.update, modules, grads, state.opt_state, held, after=after, scale=scale
+            optimizer.update,
+            modules,
+            grads,
+            state.opt_state,
+            held,
+            after=(summed.loss, clipped.norm),
+            scale=clipped.scale,
         )
     else:
         fetched = fetch(state.opt_state, execution)

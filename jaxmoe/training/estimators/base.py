@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
@@ -49,6 +49,10 @@ class StepGradients(NamedTuple):
     """Losses of the workers that are reported apart."""
     state: Any = None
     """State of the member after the step; None without."""
+    has_signal: Bool[Array, ""] | None = None
+    """See `Objective.has_signal`; the step sets it."""
+    measures: dict[str, Any] = {}
+    """Further fields of `StepMetrics`, which parts of the step add."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

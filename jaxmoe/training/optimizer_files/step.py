@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import lay_out
-from jaxmoe.training.accumulation import GradientSums
+from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.guard import all_finite, select
-from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics
 from jaxmoe.training.optimizer_files.array import FileArray
 from jaxmoe.training.optimizer_files.part_files import PartFiles, PartLayout, Pass
@@ -54,17 +53,12 @@ class OptimizerFilesError(EndRunError):
 class Begun(NamedTuple):
     """Results of the program that makes the gradients."""
 
-    weight: Float[Array, ""]
-    summed: GradientSums
+    gradients: StepGradients
     """Sums over the batch, without gradients."""
     clipped: Clipped
     """Norm of the gradients; these are apart."""
-    worker_loss: Float[Array, " W"] | None
-    levels: dict[str, Float[Array, ""]]
     may_update: Bool[Array, ""]
     """Whether the guard accepts loss and norm, and there is a signal."""
-    has_signal: Bool[Array, ""] | None
-    """See `Objective.has_signal`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,18 +280,14 @@ class FilesStep:
 
     def _begun(self, state: TrainState, batch: Batch) -> tuple[Begun, Any]:
         step = self._step
-        weight, summed, worker_loss, _ = step.gradients.compute(step, state, batch)
+        gradients = step.begin(state, batch)
+        summed, has_signal = gradients.summed, gradients.has_signal
         clipped = step.clipped(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
-        has_signal = step.objective.has_signal(batch)
         begun = Begun(
-            weight=weight,
-            summed=dataclasses.replace(summed, grads=None),
+            gradients=gradients._replace(summed=dataclasses.replace(summed, grads=None)),
             clipped=clipped._replace(grads=None),
-            worker_loss=worker_loss,
-            levels=level_measures(batch, step.execution, step.accumulation),
             may_update=may_update if has_signal is None else may_update & has_signal,
-            has_signal=has_signal,
         )
         return begun, self._cut(clipped.grads)
 
@@ -356,10 +346,8 @@ class FilesStep:
     def _judged(
         self, state: TrainState, begun: Begun, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
-        state, metrics, _ = self._step.judged(
-            state, *begun[:3], update, begun.worker_loss, has_signal=begun.has_signal
-        )
-        return state, dataclasses.replace(metrics, levels=begun.levels)
+        state, metrics, _ = self._step.guarded(state, begun.gradients, begun.clipped, update)
+        return state, metrics
 
 
 class _Lowered:

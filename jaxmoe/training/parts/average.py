@@ -170,18 +170,19 @@ class Averaging(StepPart):
             state["grads"] = jax.tree.map(lambda new: new.astype(jnp.float32), grads)
         return self.with_state(after, state)
 
-    def settle(self, step: Step, state: TrainState) -> TrainState:
+    def settle(self, step: Step, before: TrainState, after: TrainState) -> TrainState:
         """Return the training state with the average as its parameters, after the last step."""
+        del before
         if self.steps is None:
-            return state
+            return after
         table = step.table or parameter_table(step.model)
-        is_last = state.step >= self.steps
+        is_last = after.step >= self.steps
         params = jax.tree.map(
             lambda mean, new: jnp.where(is_last, mean.astype(new.dtype), new),
-            self.own_state(state)["params"],
-            table.trained(state.params),
+            self.own_state(after)["params"],
+            table.trained(after.params),
         )
-        return dataclasses.replace(state, params=table.merged(params, state.params))
+        return dataclasses.replace(after, params=table.merged(params, after.params))
 
 
 def _is_row(node: Any) -> bool:

@@ -4,11 +4,13 @@
 
     check(step)                          refuses a step that the part cannot be in
     init(start)                          state before the first step, in `TrainState.parts[name]`
+    update(step, state, batch, grads)    the gradients before they are clipped and applied
     after(step, before, after, grads)    the training state after an update that was accepted
-    settle(step, state)                  the training state after every step, refused ones included
+    settle(step, before, after)          the training state after every step, refused ones included
+    measure(step, outcome)               further fields of `StepMetrics`
 
-The parts of a step are chained: each receives the state that the one before it returned. A part may
-change any field of the state. What `after` returns is kept only if the guard accepted the step, and
+The parts of a step are chained: each receives what the one before it returned. A part may change
+any field of the state. What `after` returns is kept only if the guard accepted the step, and
 otherwise every array is bitwise what it was; leaves that are returned as they came cost nothing.
 `settle` is for what holds of every state, such as a copy of parameters.
 
@@ -23,11 +25,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, Bool, Key
 
+from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.guard import select_changed
 
 if TYPE_CHECKING:
+    from jaxmoe.training.estimators.base import StepGradients
     from jaxmoe.training.state import TrainState
     from jaxmoe.training.step import Step
 
@@ -43,6 +47,22 @@ class Start(NamedTuple):
     """Those that are trained, in device memory."""
     key: Key[Array, ""]
     """Key of the initial values; fold a number or a name of one's own into it."""
+
+
+class Outcome(NamedTuple):
+    """What has happened in a step."""
+
+    before: TrainState
+    """State before the step."""
+    after: TrainState
+    """State after it."""
+    gradients: StepGradients
+    """Sums over the batch."""
+    updates: Any
+    """What the optimiser would add to the parameters; None where those of layers lie in host
+    memory."""
+    is_accepted: Bool[Array, ""]
+    """Whether the step changed the state beside its counters."""
 
 
 class StepPart:
@@ -83,6 +103,20 @@ class StepPart:
         """
         del start
 
+    def update(
+        self, step: Step, state: TrainState, batch: Batch, gradients: StepGradients
+    ) -> StepGradients:
+        """Return the gradients of a step before they are clipped and applied.
+
+        Args:
+            step: Step with the part.
+            state: State before the step.
+            batch: Rows of the step.
+            gradients: Sums over the batch; `measures` are further fields of `StepMetrics`.
+        """
+        del step, state, batch
+        return gradients
+
     def after(self, step: Step, before: TrainState, after: TrainState, grads: Any) -> TrainState:
         """Return the training state after an accepted update, and what the part does to it.
 
@@ -98,15 +132,26 @@ class StepPart:
         del step, before, grads
         return after
 
-    def settle(self, step: Step, state: TrainState) -> TrainState:
+    def settle(self, step: Step, before: TrainState, after: TrainState) -> TrainState:
         """Return the training state after every step, whether it was accepted or refused.
 
         Args:
             step: Step with the part.
-            state: State that the guard has chosen.
+            before: State before the step.
+            after: State that the guard has chosen.
         """
-        del step
-        return state
+        del step, before
+        return after
+
+    def measure(self, step: Step, outcome: Outcome) -> dict[str, Any]:
+        """Return further fields of `StepMetrics` by name.
+
+        Args:
+            step: Step with the part.
+            outcome: What has happened.
+        """
+        del step, outcome
+        return {}
 
     def own_state(self, state: TrainState) -> Any:
         """Return the state of the part.
@@ -165,6 +210,41 @@ def init_parts(parts: Sequence[StepPart], start: Start) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state is not None}
 
 
+def run_update(
+    parts: Sequence[StepPart],
+    step: Step,
+    state: TrainState,
+    batch: Batch,
+    gradients: StepGradients,
+) -> StepGradients:
+    """Return the gradients after what all parts do before the update.
+
+    Args:
+        parts: Parts of the step, in their order.
+        step: Step with the parts.
+        state: State before the step.
+        batch: Rows of the step.
+        gradients: Sums over the batch.
+    """
+    for part in parts:
+        gradients = part.update(step, state, batch, gradients)
+    return gradients
+
+
+def run_measure(parts: Sequence[StepPart], step: Step, outcome: Outcome) -> dict[str, Any]:
+    """Return the fields of `StepMetrics` that all parts measure, by name.
+
+    Args:
+        parts: Parts of the step, in their order.
+        step: Step with the parts.
+        outcome: What has happened.
+    """
+    fields = dict(outcome.gradients.measures)
+    for part in parts:
+        fields |= part.measure(step, outcome)
+    return fields
+
+
 def run_after(
     parts: Sequence[StepPart],
     step: Step,
@@ -188,5 +268,5 @@ def run_after(
         if changed is not after:
             after = select_changed(is_accepted, changed, after)
     for part in parts:
-        after = part.settle(step, after)
+        after = part.settle(step, before, after)
     return after

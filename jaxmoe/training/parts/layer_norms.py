@@ -74,15 +74,15 @@ class VocabularyMirror(StepPart):
         zeros = {path: place_like(jnp.zeros(x.shape, x.dtype), x) for path, x in cut.items()}
         return traverse_util.unflatten_dict(zeros, sep="/")
 
-    def settle(self, step: Step, state: TrainState) -> TrainState:
+    def settle(self, step: Step, before: TrainState, after: TrainState) -> TrainState:
         """Return the training state with the rows of its parameters."""
-        del step
-        if self.name not in state.parts:
-            return state
-        flat: dict[Any, Any] = dict(traverse_util.flatten_dict(state.params))
-        paths = traverse_util.flatten_dict(self.own_state(state))
+        del step, before
+        if self.name not in after.parts:
+            return after
+        flat: dict[Any, Any] = dict(traverse_util.flatten_dict(after.params))
+        paths = traverse_util.flatten_dict(self.own_state(after))
         rows = {path: _from_before(flat[path]) for path in paths}
-        return self.with_state(state, traverse_util.unflatten_dict(rows))
+        return self.with_state(after, traverse_util.unflatten_dict(rows))
 
 
 def _from_before(x: Array) -> Array:

@@ -24,6 +24,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import flat, nested
 from jaxmoe.replicas.gradient_method import Contribution, exchange_gradients
 from jaxmoe.training.accumulation import GradientSums
+from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.state import TrainState, fetch
 from jaxmoe.training.step import CheckedStep, Step, StepMetrics
@@ -85,7 +86,7 @@ def gradient_step(
     losses = None
     if step.workers == training.workers.number:
         losses = jnp.where(counted[:, 0], found.loss[:, 0], jnp.nan)
-    after, metrics, _ = step.finish(state, weight, summed, losses)
+    after, metrics, _ = step.finish(state, StepGradients(weight, summed, losses))
     return replace(after, local=select(~metrics.is_skipped, talk, state.local)), metrics
 
 

@@ -141,9 +141,11 @@ def own_step(step: Step, training: WorkerTraining, number: Int[Array, ""]) -> An
         return nested(arrays | masked)
 
     def run(state: TrainState, rows: Batch, first: Any) -> Any:
-        weight, summed, losses, _ = step.gradients.compute(step, state, rows, first)
+        gradients = step.begin(state, rows, first)
+        summed = gradients.summed
         grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
-        after, *rest = step.finish(state, weight, replace(summed, grads=grads), losses)
+        gradients = gradients._replace(summed=replace(summed, grads=grads))
+        after, *rest = step.finish(state, gradients)
         return replace(after, params=own(after.params, state.params)), *rest
 
     return run

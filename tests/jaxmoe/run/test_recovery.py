@@ -84,7 +84,7 @@ def _state(seed: int, step: int) -> TrainState:
         },
     )
     with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(VocabularyMirror().settle, STEP))(state)
+        state = jax.jit(functools.partial(VocabularyMirror().settle, STEP))(state, state)
     whole = NamedSharding(mesh, jax.P())
     return jax.tree.map(lambda x: x if len(x.devices()) > 1 else jax.device_put(x, whole), state)
 

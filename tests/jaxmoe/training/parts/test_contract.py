@@ -9,7 +9,9 @@ import pkgutil
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxmoe.adapters import AdaLoraConfig
@@ -19,6 +21,7 @@ from jaxmoe.training.parts.adapter_rule import AdapterRule, model_parts
 from jaxmoe.training.parts.average import Averaging, BalancedAverageConfig
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
+from jaxmoe.training.parts.measures import MEASURES
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step, make_train_step
 from tests.support.models import TINY
@@ -54,7 +57,7 @@ def _further(part, model):
 
 
 def test_every_member_has_a_case_and_a_name_of_its_own():
-    assert _members() == set(CASES) | ON_MESHES
+    assert _members() == set(CASES) | ON_MESHES | {type(part) for part in MEASURES}
     names = [member.name for member in _members()]
     assert len(set(names)) == len(names)
 
@@ -63,9 +66,9 @@ def test_every_member_has_a_case_and_a_name_of_its_own():
 def test_a_refused_step_leaves_the_state_of_a_part_as_it_was(member):
     """Bitwise, and with it parameters and moments; accepted steps before and after move it."""
     part, model = CASES[member]
-    parts = _further(part, model)
-    state = init_state(model, OPTIMIZER, jax.random.key(0), parts=parts)
-    step = make_train_step(model, OPTIMIZER, parts=parts)
+    members = _further(part, model)
+    state = init_state(model, OPTIMIZER, jax.random.key(0), parts=members)
+    step = make_train_step(model, OPTIMIZER, parts=members)
     assert set(state.parts) == {part.name}
     seen = [jax.tree.map(np.asarray, state.parts)]
     for weight in (1.0, math.nan, 1.0):
@@ -95,6 +98,40 @@ def test_two_parts_of_one_name_are_refused():
     part, model = CASES[Averaging]
     with pytest.raises(ValueError, match="two parts of a step have the name average"):
         Step(model=model, optimizer=OPTIMIZER, parts=(part, part))
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(StepPart):
+    """Halves the gradients, and measures their norm and how far the parameters have moved."""
+
+    name = "halved"
+
+    def update(self, step, state, batch, gradients):
+        del step, state, batch
+        summed = gradients.summed
+        grads = jax.tree.map(lambda x: 0.5 * x, summed.grads)
+        measures = {**gradients.measures, "exchange": {"norm": optax.tree.norm(grads)}}
+        return gradients._replace(summed=summed.replace(grads=grads), measures=measures)
+
+    def measure(self, step, outcome):
+        moved = jax.tree.map(jnp.subtract, outcome.before.params, outcome.after.params)
+        return {"disk": {"moved": optax.tree.norm(moved)}}
+
+
+def test_a_part_of_ones_own_changes_the_gradients_and_measures_the_step():
+    """Half the gradients at a rate of 1 move the parameters as all of them at half the rate."""
+    results = []
+    for rate, members in ((1.0, (Halved(),)), (0.5, ())):
+        optimizer = optax.sgd(rate)
+        state = init_state(TINY, optimizer, jax.random.key(0), parts=members)
+        step = make_train_step(TINY, optimizer, clip=None, parts=members)
+        results.append(step(state, batch()))
+    (half, metrics), (whole, plain) = results
+    for one, other in zip(*map(jax.tree.leaves, (half.params, whole.params)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    norms = [metrics.grad_norm, metrics.exchange["norm"], metrics.disk["moved"]]
+    np.testing.assert_allclose(norms, [0.5 * plain.grad_norm] * 3, rtol=1e-4)
+    assert not plain.exchange and not plain.disk
 
 
 def test_a_part_is_neutral_by_default():

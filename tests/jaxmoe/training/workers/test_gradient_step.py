@@ -19,6 +19,7 @@ from jaxmoe.optim import AdamWConfig
 from jaxmoe.replicas import CodedConfig, EControlConfig, OneBitAdamConfig, RobustConfig
 from jaxmoe.replicas.gradient_method import Agreed, Contribution, exchange_gradients
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.estimators import StepGradients
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
 from jaxmoe.training.workers import GradientTraining
@@ -107,7 +108,7 @@ def by_hand():
         whole = found[0][1] + found[1][1]
         loss = sum(s * f.loss for s, (_, f, _) in zip(shares, found))  # noqa: B905
         whole = whole.replace(grads=jax.tree.map(jnp.add, *grads), loss=loss)
-        state, metrics, _ = step.finish(state, total, whole, None)
+        state, metrics, _ = step.finish(state, StepGradients(total, whole))
         return state, metrics
 
     losses = []
