@@ -14,9 +14,9 @@ A step without exchange runs no collective between workers.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import Fragment, flat, nested
 from jaxmoe.replicas.method import Talk, mask_foreign, merge, send
+from jaxmoe.training.estimators.base import StepGradients
+from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, Step, StepMetrics
 from jaxmoe.training.workers.programs import ScheduledStep
@@ -122,33 +124,49 @@ def count_step(
     )
 
 
-def own_step(step: Step, training: WorkerTraining, number: Int[Array, ""]) -> Any:
-    """Return a step that leaves parameters as they are that other workers train, without moments.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForeignRows(StepPart):
+    """Leaves parameters as they are that other workers train, without moments."""
+
+    name: ClassVar[str] = "foreign_rows"
+
+    training: WorkerTraining
+    number: Int[Array, ""]
+    """Number of the worker that takes the step."""
+
+    def update(
+        self, step: Step, state: TrainState, batch: Batch, gradients: StepGradients
+    ) -> StepGradients:
+        """Return the gradients with zeros in the rows of other workers."""
+        del step, state, batch
+        summed = gradients.summed
+        grads = self._own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
+        return gradients._replace(summed=replace(summed, grads=grads))
+
+    def settle(self, step: Step, before: TrainState, after: TrainState) -> TrainState:
+        """Return the training state with the rows of other workers as they were."""
+        del step
+        return replace(after, params=self._own(after.params, before.params))
+
+    def _own(self, tree: Any, otherwise: Any) -> Any:
+        arrays, others = flat(tree), flat(otherwise)
+        training = self.training
+        trained = {path: arrays[path] for path in training.leaves}
+        masked = mask_foreign(training.method, training.leaves, self.number, trained, others)
+        return nested(arrays | masked)
+
+
+def own_step(step: Step, training: WorkerTraining, number: Int[Array, ""]) -> Step:
+    """Return a step that leaves parameters as they are that other workers train.
 
     Args:
         step: Step of one worker.
         training: Method.
         number: Number of the worker.
     """
-
     if (own_rows := training.own_rows) is not None:
         step = replace(step, optimizer=own_rows.of(number))
-
-    def own(tree: Any, otherwise: Any) -> Any:
-        arrays, others = flat(tree), flat(otherwise)
-        trained = {path: arrays[path] for path in training.leaves}
-        masked = mask_foreign(training.method, training.leaves, number, trained, others)
-        return nested(arrays | masked)
-
-    def run(state: TrainState, rows: Batch, first: Any) -> Any:
-        gradients = step.begin(state, rows, first)
-        summed = gradients.summed
-        grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
-        gradients = gradients._replace(summed=replace(summed, grads=grads))
-        after, *rest = step.finish(state, gradients)
-        return replace(after, params=own(after.params, state.params)), *rest
-
-    return run
+    return replace(step, parts=(*step.parts, ForeignRows(training=training, number=number)))
 
 
 def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
