@@ -13,7 +13,7 @@ from experiments.recipes import RECIPES
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data import ChatConfig, FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
-from jaxmoe.run import loop as loop_module
+from jaxmoe.run import trainer as trainer_module
 
 SMALL = (
     *("--model.num_layers", "1", "--model.embed_dim", "16"),
@@ -118,9 +118,9 @@ def test_help_lists_data_flags(capsys):
 def _batches(monkeypatch):
     """The tokens of every training step, as they reach the device."""
     seen = {}
-    original = loop_module.run_loop
+    original = trainer_module.Loop
 
-    def run_loop(state, step, batches, *, first_step, **rest):
+    def loop(state, step, batches, *, first_step, **rest):
         def watched():
             for number, batch in enumerate(batches, start=first_step):
                 seen[number] = np.asarray(batch.tokens).copy()
@@ -128,7 +128,7 @@ def _batches(monkeypatch):
 
         return original(state, step, watched(), first_step=first_step, **rest)
 
-    monkeypatch.setattr(loop_module, "run_loop", run_loop)
+    monkeypatch.setattr(trainer_module, "Loop", loop)
     return seen
 
 

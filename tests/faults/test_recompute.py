@@ -14,7 +14,7 @@ from experiments.cli.flags import ExitCode
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.fingerprints import ShardFingerprint
 from jaxmoe.resilience.recompute import ComputationDiffersError, RecomputedStep, verdict
-from jaxmoe.run import train
+from jaxmoe.run import trainer
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.compile import compile_steps
 from jaxmoe.state_tree import is_key
@@ -125,7 +125,7 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, monkeypatch):
         faulty.bad = {5}  # of steps 1, 2, 2 again, 3, 4, 4 again
         return faulty
 
-    monkeypatch.setattr(train, "compile_steps", faulty_steps)
+    monkeypatch.setattr(trainer, "compile_steps", faulty_steps)
     more = ("--checkpoint.every", "2", "--checkpoint.recompute", "2", "--execution.mesh.data", "8")
     assert pretrain.main(flags(tmp_path / "run", 6, *more)) == ExitCode.CORRUPTED
     assert "step 4: device" in caplog.text and "transient" in caplog.text
