@@ -20,6 +20,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.resizing import record_devices
 from jaxmoe.run.elastic.shrink import fitted
 from jaxmoe.run.load import check_trains
+from jaxmoe.run.parts.snapshots import open_snapshots
 from jaxmoe.run.provenance.adapted import base_of
 from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
@@ -28,7 +29,7 @@ from jaxmoe.run.provenance.saved_config import config_check
 from jaxmoe.run.recovery import averaged_steps, record_averaged, with_raised_rate
 from jaxmoe.run.replicas.islands import Island
 from jaxmoe.run.reporter import check_packages
-from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
+from jaxmoe.run.restore import Begun, Lineage, read_skipped
 from jaxmoe.run.serving.rollouts import check_rollouts
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import RESTORE, START

@@ -35,13 +35,13 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.resizing import Resizing
 from jaxmoe.run.hooks import make_hooks, make_saving, make_trace
 from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.parts.snapshots import make_snapshots
 from jaxmoe.run.prepare import prepare
 from jaxmoe.run.recovery import averaged_events, record_averaged
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.advice import divergence_advice
 from jaxmoe.run.reporting.finish import finish_run
 from jaxmoe.run.reporting.header import nothing_to_do, print_header
-from jaxmoe.run.restore import make_snapshots
 from jaxmoe.run.results import TrainedStep, TrainResult
 from jaxmoe.run.rollback import rollback_message, without_refused
 from jaxmoe.run.serving.rollouts import open_rollouts, reference_model

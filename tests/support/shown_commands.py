@@ -30,7 +30,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.restore import make_snapshots, open_snapshots
+from jaxmoe.run.parts.snapshots import make_snapshots, open_snapshots
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import save_tables
