@@ -168,7 +168,7 @@ class Watches:
 
         return GradientHook(
             lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
-            self._assembly.batch,
+            self._assembly.feed.batch,
             every=watch.gradients_every,
             last_step=training.steps,
             report=functools.partial(self._probed, groups),

@@ -30,7 +30,6 @@ from jaxmoe.run.recovery import averaged_steps, record_averaged, with_raised_rat
 from jaxmoe.run.replicas.islands import Island
 from jaxmoe.run.reporter import check_packages
 from jaxmoe.run.restore import Begun, Lineage, read_skipped
-from jaxmoe.run.serving.rollouts import check_rollouts
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import RESTORE, START
 from sharding.coordination import barrier
@@ -74,7 +73,7 @@ def prepare(
     check_trains(directory, config)
     config, devices = fitted(config)
     assembly = assemble(config, trains=True, devices=devices)
-    check_rollouts(assembly)
+    assembly.feed.check()
     is_first, record = jax.process_index() == 0, None
     if is_first:
         step_plan = assembly.plan.step_plan(assembly.execution)

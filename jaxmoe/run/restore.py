@@ -271,6 +271,18 @@ def from_initial(search: Search) -> Begun | None:
     return search.begun(0, state, None, source)
 
 
+def first_state(assembly: Assembly) -> TrainState:
+    """Return the state that a run began with, with the parameters of another run if it names one.
+
+    Args:
+        assembly: Plan and devices of the run.
+    """
+    state = assembly.new_state()
+    if assembly.plan.config.checkpoint.initial is not None:
+        _, state = initial_state(assembly, state)
+    return state
+
+
 def from_seed(search: Search) -> Begun | None:
     """Return a new state."""
     return search.begun(0, search.assembly.new_state(), None)

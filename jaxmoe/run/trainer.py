@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Generator
@@ -26,8 +27,6 @@ from jaxmoe.errors import EndRunError, configuration_errors
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import say
 from jaxmoe.resilience.recompute import RecomputedStep
-from jaxmoe.rl.queue import AnswerQueue
-from jaxmoe.rl.steps import RolloutStep
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
@@ -42,9 +41,9 @@ from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.advice import divergence_advice
 from jaxmoe.run.reporting.finish import finish_run
 from jaxmoe.run.reporting.header import nothing_to_do, print_header
+from jaxmoe.run.restore import first_state
 from jaxmoe.run.results import TrainedStep, TrainResult
 from jaxmoe.run.rollback import rollback_message, without_refused
-from jaxmoe.run.serving.rollouts import open_rollouts, reference_model
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import Loop, Status
@@ -253,18 +252,18 @@ class Trainer:
         resources = self._loop_resources
         with jax.set_mesh(assembly.mesh):
             hooks = make_hooks(assembly, step, self._saving, trace, watches, snapshots)
-            batches = resources.enter_context(contextlib.closing(assembly.batches(step)))
             if trace is not None:
                 resources.callback(trace.close)
                 if trace.start.is_due(step):
                     trace.start.run(step, state)
-            step_function = self._step_function(assembly, step)
+            resources.callback(assembly.feed.close)
+            assembly.feed.begin(reporter.watched, functools.partial(first_state, assembly))
             reporter.start()
             resources.enter_context(self._stopwatch.on(LOOP))
             self._loop = Loop(
                 state,
-                step_function,
-                batches,
+                RecomputedStep(self._compiled, config.checkpoint.recompute, step),
+                assembly.feed,
                 first_step=step,
                 last_step=config.training.steps,
                 hooks=hooks,
@@ -276,27 +275,7 @@ class Trainer:
                 stopwatch=self._stopwatch,
                 beat=self._watchdog.beat,
             )
-
-    def _step_function(self, assembly: Assembly, step: int) -> CompiledStep:
-        """Return the compiled step with what goes around it."""
-        assert self._compiled is not None and self._reporter is not None  # by `_open`
-        config = assembly.plan.config
-        recomputed = RecomputedStep(self._compiled, config.checkpoint.recompute, step)
-        if assembly.learner is None:
-            return recomputed
-        rollouts = open_rollouts(assembly)
-        return RolloutStep(
-            recomputed,
-            assembly.learner,
-            self._loop_resources.enter_context(contextlib.closing(rollouts)),
-            queue=AnswerQueue(
-                staleness=assembly.learner.config.staleness,
-                every=config.checkpoint.every,
-                last_step=config.training.steps,
-            ),
-            reference=reference_model(assembly),
-            report=self._reporter.watched,
-        )
+            resources.callback(self._loop.close)
 
     def _advance(self) -> StepMetrics | None:
         """Take a step on the mesh of the run, and leave the caller's mesh alone."""
@@ -329,7 +308,7 @@ class Trainer:
     def _go_back(self) -> bool:
         """Go on from an earlier step without the data of those refused; False if that cannot be."""
         assembly, refused = self._assembly, self._loop.refused
-        if refused is None or assembly.learner is not None:  # answers would be the same
+        if refused is None or not assembly.feed.skips_rows:
             return False
         self._checkpoints.check_held()  # the next lines write
         lineage = without_refused(self._directory, assembly, refused)

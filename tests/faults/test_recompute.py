@@ -82,7 +82,7 @@ def test_every_altered_value_is_found_and_none_in_clean_steps(tmp_path):
     _, config = cli.parse(RECIPES, DEFAULT, command, "test", "")
     assembly = assemble(config)
     with jax.set_mesh(assembly.mesh):
-        state, plain, batch = assembly.new_state(), assembly.new_state(), assembly.batch(0)
+        state, plain, batch = assembly.new_state(), assembly.new_state(), assembly.feed.batch(0)
         compiled = compile_steps(assembly, 0, state)
         faulty = _Faulty(compiled)
         checked = RecomputedStep(faulty, 1, 0)

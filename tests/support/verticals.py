@@ -309,7 +309,6 @@ VERTICALS = {
         sources=(
             "jaxmoe/rl/*",
             "jaxmoe/training/policy_gradient/*",
-            "jaxmoe/run/serving/rollouts.py",
             "experiments/rl/*",
         ),
         tests=(

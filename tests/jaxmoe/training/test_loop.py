@@ -20,7 +20,7 @@ from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.training import loop as loop_module
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.hooks import EvaluateHook, is_every
-from jaxmoe.training.loop import Loop
+from jaxmoe.training.loop import Feed, Loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
@@ -106,7 +106,7 @@ class Bench:
             loop = Loop(
                 _state(first),
                 self.step,
-                self.batches(first),
+                BenchFeed(self),
                 first_step=first,
                 last_step=last,
                 hooks=hooks,
@@ -118,6 +118,16 @@ class Bench:
             while loop.status is None:
                 loop.advance()
             return loop
+
+
+@dataclasses.dataclass
+class BenchFeed(Feed):
+    """The batches of a bench."""
+
+    bench: Bench
+
+    def batches(self, first_step):
+        yield from self.bench.batches(first_step)
 
 
 @pytest.fixture
