@@ -10,24 +10,23 @@ import logging
 import jax
 
 from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.islands.config import IslandConfig
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
-from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.resizing import record_devices
 from jaxmoe.run.elastic.shrink import fitted
 from jaxmoe.run.load import check_trains
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts.members import make_parts
 from jaxmoe.run.parts.snapshots import open_snapshots
 from jaxmoe.run.provenance.adapted import base_of
 from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
 from jaxmoe.run.provenance.saved_config import config_check
-from jaxmoe.run.recovery import averaged_steps, record_averaged, with_raised_rate
-from jaxmoe.run.replicas.islands import Island
+from jaxmoe.run.recovery import averaged_steps, with_raised_rate
 from jaxmoe.run.reporter import check_packages
 from jaxmoe.run.restore import Begun, Lineage, read_skipped
 from jaxmoe.run.supervision import Supervision
@@ -43,9 +42,8 @@ class Prepared:
 
     begun: Begun
     checkpoints: CheckpointManager
-    snapshots: SnapshotStore | None
-    island: Island | None
-    """Rounds with the other islands; None for a job that has all workers."""
+    parts: tuple[RunPart, ...]
+    """What the run does beside its steps."""
 
 
 def prepare(
@@ -100,8 +98,7 @@ def prepare(
     resources.callback(checkpoints.close)
     watchdog.beat("restoring")
     barrier("before restoring", config.processes.barrier)
-    if (snapshots := open_snapshots(assembly, directory)) is not None:
-        resources.callback(snapshots.finish)
+    snapshots = open_snapshots(assembly, directory)
     own = dataclasses.replace(assembly.plan.config, model=assembly.plan.model)
     agrees = config_check(directory, own, extends)
     lineage = Lineage(assembly.loader, read_skipped(directory), agrees)
@@ -111,25 +108,14 @@ def prepare(
     assembly = with_raised_rate(assembly, averaged_steps(directory))
     with supervision.stopwatch.on(kind):
         begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
-    island = None
-    if assembly.island is not None and begun.step < config.training.steps:
-        island = _island(assembly.island, begun, supervision)
-        resources.callback(island.close)
+    parts = make_parts(begun, directory, supervision, snapshots)
     if record is not None:
         record()
-        if begun.averaged is not None:
-            record_averaged(directory, begun.averaged)
         if begun.source is not None:
             record_source(directory, begun.source, config)
         keep_tokenizer(directory, config, assembly.source)
         keep_partition(directory, assembly.source)
         record_devices(directory, assembly)
-    return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots, island=island)
-
-
-def _island(config: IslandConfig, begun: Begun, supervision: Supervision) -> Island:
-    """Return the rounds of an island, which it has not joined yet."""
-    training = begun.assembly.worker_training
-    assert training is not None  # checked by `assemble`
-    with jax.set_mesh(begun.assembly.mesh):
-        return Island(config, training, begun.state, lambda: supervision.stop.reason)
+    for part in parts:
+        part.restored(begun)
+    return Prepared(begun=begun, checkpoints=checkpoints, parts=parts)

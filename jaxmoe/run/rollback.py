@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def without_refused(
-    directory: RunDirectory, assembly: Assembly, refused: tuple[int, int]
+    directory: RunDirectory, assembly: Assembly, refused: tuple[int, int], *, goes_back: bool
 ) -> Lineage | None:
     """Write the data of refused steps, and return the states that go on without them.
 
@@ -45,15 +45,15 @@ def without_refused(
         directory: Run directory, held by this process.
         assembly: Plan, devices and data of the steps.
         refused: First and last of the refused steps.
+        goes_back: Whether all parts of the run can go on from an earlier step.
 
     Returns:
         The lineage without the rows of these steps; None if the run cannot go back.
     """
     loader = assembly.loader
     dump_batches(directory, loader, refused)
-    if len(loader.skipped.windows) >= assembly.plan.config.training.rollbacks:
-        return None
-    if assembly.island is not None:  # the others do not go back
+    is_last = len(loader.skipped.windows) >= assembly.plan.config.training.rollbacks
+    if is_last or not goes_back:
         return None
     return _jump(directory, loader, refused)
 

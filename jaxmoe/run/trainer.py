@@ -12,12 +12,11 @@ finish     last checkpoint, samples, pictures, report, summary
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Generator
-from typing import cast
+from collections.abc import Generator, Sequence
+from typing import Any, cast
 
 import jax
 
@@ -26,17 +25,14 @@ from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.errors import EndRunError, configuration_errors
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import say
-from jaxmoe.resilience.recompute import RecomputedStep
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.resizing import Resizing
 from jaxmoe.run.hooks import make_hooks, make_saving, make_trace
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.parts.snapshots import make_snapshots
+from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.prepare import prepare
-from jaxmoe.run.recovery import averaged_events, record_averaged
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.advice import divergence_advice
 from jaxmoe.run.reporting.finish import finish_run
@@ -46,7 +42,7 @@ from jaxmoe.run.results import TrainedStep, TrainResult
 from jaxmoe.run.rollback import rollback_message, without_refused
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.hooks import Trace
-from jaxmoe.training.loop import Loop, Status
+from jaxmoe.training.loop import Loop, Status, Stop, StopReason
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import (
@@ -152,8 +148,7 @@ class Trainer:
             )
         begun = self._begun = prepared.begun
         self._checkpoints = prepared.checkpoints
-        self._snapshots = prepared.snapshots
-        self._island = prepared.island
+        self._parts = prepared.parts
         self._step = begun.step
         if begun.step >= self._config.training.steps:
             say(nothing_to_do(self._directory, begun.step, self._config))
@@ -169,34 +164,20 @@ class Trainer:
         return True
 
     def _join(self) -> bool:
-        """Let an island take its place among the others; False if it cannot.
-
-        All is compiled before, and what can fail has failed: the others do not wait long.
-        """
-        island, begun = self._island, self._begun
-        if island is None:
-            return True
+        """Let the parts take their place among other runs; False if one of them cannot."""
         try:
-            with jax.set_mesh(begun.assembly.mesh):
-                self._compile()
-                island.compile(begun.state)
-                self._watchdog.beat("waiting for the other islands")
-                step, state = island.start(begun.step, begun.state)
+            for part in self._parts:
+                self._begun = part.join(self._begun, self._compile)
         except LeaseLostError:
             raise
         except EndRunError as error:
             self.result = TrainResult(
                 status=cast(Status, error.status),
-                step=begun.step,
+                step=self._begun.step,
                 checkpoint_step=self._checkpoints.latest_step(),
                 message=str(error),
             )
             return False
-        if state is not begun.state:
-            jax.tree.map(lambda leaf: leaf.delete(), begun.state)  # others hold a reference
-        self._begun = dataclasses.replace(begun, step=step, state=state)
-        assert self._compiled is not None  # by `_compile`
-        self._compiled = island.around(self._compiled)
         return True
 
     def _open(self, resources: contextlib.ExitStack) -> None:
@@ -213,16 +194,17 @@ class Trainer:
                 self._watchdog,
             )
         self._reporter = resources.enter_context(contextlib.closing(reporter))
-        resizing = Resizing(self._supervision.stop, self._directory, reporter.watched)
-        self._resizing = resources.enter_context(contextlib.closing(resizing))
         self._loop_resources = resources.enter_context(contextlib.ExitStack())
-        if self._compiled is None:
-            self._compile()
+        for part in self._parts:
+            part.open(self._watches)
+        self._compile()
         self._watchdog.beat("waiting for the first step")
         barrier("before the first step", self._config.processes.first)
 
     def _compile(self) -> None:
-        """Compile the step."""
+        """Compile the step, unless that was done."""
+        if self._compiled is not None:
+            return
         self._watchdog.beat("compiling")
         say("compiling the training step ...")
         started = time.perf_counter()
@@ -247,11 +229,13 @@ class Trainer:
         self._saving = make_saving(assembly, self._checkpoints, reporter)
         if self._trace is None or not self._trace.is_written:
             self._trace = make_trace(self._directory, config, step)
-        trace, snapshots = self._trace, make_snapshots(assembly, self._snapshots, reporter)
-        self._resizing.begin(assembly, step, state)
-        resources = self._loop_resources
+        trace, resources = self._trace, self._loop_resources
+        step_function = self._compiled
+        for part in self._parts:
+            part.begin(assembly, step, state)
+            step_function = part.around(step_function, assembly, step)
         with jax.set_mesh(assembly.mesh):
-            hooks = make_hooks(assembly, step, self._saving, trace, watches, snapshots)
+            hooks = make_hooks(assembly, step, self._saving, trace, watches, self._parts)
             if trace is not None:
                 resources.callback(trace.close)
                 if trace.start.is_due(step):
@@ -262,7 +246,7 @@ class Trainer:
             resources.enter_context(self._stopwatch.on(LOOP))
             self._loop = Loop(
                 state,
-                RecomputedStep(self._compiled, config.checkpoint.recompute, step),
+                step_function,
                 assembly.feed,
                 first_step=step,
                 last_step=config.training.steps,
@@ -271,7 +255,7 @@ class Trainer:
                 report_every=config.tracking.print_every,
                 max_skipped=config.training.max_skipped,
                 publish=assembly.publish,
-                stop=self._resizing,
+                stop=_StopOrEvent(self._supervision.stop, self._parts),
                 stopwatch=self._stopwatch,
                 beat=self._watchdog.beat,
             )
@@ -291,8 +275,8 @@ class Trainer:
         """Close what belongs to the loop, whose state stays."""
         with jax.set_mesh(self._assembly.mesh):
             self._loop_resources.close()
-        if self._snapshots is not None:
-            self._snapshots.finish()
+        for part in self._parts:
+            part.loop_ended()
 
     def _move(self) -> None:
         """Go on with another mesh, to which the state is moved."""
@@ -300,7 +284,8 @@ class Trainer:
         del self._loop  # so that the devices hold one state only
         self._watchdog.beat("resizing", step)
         with self._stopwatch.on(RESIZE):
-            moved = self._resizing.move(leaves, step)
+            moves = (part.move(leaves, step) for part in self._parts)
+            moved = next(moved for moved in moves if moved is not None)
         self._watches.on_mesh(moved.assembly)
         self._compiled, self._compiled_from = moved.compiled, step
         self._begin_loop(moved.assembly, step, moved.state)
@@ -311,19 +296,20 @@ class Trainer:
         if refused is None or not assembly.feed.skips_rows:
             return False
         self._checkpoints.check_held()  # the next lines write
-        lineage = without_refused(self._directory, assembly, refused)
+        goes_back = all(part.goes_back for part in self._parts)
+        lineage = without_refused(self._directory, assembly, refused, goes_back=goes_back)
         if lineage is None:
             return False
         shapes = jax.tree.map(_shape_of, self._loop.state)
         del self._loop  # so that the device holds one state only
         self._checkpoints.finish()
-        if self._snapshots is not None:
-            self._snapshots.keep_only(None)
+        for part in self._parts:
+            part.go_back()
         self._watchdog.beat("restoring")
         with configuration_errors(), self._stopwatch.on(RESTORE):
             begun = lineage.restore_or_start(assembly, self._checkpoints, target=shapes)
-        if begun.averaged is not None and jax.process_index() == 0:
-            record_averaged(self._directory, begun.averaged)
+        for part in self._parts:
+            part.restored(begun)
         if begun.step < self._compiled_from:
             self._watchdog.beat("compiling")
             with self._stopwatch.on(COMPILE):
@@ -340,8 +326,8 @@ class Trainer:
         """Note how the steps ended, which no loop follows."""
         self._step = self._loop.step
         self._status = cast(Status, self._loop.status)
-        if self._status == "done":
-            self._resizing.finish(self._step)
+        for part in self._parts:
+            part.ended(self._step, self._status)
         self._watchdog.beat("the last save", self._step)
 
     def _save(self) -> None:
@@ -363,8 +349,7 @@ class Trainer:
         """Write the last files, outside of the mesh: samples are generated on one device."""
         watches, status, trace = self._watches, self._status, self._trace
         watches.note(self._step, status)
-        files = self._assembly.files
-        facts = {
+        facts: dict[str, Any] = {
             "status": status,
             "steps": self._step,
             "compile_seconds": self._compile_seconds,
@@ -374,10 +359,9 @@ class Trainer:
             "profile": str(trace.directory) if trace is not None and trace.is_written else None,
             "goodput": watches.goodput(),
             "warnings": watches.warnings,
-            "averaged": averaged_events(self._directory),
-            "optimizer_files": None if files is None else files.facts(),
-            "resizes": [dataclasses.asdict(event) for event in self._resizing.done],
         }
+        for part in self._parts:
+            facts |= part.rows()
         self._watchdog.beat("writing the report")
         with self._stopwatch.on(FINISH):
             summary = finish_run(
@@ -420,6 +404,34 @@ class Trainer:
         self.result = TrainResult(
             status="taken_over", step=self._step, checkpoint_step=None, message=reason
         )
+
+
+class _StopOrEvent:
+    """Signals, which come first, and events of the parts of a run.
+
+    Args:
+        stop: Signals.
+        parts: Parts of the run.
+    """
+
+    def __init__(self, stop: Stop, parts: Sequence[RunPart]):
+        self._stop = stop
+        self._parts = parts
+
+    def steps_begin(self) -> None:
+        """Tell signals and parts that the first step of a loop is next."""
+        self._stop.steps_begin()
+        for part in self._parts:
+            part.steps_begin()
+
+    def agreed(self) -> StopReason | None:
+        """Return the first reason to end the loop; every process must call it at the same step."""
+        if reason := self._stop.agreed():
+            return reason
+        for part in self._parts:
+            if event := part.event():
+                return event
+        return None
 
 
 def save_last(

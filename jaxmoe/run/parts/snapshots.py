@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of a run in the memory of its hosts.
+"""`Snapshots`: the state of a run in the memory of its hosts.
 
 The supervisor (`experiments/launch/supervise.py`) names the directory of a process's snapshots in
 $JAXMOE_SNAPSHOTS and deletes it at the end.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -22,7 +23,10 @@ from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.training.hooks import Hook
+from jaxmoe.training.stopwatch import CHECKPOINT
 from sharding.distributed import gather
 
 logger = logging.getLogger(__name__)
@@ -53,27 +57,40 @@ def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore
     return SnapshotStore(where, run=f"{directory.path.absolute()} {_decisive(config)}")
 
 
-def make_snapshots(
-    assembly: Assembly, store: SnapshotStore | None, reporter: Reporter
-) -> SnapshotHook | None:
-    """Return the hook that keeps snapshots; None without a store.
+class Snapshots(RunPart):
+    """Keeps snapshots every few steps, from which processes restarted by a supervisor continue.
 
     Args:
-        assembly: Plan, devices and data of the run.
         store: Snapshots of this process.
-        reporter: Reporter whose files are flushed before every snapshot.
     """
-    if store is None:
-        return None
-    config = assembly.plan.config
-    return SnapshotHook(
-        store,
-        config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
-        position=assembly.loader.position,
-        every=config.checkpoint.snapshot_every,
-        last_step=config.training.steps,
-        before=reporter.flush,
-    )
+
+    def __init__(self, store: SnapshotStore):
+        self._store = store
+
+    def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
+        """Return the hook that keeps snapshots, with the metrics of their steps on disk."""
+        config = assembly.plan.config
+        hook = SnapshotHook(
+            self._store,
+            config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
+            position=assembly.loader.position,
+            every=config.checkpoint.snapshot_every,
+            last_step=config.training.steps,
+            before=watches.reporter.flush,
+        )
+        return (watches.timed(hook, CHECKPOINT),)
+
+    def loop_ended(self) -> None:
+        """Wait for the snapshot that is written."""
+        self._store.finish()
+
+    def go_back(self) -> None:
+        """Delete the snapshots."""
+        self._store.keep_only(None)
+
+    def close(self) -> None:
+        """Wait for the snapshot that is written."""
+        self._store.finish()
 
 
 def _decisive(config: PretrainConfig) -> str:
