@@ -195,8 +195,6 @@ class Trainer:
             )
         self._reporter = resources.enter_context(contextlib.closing(reporter))
         self._loop_resources = resources.enter_context(contextlib.ExitStack())
-        for part in self._parts:
-            part.open(self._watches)
         self._compile()
         self._watchdog.beat("waiting for the first step")
         barrier("before the first step", self._config.processes.first)
@@ -232,7 +230,6 @@ class Trainer:
         trace, resources = self._trace, self._loop_resources
         step_function = self._compiled
         for part in self._parts:
-            part.begin(assembly, step, state)
             step_function = part.around(step_function, assembly, step)
         with jax.set_mesh(assembly.mesh):
             hooks = make_hooks(assembly, step, self._saving, trace, watches, self._parts)
@@ -244,6 +241,8 @@ class Trainer:
             assembly.feed.begin(reporter.watched, functools.partial(first_state, assembly))
             reporter.start()
             resources.enter_context(self._stopwatch.on(LOOP))
+            for part in self._parts:
+                part.begin(assembly, step, state, watches)
             self._loop = Loop(
                 state,
                 step_function,
@@ -276,7 +275,7 @@ class Trainer:
         with jax.set_mesh(self._assembly.mesh):
             self._loop_resources.close()
         for part in self._parts:
-            part.loop_ended()
+            part.ended(self._loop.step, cast(Status, self._loop.status))
 
     def _move(self) -> None:
         """Go on with another mesh, to which the state is moved."""
@@ -326,8 +325,6 @@ class Trainer:
         """Note how the steps ended, which no loop follows."""
         self._step = self._loop.step
         self._status = cast(Status, self._loop.status)
-        for part in self._parts:
-            part.ended(self._step, self._status)
         self._watchdog.beat("the last save", self._step)
 
     def _save(self) -> None:
@@ -419,10 +416,8 @@ class _StopOrEvent:
         self._parts = parts
 
     def steps_begin(self) -> None:
-        """Tell signals and parts that the first step of a loop is next."""
+        """From now on a signal takes effect after a step."""
         self._stop.steps_begin()
-        for part in self._parts:
-            part.steps_begin()
 
     def agreed(self) -> StopReason | None:
         """Return the first reason to end the loop; every process must call it at the same step."""

@@ -30,7 +30,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.parts.members import LinkWatch
+from jaxmoe.run.parts.members import LinkMeasurements
 from jaxmoe.run.parts.snapshots import Snapshots, open_snapshots
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
@@ -101,7 +101,7 @@ def program(assembly: Assembly, directory: pathlib.Path) -> str:
 def watched(assembly: Assembly, directory: pathlib.Path) -> dict[str, list[int]]:
     """The steps of the run after which devices are compared, by what compares them."""
     watches, every = _watches(assembly, directory), assembly.plan.config.watch.links_every
-    links = LinkWatch(every).hooks(assembly, watches) if every else ()
+    links = LinkMeasurements(every).hooks(assembly, watches) if every else ()
     return {type(hook).__name__: _due(hook, assembly) for hook in (*watches.hooks(), *links)}
 
 

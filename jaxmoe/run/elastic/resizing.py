@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -81,7 +81,6 @@ class Resizing(RunPart):
 
     def __init__(self, directory: RunDirectory):
         self._directory = directory
-        self._log: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="resize")
         self._assembly: Assembly | None = None
         self._step = 0
@@ -93,19 +92,12 @@ class Resizing(RunPart):
         self.done: list[Resized] = []
         """Resizes of this start."""
 
-    def open(self, watches: Watches) -> None:
-        """Log the numbers of a resize from now on."""
-        self._log = watches.reporter.watched
-
-    def begin(self, assembly: Assembly, step: int, state: TrainState) -> None:
-        """Keep shapes and shardings of the state of the loop."""
+    def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
+        """Keep the shapes of the state of a loop; record the resize that led to it, if one did."""
         self._assembly, self._step = assembly, step
         self._shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
         )
-
-    def steps_begin(self) -> None:
-        """Record the resize that led to the loop."""
         if self._moved is None:
             return
         event, since = self._moved
@@ -116,7 +108,9 @@ class Resizing(RunPart):
         )
         self._record(event, is_answer=True)
         self.done.append(event)
-        self._log(event.step, {"mesh/devices": len(event.devices), "mesh/pause_seconds": pause})
+        watches.reporter.watched(
+            event.step, {"mesh/devices": len(event.devices), "mesh/pause_seconds": pause}
+        )
         say(event.message)
 
     def event(self) -> Literal["resized"] | None:

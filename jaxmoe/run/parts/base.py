@@ -39,13 +39,11 @@ class RunPart:
 
     restored        when a state was restored; again after a rollback
     join            before the first step, with what compiles the step
-    open            when the files of the metrics are open
-    begin           before each loop of steps; `around` and `hooks` make its step and its hooks
-    steps_begin     before the first step of each loop
+    around, hooks   make the step and the hooks of each loop of steps
+    begin           just before the first step of each loop
     event           after each step: a reason to end the loop
-    loop_ended      after each loop
+    ended           after each loop
     move, go_back   before the loop that follows: on another mesh, or from an earlier step
-    ended           after the last loop
     rows            for the summary
     close           at the end, also after an error
     """
@@ -69,18 +67,6 @@ class RunPart:
         del compile_step
         return begun
 
-    def open(self, watches: Watches) -> None:
-        """Take what receives numbers and warnings."""
-
-    def begin(self, assembly: Assembly, step: int, state: TrainState) -> None:
-        """Note the loop that begins.
-
-        Args:
-            assembly: Plan, devices and data of the loop.
-            step: Number of steps already done.
-            state: State of the loop, which donates it: only shapes may be kept.
-        """
-
     def around(self, step_function: CompiledStep, assembly: Assembly, step: int) -> CompiledStep:
         """Return the training step of a loop with what this part does before and after it.
 
@@ -102,15 +88,27 @@ class RunPart:
         del assembly, watches
         return ()
 
-    def steps_begin(self) -> None:
-        """Note that the first step of a loop is next."""
+    def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
+        """Note the loop that begins.
+
+        Args:
+            assembly: Plan, devices and data of the loop.
+            step: Number of steps already done.
+            state: State of the loop, which donates it: only shapes may be kept.
+            watches: Receiver of numbers and warnings.
+        """
 
     def event(self) -> Literal["resized"] | None:
         """Return a reason to end the loop, the same on all processes; each asks at one step."""
         return None
 
-    def loop_ended(self) -> None:
-        """Finish what the loop began; its state is still there."""
+    def ended(self, step: int, status: str) -> None:
+        """Finish what belongs to the loop; its state is still there.
+
+        Args:
+            step: Number of steps done.
+            status: How the loop ended.
+        """
 
     def move(self, leaves: list[Any], step: int) -> Moved | None:
         """Return the run on another mesh, after `event` has said "resized"; None if it has not.
@@ -124,14 +122,6 @@ class RunPart:
 
     def go_back(self) -> None:
         """Forget what belongs to steps that the run is about to leave."""
-
-    def ended(self, step: int, status: str) -> None:
-        """Note the end of the last loop.
-
-        Args:
-            step: Number of steps done.
-            status: Status of the loop.
-        """
 
     def rows(self) -> Mapping[str, Any]:
         """Return facts for the summary, by name."""

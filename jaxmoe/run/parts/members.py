@@ -57,7 +57,7 @@ def make_parts(
     if config.checkpoint.recompute:
         parts.append(Recomputation(config.checkpoint.recompute))
     if config.watch.links_every:
-        parts.append(LinkWatch(config.watch.links_every))
+        parts.append(LinkMeasurements(config.watch.links_every))
     for part in parts:
         supervision.resources.callback(part.close)
     return tuple(parts)
@@ -79,7 +79,7 @@ class Recomputation(RunPart):
         return RecomputedStep(step_function, self._every, step)
 
 
-class LinkWatch(RunPart):
+class LinkMeasurements(RunPart):
     """Measures the links between devices, and names slow ones.
 
     Args:

@@ -80,8 +80,9 @@ class Snapshots(RunPart):
         )
         return (watches.timed(hook, CHECKPOINT),)
 
-    def loop_ended(self) -> None:
+    def ended(self, step: int, status: str) -> None:
         """Wait for the snapshot that is written."""
+        del step, status
         self._store.finish()
 
     def go_back(self) -> None:

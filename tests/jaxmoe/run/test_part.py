@@ -10,17 +10,19 @@ import pytest
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.elastic.resizing import Resizing
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.members import LinkWatch, OptimizerFiles, Recomputation, Replacement
+from jaxmoe.run.parts.members import LinkMeasurements, OptimizerFiles, Recomputation, Replacement
 from jaxmoe.run.parts.snapshots import Snapshots
 from jaxmoe.run.replicas.islands import Island
 from tests.jaxmoe.run.test_run import config
 
-PARTS = (*(Island, LinkWatch, OptimizerFiles, Recomputation, Replacement, Resizing, Snapshots),)
+PARTS = (
+    *(Island, LinkMeasurements, OptimizerFiles, Recomputation, Replacement, Resizing, Snapshots),
+)
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
-    *("restored", "join", "open", "begin", "around", "hooks", "steps_begin"),
+    *("restored", "join", "around", "hooks", "begin"),
     *("event", "event", "event"),
-    *("loop_ended", "ended", "rows", "close"),
+    *("ended", "rows", "close"),
 )
 
 
