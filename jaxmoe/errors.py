@@ -32,11 +32,11 @@ class JaxmoeError(Exception):
 class EndRunError(JaxmoeError):
     """Ends a training run in order: raised by a hook or a step, and turned into a status.
 
-    `jaxmoe.training.loop.run_loop` catches it, logs the message and returns `status`.
+    `jaxmoe.training.loop.Loop` catches it, logs the message and ends with `status`.
     """
 
     status: ClassVar[str]
-    """Status of the run, as in `LoopResult.status` and `summary.json`."""
+    """Status of the run, as in `Loop.status` and `summary.json`."""
 
 
 class ConfigurationError(JaxmoeError, ValueError):

@@ -37,6 +37,6 @@ def exit_code(status: str) -> int:
     """Return the exit code of a run's status, or of an `Ending` of one of its processes.
 
     Args:
-        status: Status of `LoopResult`, or an `Ending`. "failed" gives 1, as a traceback does.
+        status: Status of `TrainResult`, or an `Ending`. "failed" gives 1, as a traceback does.
     """
     return 1 if status == "failed" else int(ExitCode[status.upper()])

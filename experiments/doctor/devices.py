@@ -233,7 +233,7 @@ def train_step() -> Iterator[Finding]:
         plan = assembly.plan
         with jax.set_mesh(assembly.mesh):
             step = make_train_step(plan.model, plan.optimizer, execution=assembly.execution)
-            _, metrics = step(assembly.new_state(), assembly.batch(0))
+            _, metrics = step(assembly.new_state(), assembly.feed.batch(0))
             loss, is_skipped = float(metrics.loss), bool(metrics.is_skipped)
     except (RuntimeError, ValueError) as error:
         yield Finding(

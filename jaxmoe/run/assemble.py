@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import pathlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,12 +25,13 @@ from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
 from jaxmoe.replicas import ReplicasConfig
-from jaxmoe.rl.steps import Learner
+from jaxmoe.rl.feed import Learner, RolloutFeed
 from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, make_plan
 from jaxmoe.run.replicas.checks import check_island
 from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import open_files
 from jaxmoe.training.state import TrainState, init_state
@@ -106,8 +105,8 @@ class Assembly:
         Args:
             rows: Rows of the batch.
         """
-        if self.loader.levels is not None:
-            return self.loader.levels.micro_batches
+        if self.feed.num_parts is not None:
+            return self.feed.num_parts
         training = self.plan.config.training
         return accumulation_of(rows, training.batch_size, training.accumulation)
 
@@ -221,28 +220,23 @@ class Assembly:
         return dataclasses.replace(shapes, params=params)
 
     @functools.cached_property
-    def learner(self) -> Learner | None:
-        """How batches are made from answers of the model; None for a run on data."""
-        return Learner.of(self.plan, self.execution, self.mesh)
-
-    def batch(self, step: int) -> Batch:
-        """Return the training batch of one step, on the devices; with rollouts, its shapes."""
-        if self.learner is not None:
-            return self.learner.example()
-        index, count = self.batch_part
-        rows = self.loader.batch(step, process_index=index, process_count=count)
-        return global_batch(rows, self.mesh)
-
-    def batches(self, first_step: int) -> Generator[Batch, None, None]:
-        """Yield training batches on the devices from a step on; rows are read ahead."""
-        if self.learner is not None:
-            yield from itertools.repeat(self.learner.example())
-        index, count = self.batch_part
-        last_step = self.plan.config.training.steps
-        rows = self.loader.iterate(first_step, last_step, process_index=index, process_count=count)
-        with contextlib.closing(rows):
-            for batch in rows:
-                yield global_batch(batch, self.mesh)
+    def feed(self) -> Feed:
+        """Where the batches come from; nothing is opened yet."""
+        config = self.plan.config
+        if config.rl is not None:
+            return RolloutFeed(
+                Learner.of(self.plan, self.execution, self.mesh),
+                self.source,
+                every=config.checkpoint.every,
+                last_step=config.training.steps,
+            )
+        kind = LoaderFeed if self.loader.levels is None else LevelFeed
+        return kind(
+            loader=self.loader,
+            mesh=self.mesh,
+            part=self.batch_part,
+            last_step=config.training.steps,
+        )
 
     def held_out(self) -> Iterator[Batch]:
         """Return the held-out batches on the devices, the same ones at every call."""

@@ -63,7 +63,7 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
             continue
         with jax.set_mesh(assembly.mesh):
             step_function = assembly.jitted_step(assembly.micro_batches(rows))
-            batch = assembly.batch(max(first, first_step))
+            batch = assembly.feed.batch(max(first, first_step))
             rows = batch.tokens.shape[0]
             if _has_int4(state):
                 programs[rows] = step_function

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the hooks of a run: evaluation, checkpoints, snapshots, traces and comparisons.
+"""Builds the hooks of a run: evaluation, checkpoints, those of its parts, traces, comparisons.
 
 To add a hook: a class in `jaxmoe/training/hooks.py` and a line in `make_hooks` here.
 """
@@ -8,6 +8,7 @@ To add a hook: a class in `jaxmoe/training/hooks.py` and a line in `make_hooks` 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 
@@ -15,11 +16,12 @@ from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.configs import to_json
 from jaxmoe.messages import say
-from jaxmoe.resilience.hooks import ReplicaHook, SnapshotHook
+from jaxmoe.resilience.hooks import ReplicaHook
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import EvaluateHook, Hook, RefreshHook, Trace
@@ -32,7 +34,7 @@ def make_hooks(
     saving: CheckpointHook,
     trace: Trace | None,
     watches: Watches,
-    snapshots: SnapshotHook | None,
+    parts: Sequence[RunPart],
 ) -> list[Hook]:
     """Return the hooks of the loop, in the order in which they run after a step.
 
@@ -42,7 +44,7 @@ def make_hooks(
         saving: Hook that saves checkpoints.
         trace: Profile of some steps; None without one.
         watches: Comparisons of processes and workers, with the reporter and the clock of the run.
-        snapshots: Hook that keeps snapshots in memory; None without one.
+        parts: Parts of the run, whose hooks follow those that save.
     """
     config = assembly.plan.config
     evaluation = EvaluateHook(
@@ -57,9 +59,8 @@ def make_hooks(
         report=watches.reporter.evaluated,
     )
     hooks = [watches.timed(evaluation, EVALUATE), watches.timed(saving, CHECKPOINT)]
-    if snapshots is not None:
-        hooks.append(watches.timed(snapshots, CHECKPOINT))
-    hooks = [*hooks, *watches.hooks()]
+    hooks += [hook for part in parts for hook in part.hooks(assembly, watches)]
+    hooks += watches.hooks()
     if assembly.mesh.size > 1:
         hooks.insert(0, ReplicaHook(config.checkpoint.compare_replicas))
     if trace is not None:

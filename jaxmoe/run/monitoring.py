@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Watches`: compares processes and workers during a run, and records its goodput.
 
-The rules are in `jaxmoe.resilience.stragglers`, `jaxmoe.resilience.links`,
-`jaxmoe.training.measures.dispersion` and `jaxmoe.resilience.goodput`.
+The rules are in `jaxmoe.resilience.stragglers`, `jaxmoe.training.measures.dispersion` and
+`jaxmoe.resilience.goodput`.
 
 To add a comparison: its rule beside `jaxmoe/resilience/stragglers.py`, and its hook in
 `Watches.hooks` of `jaxmoe/run/monitoring.py`, with warnings through `Watches.warn`.
@@ -20,8 +20,6 @@ import numpy as np
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.resilience.goodput import Ledger, account, read_ledger
-from jaxmoe.resilience.links.probe import LinkProbe
-from jaxmoe.resilience.links.watch import PROBE_BYTES, LinkHook
 from jaxmoe.resilience.stragglers import StragglerHook
 from jaxmoe.resilience.watchdog import Watchdog
 from jaxmoe.run.assemble import Assembly
@@ -82,15 +80,6 @@ class Watches:
         if jax.process_count() > 1:
             every = config.tracking.print_every
             hooks.append(StragglerHook(self.spent, every=every, report=self.warn))
-        if config.watch.links_every and self._assembly.mesh.size > 1:
-            hooks.append(
-                LinkHook(
-                    functools.partial(LinkProbe, self._assembly.mesh, PROBE_BYTES),
-                    every=config.watch.links_every,
-                    report=self.warn,
-                    log=self.reporter.watched,
-                )
-            )
         return hooks
 
     def on_mesh(self, assembly: Assembly) -> None:
@@ -168,7 +157,7 @@ class Watches:
 
         return GradientHook(
             lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
-            self._assembly.batch,
+            self._assembly.feed.batch,
             every=watch.gradients_every,
             last_step=training.steps,
             report=functools.partial(self._probed, groups),

@@ -1,19 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Restores the state of a run from a snapshot or a checkpoint, or creates a new one.
+"""Finds the state that a run begins with, or goes on with after a rollback.
 
-A snapshot at least as new as the newest checkpoint is used, and no checkpoint is read. Where
-neither is whole, `checkpoint.on_lost_stage=average` takes an older snapshot, then one of which
-several processes are lost, then the newest damaged checkpoint. The supervisor
-(`experiments/launch/supervise.py`) names the directory of a process's snapshots in
-$JAXMOE_SNAPSHOTS and deletes it at the end.
+`SOURCES` is the order in which it is looked for; the first source that has a state gives it:
+
+    snapshot       in the memory of the hosts, at least as new as the newest checkpoint
+    other workers  a checkpoint of another number of workers that communicate rarely
+    checkpoint     the newest valid one
+    parts          with `checkpoint.on_lost_stage=average`: an older snapshot, then one of which
+                   several processes are lost, then the newest damaged checkpoint
+    branch         with `checkpoint.initial_state=all`: a checkpoint of another run, and its step
+    initial        with `checkpoint.initial`: the parameters of another run or model
+    new            drawn from the seed
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +26,11 @@ import numpy as np
 
 from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest, CheckpointsLostError
-from jaxmoe.configs import fingerprint, to_json
 from jaxmoe.data import Loader, SkippedRows, check_position
 from jaxmoe.messages import say
-from jaxmoe.resilience.hooks import SnapshotHook
-from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
+from jaxmoe.run.config import CheckpointConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import Source
 from jaxmoe.run.provenance.warm_start import branched_state, initial_state
@@ -41,11 +41,8 @@ from jaxmoe.run.recovery import (
     with_raised_rate,
 )
 from jaxmoe.run.replicas.workers import with_other_workers
-from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.state import TrainState
-from sharding.distributed import agree, gather, share
-
-logger = logging.getLogger(__name__)
+from sharding.distributed import agree, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,8 +102,15 @@ class Lineage:
         self.loader = dataclasses.replace(self.loader, skipped=skipped)
         check_position(manifest.data, self.loader.position(manifest.step))
 
-    def _check_own(self, manifest: CheckpointManifest) -> None:
-        """Accept a checkpoint of this run, or of this lineage if the config is not compared."""
+    def check_own(self, manifest: CheckpointManifest) -> None:
+        """Accept a checkpoint of this run, or of this lineage if the config is not compared.
+
+        Args:
+            manifest: Manifest of the checkpoint.
+
+        Raises:
+            ValueError: The checkpoint has another config, or `check` refuses it.
+        """
         if self._check_config is not None:
             self._check_config(manifest)
         self.check(manifest)
@@ -128,89 +132,172 @@ class Lineage:
             target: Shapes and shardings to restore to; those of a new state when None. A new state
                 is drawn only where none is restored: the devices may hold but one.
         """
-        config = assembly.plan.config.checkpoint
-        wanted = assembly.state_shapes() if target is None else target
-        if snapshots is not None:
-            newest = agree(checkpoints.latest_step() or 0)
-            kept = snapshots.restore_newest(wanted, at_least=newest, check=self._check_own)
-            if kept is not None or config.on_lost_stage == "fail":
-                snapshots.keep_only(None if kept is None else kept.step)
-            if kept is not None:
-                return self._begun(assembly, kept.step, kept.state, kept.words)
-        if (newest := checkpoints.latest_step()) is not None and target is None:
-            other = with_other_workers(assembly, checkpoints, newest, wanted)
-            if other is not None:
-                self._check_own(checkpoints.shared_manifest(newest))
-                return self._begun(assembly, newest, other, f"step {newest}, with other workers")
-        try:
-            found = checkpoints.restore_newest(
-                wanted,
-                check=self._check_own,
-                is_strict=config.on_damage == "stop",
-                counts_steps=True,
-            )
-        except CheckpointsLostError:
-            if config.on_lost_stage == "fail":
-                raise
-            found = None
-        if found is not None:
-            if (left := config.initial) and assembly.plan.model.adapter is None:
-                say(f"checkpoint.initial={left} is ignored: the run continues")
-            if snapshots is not None:
-                snapshots.keep_only(None)
-            return self._begun(assembly, *found, f"step {found[0]} from {checkpoints.directory}")
-        if config.on_lost_stage == "average":
-            state = assembly.new_state()
-            if (begun := self._averaged(assembly, checkpoints, snapshots, state)) is not None:
+        search = Search(
+            lineage=self,
+            assembly=assembly,
+            checkpoints=checkpoints,
+            snapshots=snapshots,
+            shapes=assembly.state_shapes() if target is None else target,
+            is_start=target is None,
+        )
+        for source in SOURCES:
+            begun = source(search)
+            if begun is not None:
                 return begun
-            del state
-        if config.initial_state == "all":
-            source, state = branched_state(assembly, wanted, self.check)
-            origin = f"step {source.step} from {source.path}, of which this run is a branch"
-            return self._begun(assembly, source.step, state, origin, source)
-        state = assembly.new_state()
-        if config.initial is None:
-            return self._begun(assembly, 0, state, None)
-        source, state = initial_state(assembly, state)
-        return self._begun(assembly, 0, state, None, source)
+        raise AssertionError("the last source always has a state")
 
-    def _averaged(
-        self,
-        assembly: Assembly,
-        checkpoints: CheckpointManager,
-        snapshots: SnapshotStore | None,
-        state: TrainState,
-    ) -> Begun | None:
-        """Return a snapshot, or a state with its lost parts replaced; None if nothing was saved."""
-        averaged, table, shelf = None, assembly.plan.table, checkpoints.damaged_directory
-        if snapshots is not None:
-            # Those older than the checkpoints.
-            kept = snapshots.restore_newest(state, check=self._check_own)
-            if kept is not None:
-                snapshots.keep_only(kept.step)
-                return self._begun(assembly, kept.step, kept.state, kept.words)
-            shared = pathlib.Path(checkpoints.directory).with_name("snapshots")
-            averaged = restore_averaged_snapshot(snapshots, shared, state, table, self._check_own)
-            snapshots.keep_only(None)
-        if averaged is None:
-            averaged = restore_averaged(shelf, state, table, self._check_own)
-        if averaged is None:
-            return None
-        origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"
-        begun = self._begun(assembly, averaged.step, averaged.state, origin)
-        raised = with_raised_rate(begun.assembly, (averaged.step,))
-        return dataclasses.replace(begun, assembly=raised, averaged=averaged)
 
-    def _begun(
-        self,
-        assembly: Assembly,
-        step: int,
-        state: TrainState,
-        origin: str | None,
-        source: Source | None = None,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """Where a state is looked for, and what it must fit."""
+
+    lineage: Lineage
+    assembly: Assembly
+    checkpoints: CheckpointManager
+    snapshots: SnapshotStore | None
+    """Snapshots of this process; None without any."""
+    shapes: Any
+    """Shapes and shardings of the state."""
+    is_start: bool
+    """Whether the run starts; False after a rollback."""
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """What the run does with checkpoints."""
+        return self.assembly.plan.config.checkpoint
+
+    def begun(
+        self, step: int, state: TrainState, origin: str | None, source: Source | None = None
     ) -> Begun:
-        assembly = dataclasses.replace(assembly, loader=self.loader)
+        """Return a state with the data that follow it."""
+        assembly = dataclasses.replace(self.assembly, loader=self.lineage.loader)
         return Begun(assembly=assembly, step=step, state=state, origin=origin, source=source)
+
+
+def from_snapshot(search: Search) -> Begun | None:
+    """Return a snapshot at least as new as the newest checkpoint, of which none is read then."""
+    snapshots = search.snapshots
+    if snapshots is None:
+        return None
+    newest = agree(search.checkpoints.latest_step() or 0)
+    check = search.lineage.check_own
+    restored = snapshots.restore_newest(search.shapes, at_least=newest, check=check)
+    if restored is not None:
+        snapshots.keep_only(restored.step)
+        return search.begun(restored.step, restored.state, restored.words)
+    if search.config.on_lost_stage == "fail":
+        snapshots.keep_only(None)
+    return None
+
+
+def from_other_workers(search: Search) -> Begun | None:
+    """Return the newest checkpoint if it has another number of workers than the run."""
+    newest = search.checkpoints.latest_step()
+    if newest is None or not search.is_start:
+        return None
+    state = with_other_workers(search.assembly, search.checkpoints, newest, search.shapes)
+    if state is None:
+        return None
+    search.lineage.check_own(search.checkpoints.shared_manifest(newest))
+    return search.begun(newest, state, f"step {newest}, with other workers")
+
+
+def from_checkpoint(search: Search) -> Begun | None:
+    """Return the newest valid checkpoint.
+
+    Raises:
+        CheckpointsLostError: None is whole, and nothing takes the place of what is lost.
+    """
+    config, checkpoints = search.config, search.checkpoints
+    try:
+        restored = checkpoints.restore_newest(
+            search.shapes,
+            check=search.lineage.check_own,
+            is_strict=config.on_damage == "stop",
+            counts_steps=True,
+        )
+    except CheckpointsLostError:
+        if config.on_lost_stage == "fail":
+            raise
+        return None
+    if restored is None:
+        return None
+    if config.initial and search.assembly.plan.model.adapter is None:
+        say(f"checkpoint.initial={config.initial} is ignored: the run continues")
+    if search.snapshots is not None:
+        search.snapshots.keep_only(None)
+    step, state = restored
+    return search.begun(step, state, f"step {step} from {checkpoints.directory}")
+
+
+def from_parts(search: Search) -> Begun | None:
+    """Return an older snapshot, or a state of which what was lost is replaced."""
+    if search.config.on_lost_stage != "average":
+        return None
+    assembly, snapshots, check = search.assembly, search.snapshots, search.lineage.check_own
+    table, state, averaged = assembly.plan.table, assembly.new_state(), None
+    if snapshots is not None:
+        restored = snapshots.restore_newest(state, check=check)
+        if restored is not None:
+            snapshots.keep_only(restored.step)
+            return search.begun(restored.step, restored.state, restored.words)
+        shared = pathlib.Path(search.checkpoints.directory).with_name("snapshots")
+        averaged = restore_averaged_snapshot(snapshots, shared, state, table, check)
+        snapshots.keep_only(None)
+    if averaged is None:
+        averaged = restore_averaged(search.checkpoints.damaged_directory, state, table, check)
+    if averaged is None:
+        return None
+    origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"
+    begun = search.begun(averaged.step, averaged.state, origin)
+    raised = with_raised_rate(begun.assembly, (averaged.step,))
+    return dataclasses.replace(begun, assembly=raised, averaged=averaged)
+
+
+def from_branch(search: Search) -> Begun | None:
+    """Return a checkpoint of another run, of which this run is a branch."""
+    if search.config.initial_state != "all":
+        return None
+    source, state = branched_state(search.assembly, search.shapes, search.lineage.check)
+    origin = f"step {source.step} from {source.path}, of which this run is a branch"
+    return search.begun(source.step, state, origin, source)
+
+
+def from_initial(search: Search) -> Begun | None:
+    """Return a new state with the parameters of another run or model."""
+    if search.config.initial is None:
+        return None
+    source, state = initial_state(search.assembly, search.assembly.new_state())
+    return search.begun(0, state, None, source)
+
+
+def first_state(assembly: Assembly) -> TrainState:
+    """Return the state that a run began with, with the parameters of another run if it names one.
+
+    Args:
+        assembly: Plan and devices of the run.
+    """
+    state = assembly.new_state()
+    if assembly.plan.config.checkpoint.initial is not None:
+        _, state = initial_state(assembly, state)
+    return state
+
+
+def from_seed(search: Search) -> Begun | None:
+    """Return a new state."""
+    return search.begun(0, search.assembly.new_state(), None)
+
+
+SOURCES: tuple[Callable[[Search], Begun | None], ...] = (
+    from_snapshot,
+    from_other_workers,
+    from_checkpoint,
+    from_parts,
+    from_branch,
+    from_initial,
+    from_seed,
+)
+"""Sources of a state, in the order in which they are asked; the last always has one."""
 
 
 def read_skipped(directory: RunDirectory) -> SkippedRows:
@@ -234,57 +321,3 @@ def read_skipped(directory: RunDirectory) -> SkippedRows:
         )
     windows = share(np.asarray(skipped.windows, np.int32).ravel(), jax.process_index() == 0)
     return SkippedRows.from_json(windows.reshape(-1, 2).tolist())
-
-
-def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore | None:
-    """Return the snapshots of this process; None if they are off or would not be kept.
-
-    Args:
-        assembly: Plan, devices and data of the run.
-        directory: Run directory; snapshots of other runs are ignored.
-    """
-    config = assembly.plan.config
-    if not config.checkpoint.snapshot_every:
-        return None
-    where = os.environ.get(SNAPSHOTS, "")
-    has = gather(np.asarray([bool(where)], np.int32)).reshape(-1)
-    if not has.all():
-        if jax.process_index() == 0:
-            lacking = f"; {SNAPSHOTS} is not set for {int((has == 0).sum())} processes"
-            logger.warning(
-                "checkpoint.snapshot_every=%d keeps nothing: start the run with `python -m"
-                " experiments.launch --supervise`, which keeps snapshots in memory%s",
-                config.checkpoint.snapshot_every,
-                lacking if has.any() else "",
-            )
-        return None
-    return SnapshotStore(where, run=f"{directory.path.absolute()} {_decisive(config)}")
-
-
-def make_snapshots(
-    assembly: Assembly, store: SnapshotStore | None, reporter: Reporter
-) -> SnapshotHook | None:
-    """Return the hook that keeps snapshots; None without a store.
-
-    Args:
-        assembly: Plan, devices and data of the run.
-        store: Snapshots of this process.
-        reporter: Reporter whose files are flushed before every snapshot.
-    """
-    if store is None:
-        return None
-    config = assembly.plan.config
-    return SnapshotHook(
-        store,
-        config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
-        position=assembly.loader.position,
-        every=config.checkpoint.snapshot_every,
-        last_step=config.training.steps,
-        before=reporter.flush,
-    )
-
-
-def _decisive(config: PretrainConfig) -> str:
-    """Return the fingerprint of the fields that may not change within a run."""
-    free = {field: getattr(PretrainConfig(), field) for field in FREE_FIELDS if "." not in field}
-    return fingerprint(dataclasses.replace(config, **free))

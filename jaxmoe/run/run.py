@@ -41,17 +41,15 @@ from jaxmoe.run.diagnostics.cache_pages import ReadingResult, decoding, measure_
 from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import describe_precision, restore_run
-from jaxmoe.run.loop import Steps
 from jaxmoe.run.provenance.saved import at_execution, on_data, on_task, saved_config
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
 from jaxmoe.run.results import EvaluateResult, TrainedStep, TrainResult
 from jaxmoe.run.supervision import Supervision, library_supervision
-from jaxmoe.run.train import train_steps
+from jaxmoe.run.trainer import Trainer
 from jaxmoe.serve.offline import continue_together
 from jaxmoe.tracking.jsonl import Series, read_metrics
 from jaxmoe.training.evaluate import evaluate, make_eval_step
-from jaxmoe.training.loop import drain
 from jaxmoe.training.state import TrainState
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
@@ -144,11 +142,14 @@ class Run:
             ConfigurationError: The configuration, the directory or the data cannot be used.
             MissingPackageError: A tracker's package is not installed.
         """
-        if supervision is not None:
-            self.result = drain(self._train(supervision))
-        else:
+        if supervision is None:
             with self._own_supervision() as own:
-                self.result = drain(self._train(own))
+                return self.train(own)
+        trainer = self._trainer(supervision)
+        for _ in trainer.steps():
+            pass
+        self.result = trainer.result
+        assert self.result is not None  # the steps have ended
         return self.result
 
     def steps(self) -> Generator[TrainedStep, None, None]:
@@ -163,20 +164,11 @@ class Run:
             MissingPackageError: A tracker's package is not installed.
         """
         with self._own_supervision() as supervision:
-            training = self._train(supervision)
-            is_left = False
-            while True:
-                try:
-                    step = training.send(True if is_left else None)
-                except StopIteration as end:
-                    self.result = end.value
-                    return
-                if is_left:
-                    continue
-                try:
-                    yield step
-                except GeneratorExit:
-                    is_left = True
+            trainer = self._trainer(supervision)
+            try:
+                yield from trainer.steps()
+            finally:
+                self.result = trainer.result
 
     def evaluate(self, *, step: int | None = None) -> EvaluateResult:
         """Compute the held-out loss of a checkpoint, bitwise the number that training logged.
@@ -324,11 +316,9 @@ class Run:
         """Return the content of summary.json; None while the run has not ended."""
         return self.directory.summary()
 
-    def _train(self, supervision: Supervision) -> Steps[TrainResult]:
+    def _trainer(self, supervision: Supervision) -> Trainer:
         self._loaded = None
-        return train_steps(
-            self.name, self.config, self.directory, supervision, extends=self._extends
-        )
+        return Trainer(self.name, self.config, self.directory, supervision, extends=self._extends)
 
     @contextlib.contextmanager
     def _own_supervision(self) -> Generator[Supervision, None, None]:

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines hooks: work after certain steps, such as evaluation and traces.
 
-`jaxmoe.training.loop.run_loop` calls the hooks that are due. Checkpoints are saved by
+`jaxmoe.training.loop.Loop` calls the hooks that are due. Checkpoints are saved by
 `jaxmoe/checkpoint/hook.py`.
 
-To add a hook: a class with `is_due` and `run`, and a line in `jaxmoe/run/loop.py`.
+To add a hook: a class with `is_due` and `run`, and a line in `jaxmoe/run/hooks.py`.
 """
 
 from __future__ import annotations

@@ -1,33 +1,46 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs training steps: batches, the step function, hooks and reports.
+"""`Feed` and `Loop`: where batches come from, and the steps that are taken on them.
 
 Metrics stay on the device and are fetched every `report_every` steps, before a hook runs, and at
 the end, so that the host runs ahead of the device. The time of hooks is not training time.
+
+`jaxmoe.run.trainer` makes a loop, takes its steps, and decides what follows its end. A loop asks
+its feed for batches in the order of the steps. `LoaderFeed` reads them from data; a feed whose
+batches depend on the parameters in training, such as `jaxmoe.rl.feed.RolloutFeed`, makes them in
+`train`.
+
+To add a feed: a class derived from `Feed`, and a line in `Assembly.feed` of
+`jaxmoe/run/assemble.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import jax
+from jax.sharding import Mesh
 
-from jaxmoe.data.batch import Batch
+from jaxmoe.data import Batch, Loader
 from jaxmoe.errors import EndRunError
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.metrics import fetch_metrics
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import DATA, DISPATCH, HOOKS, REPORT, WAIT, Stopwatch
+from sharding.distributed import global_batch
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+StepFunction = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+"""A training step, such as `make_train_step` returns; it donates its state."""
+
 
 Status = Literal[
     "done",
@@ -57,17 +70,6 @@ class Stop(Protocol):
         ...
 
 
-class NeverStop:
-    """A `Stop` that never ends the loop."""
-
-    def steps_begin(self) -> None:
-        """Do nothing."""
-
-    def agreed(self) -> StopReason | None:
-        """Return None."""
-        return None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """Metrics of consecutive steps, on the host."""
@@ -84,24 +86,262 @@ class Report:
         return tokens / max(self.seconds, 1e-9)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopResult:
-    """How the loop ended."""
+class Feed:
+    """Batches of a run. All processes call the methods alike, in this order:
 
-    state: TrainState
-    step: int
-    status: Status
-    refused: tuple[int, int] | None = None
-    """First and last of the steps refused in a row that ended a diverged run. Later steps, which
-    the loop may have done before it fetched the metrics, are not counted."""
+    check      once, before the run directory is taken
+    batch      when a step is compiled
+    begin      before the first step of a loop; `close` after its last
+    batches    once in each loop; a loop after a rollback or on another mesh begins anew
+    train      for each batch
+    after      for each step, before its hooks
+    """
+
+    skips_rows: ClassVar[bool] = True
+    """Whether a run may go back and leave out the rows of refused steps: other rows follow then."""
+
+    @property
+    def num_parts(self) -> int | None:
+        """Number of micro-batches that a batch is made of; None where the run decides."""
+        return None
+
+    def check(self) -> None:
+        """Raise ValueError if the run cannot be trained on this feed."""
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch after a number of steps, or one of its shapes, on the devices."""
+        raise NotImplementedError
+
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """Yield the batches after a number of steps in order, on the devices."""
+        raise NotImplementedError
+
+    def begin(
+        self,
+        log: Callable[[int, Mapping[str, float]], None],
+        first_state: Callable[[], TrainState],
+    ) -> None:
+        """Open what the batches are made with.
+
+        Args:
+            log: Receives a step, from 1, and numbers of its own.
+            first_state: Returns the state that the run began with.
+        """
+
+    def train(
+        self, step_function: StepFunction, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, StepMetrics]:
+        """Take a step of the run on a batch.
+
+        Args:
+            step_function: Training step.
+            state: State before the step; donated.
+            batch: Batch of `batches`.
+
+        Raises:
+            EndRunError: There is no such batch, and the run ends in order.
+        """
+        return step_function(state, batch)
+
+    def after(self, step: int, metrics: StepMetrics) -> None:
+        """Note that a step was dispatched.
+
+        Args:
+            step: Number of the step, from 1.
+            metrics: Its metrics, on the devices; reading them waits for the step.
+        """
+
+    def close(self) -> None:
+        """Close what `begin` opened; further calls do nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderFeed(Feed):
+    """Batches of a loader; rows are read ahead."""
+
+    loader: Loader
+    mesh: Mesh
+    part: tuple[int, int]
+    """Part of each batch that this process reads, and the number of parts."""
+    last_step: int
+    """Total number of steps."""
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch after a number of steps."""
+        index, count = self.part
+        rows = self.loader.batch(step, process_index=index, process_count=count)
+        return global_batch(rows, self.mesh)
+
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """Yield the batches up to the last step."""
+        index, count = self.part
+        rows = self.loader.iterate(
+            first_step, self.last_step, process_index=index, process_count=count
+        )
+        with contextlib.closing(rows):
+            for batch in rows:
+                yield global_batch(batch, self.mesh)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LevelFeed(LoaderFeed):
+    """Batches of a loader that packs the documents of a step by level."""
+
+    @property
+    def num_parts(self) -> int | None:
+        """Number of micro-batches of a level packing."""
+        return None if self.loader.levels is None else self.loader.levels.micro_batches
 
 
 _LAG = 2
 """Steps after which the loop reads whether a step was refused; the device stays busy meanwhile."""
 
 
-class _Waiting:
-    """Steps whose metrics have not been fetched yet."""
+class Loop:
+    """Takes training steps until the last one, a request to stop, or steps that must not go on.
+
+        while loop.status is None:
+            metrics = loop.advance()
+
+    Args:
+        state: Initial state, donated.
+        step_function: Step from `make_train_step`.
+        feed: Batches, and how a step is taken on one; it has begun.
+        first_step: Steps already done.
+        last_step: Total number of steps.
+        hooks: Hooks in the order in which they run after a step.
+        report: Called with the metrics.
+        report_every: Steps between reports.
+        max_skipped: Steps refused in a row that end the loop.
+        stop: Request to stop, checked every step; with several processes every `report_every`.
+        publish: Brings the parameters that the world sees up to date.
+        stopwatch: Receives the time of the loop by kind; None to count it nowhere.
+        beat: Called with an activity and its step when it begins.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        step_function: StepFunction,
+        feed: Feed,
+        *,
+        first_step: int,
+        last_step: int,
+        hooks: Sequence[Hook],
+        report: Callable[[Report], None],
+        report_every: int,
+        max_skipped: int,
+        stop: Stop,
+        publish: Callable[[TrainState], TrainState] = lambda state: state,
+        stopwatch: Stopwatch | None = None,
+        beat: Callable[[str, int], None] = lambda what, step: None,
+    ):
+        self._step_function = step_function
+        self._feed = feed
+        self._batches = feed.batches(first_step)
+        self._last_step = last_step
+        self._hooks = hooks
+        self._report_every = report_every
+        self._stop = stop
+        self._publish = publish
+        self._stopwatch = stopwatch or Stopwatch()
+        self._beat = beat
+        self._asks_alone = jax.process_count() == 1  # several must agree, which costs a collective
+        self.state = state
+        """State after the steps done; donated by a step that failed."""
+        self.step = first_step
+        """Number of steps done."""
+        self.status: Status | None = None
+        """How the loop ended; None before."""
+        self.refused: tuple[int, int] | None = None
+        """First and last of the steps refused in a row that ended a diverged loop. Later steps,
+        which it may have done before it fetched the metrics, are not counted."""
+        stop.steps_begin()
+        self._pending = _PendingMetrics(self._stopwatch, report, beat, max_skipped)
+        if first_step >= last_step:
+            self.status = "done"
+
+    def advance(self) -> StepMetrics | None:
+        """Take a step and run its hooks.
+
+        Returns:
+            Its metrics, on the devices; None if the loop has ended, by this step or before.
+        """
+        if self.status is not None:
+            return None
+        self._beat("batch", self.step + 1)
+        with self._stopwatch.on(DATA):
+            batch = next(self._batches)
+        metrics = self._take_step(batch)
+        if metrics is None:
+            return None
+        pending = self._pending
+        is_over = pending.add(self.step, metrics) or self.step == self._last_step
+        asks = self._asks_alone or self.step % self._report_every == 0
+        with self._stopwatch.on(WAIT):  # hooks and signals may need a collective
+            due = [hook for hook in self._hooks if hook.is_due(self.step)]
+            reason = self._stop.agreed() if asks else None
+        if reason == "taken_over":  # another process owns the files
+            self.status = reason
+            return None
+        is_reported = self.step % self._report_every == 0
+        is_shared = is_over or bool(reason) or is_reported or _shared(due)
+        if due or is_shared:
+            pending.flush()
+        if pending.refused is not None and (is_shared or due and self._asks_alone):
+            self.status = "diverged"
+            self.refused = pending.refused
+            return None
+        with self._stopwatch.on(HOOKS):
+            if is_over or reason or _shared(due):
+                self.state = self._publish(self.state)
+            self.status = self._run_hooks(due)
+        if self.status is not None:
+            return None
+        if due:
+            pending.since = time.perf_counter()
+        self.status = "done" if self.step == self._last_step else reason
+        return metrics
+
+    def leave(self) -> None:
+        """End the loop after the step just taken, as its caller wants no more."""
+        if self.status is None or self.status == "resized":
+            self._pending.finish()
+            self.status = "interrupted"
+
+    def close(self) -> None:
+        """Stop reading batches ahead; the state stays."""
+        self._batches.close()
+
+    def _take_step(self, batch: Batch) -> StepMetrics | None:
+        """Take a step; None when it ends the loop, with its number not counted."""
+        step = self.step + 1
+        self._beat("step", step)
+        try:
+            with self._stopwatch.on(DISPATCH):
+                self.state, metrics = self._feed.train(self._step_function, self.state, batch)
+        except EndRunError as error:
+            logger.error("step %d: %s", step, error)
+            self.status = cast(Status, error.status)
+            return None
+        self.step = step
+        self._feed.after(step, metrics)
+        return metrics
+
+    def _run_hooks(self, hooks: Sequence[Hook]) -> Status | None:
+        """Run the hooks of a step; return the status when one of them ends the loop."""
+        try:
+            for hook in hooks:
+                self._beat(getattr(hook, "name", type(hook).__name__), self.step)
+                hook.run(self.step, self.state)
+        except EndRunError as error:
+            logger.error("step %d: %s", self.step, error)
+            return cast(Status, error.status)
+        return None
+
+
+class _PendingMetrics:
+    """Metrics of steps that have not been fetched yet."""
 
     def __init__(
         self,
@@ -110,19 +350,23 @@ class _Waiting:
         beat: Callable[[str, int], None],
         max_skipped: int,
     ):
-        self._stopwatch, self._report, self._beat = stopwatch, report, beat
+        self._stopwatch = stopwatch
+        self._report = report
+        self._beat = beat
         self._max_skipped = max_skipped
-        self.steps: list[tuple[int, StepMetrics]] = []
-        self.since = time.perf_counter()
-        self.refused: tuple[int, int] | None = None
+        self._steps: list[tuple[int, StepMetrics]] = []
         self._latest: deque[StepMetrics] = deque(maxlen=_LAG + 1)
+        self.since = time.perf_counter()
+        """Time from which training time is counted."""
+        self.refused: tuple[int, int] | None = None
+        """First and last of the first `max_skipped` steps refused in a row."""
 
     def add(self, step: int, metrics: StepMetrics) -> bool:
         """Add a step; return whether too many were refused in a row, `_LAG` steps ago.
 
         The answer is the same on all processes.
         """
-        self.steps.append((step, metrics))
+        self._steps.append((step, metrics))
         self._latest.append(metrics)
         if len(self._latest) <= _LAG:
             return False
@@ -130,147 +374,24 @@ class _Waiting:
             return int(self._latest[0].skipped_in_a_row) >= self._max_skipped
 
     def flush(self) -> None:
-        """Report the waiting metrics, and check whether too many steps were refused."""
-        steps = tuple(number for number, _ in self.steps)
+        """Report the pending metrics, and check whether too many steps were refused."""
+        steps = tuple(number for number, _ in self._steps)
         with self._stopwatch.on(WAIT):
-            for number, metric in self.steps:
+            for number, metric in self._steps:
                 self._beat("step", number)
                 jax.block_until_ready(metric.loss)
-            metrics = fetch_metrics([metric for _, metric in self.steps])
+            metrics = fetch_metrics([metric for _, metric in self._steps])
         seconds = time.perf_counter() - self.since
         with self._stopwatch.on(REPORT):
             self._report(Report(steps=steps, metrics=metrics, seconds=seconds))
-        self.steps.clear()
+        self._steps.clear()
         self.since = time.perf_counter()
         self.refused = self.refused or _refused(steps, metrics, self._max_skipped)
 
     def finish(self) -> None:
-        """Report what is still waiting, if anything."""
-        if self.steps:
+        """Report what is still pending, if anything."""
+        if self._steps:
             self.flush()
-
-
-def _take_step(
-    step_function: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
-    step: int,
-    state: TrainState,
-    batch: Batch,
-) -> tuple[tuple[TrainState, StepMetrics] | None, Status]:
-    """Return the next state and metrics, or None and the status when the step ends the run."""
-    try:
-        return step_function(state, batch), "done"
-    except EndRunError as error:
-        logger.error("step %d: %s", step, error)
-        return None, cast(Status, error.status)
-
-
-def _run_hooks(
-    hooks: Sequence[Hook], step: int, state: TrainState, beat: Callable[[str, int], None]
-) -> Status | None:
-    """Run the hooks of a step; return the status when one of them ends the run."""
-    try:
-        for hook in hooks:
-            beat(getattr(hook, "name", type(hook).__name__), step)
-            hook.run(step, state)
-    except EndRunError as error:
-        logger.error("step %d: %s", step, error)
-        return cast(Status, error.status)
-    return None
-
-
-def run_loop(
-    state: TrainState,
-    step_function: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
-    batches: Iterator[Batch],
-    *,
-    first_step: int,
-    last_step: int,
-    hooks: Sequence[Hook],
-    report: Callable[[Report], None],
-    report_every: int,
-    max_skipped: int,
-    publish: Callable[[TrainState], TrainState] = lambda state: state,
-    stop: Stop | None = None,
-    stopwatch: Stopwatch | None = None,
-    beat: Callable[[str, int], None] = lambda what, step: None,
-) -> Generator[tuple[int, StepMetrics], bool | None, LoopResult]:
-    """Train until the last step, a signal, too many bad steps in a row, or devices that differ.
-
-    A true value sent into the generator stops it after the step just yielded (see `drain`).
-
-    Args:
-        state: Initial state, donated.
-        step_function: Step from `make_train_step`.
-        batches: Batches on the devices, from `first_step` on.
-        first_step: Steps already done.
-        last_step: Total number of steps.
-        hooks: Hooks in the order in which they run after a step.
-        report: Called with the metrics.
-        report_every: Steps between reports.
-        max_skipped: Steps refused in a row that end the run.
-        publish: Brings the parameters that the world sees up to date.
-        stop: Request to stop, checked every step; with several processes every `report_every`.
-        stopwatch: Receives the time of the loop by kind.
-        beat: Called with an activity and its step when it begins.
-
-    Yields:
-        Number and metrics of each step, after its hooks; the generator returns how it ended.
-    """
-    stopwatch, stop = stopwatch or Stopwatch(), stop or NeverStop()
-    stop.steps_begin()
-    waiting, step, status = _Waiting(stopwatch, report, beat, max_skipped), first_step, "done"
-    asks_alone = jax.process_count() == 1  # several must agree, which costs a collective
-    while step < last_step and status == "done":
-        beat("batch", step + 1)
-        with stopwatch.on(DATA):
-            batch = next(batches)
-        step += 1
-        beat("step", step)
-        with stopwatch.on(DISPATCH):
-            after, failure = _take_step(step_function, step, state, batch)
-        if after is None:
-            return LoopResult(state=state, step=step - 1, status=failure)
-        state, metrics = after
-        is_over = waiting.add(step, metrics) or step == last_step
-        with stopwatch.on(WAIT):  # hooks and signals may need a collective
-            due = [hook for hook in hooks if hook.is_due(step)]
-            reason = stop.agreed() if asks_alone or step % report_every == 0 else None
-        if reason == "taken_over":  # another process owns the files
-            return LoopResult(state=state, step=step, status=reason)
-        is_shared = is_over or bool(reason) or step % report_every == 0 or _shared(due)
-        if due or is_shared:
-            waiting.flush()
-        if waiting.refused is not None and (is_shared or due and asks_alone):
-            status = "diverged"
-            break
-        with stopwatch.on(HOOKS):
-            state = publish(state) if is_over or reason or _shared(due) else state
-            failure = _run_hooks(due, step, state, beat)
-        if failure is not None:
-            status = failure
-            break
-        waiting.since = time.perf_counter() if due else waiting.since
-        status = reason if reason and step < last_step else status
-        with stopwatch.on(HOOKS):
-            is_left = yield step, metrics
-        if is_left and status in ("done", "resized") and step < last_step:
-            waiting.finish()
-            status = "interrupted"
-    refused = waiting.refused if status == "diverged" else None
-    return LoopResult(state=state, step=step, status=status, refused=refused)
-
-
-def drain(steps: Generator[Any, Any, Result]) -> Result:
-    """Run a generator to its end and return its value.
-
-    Args:
-        steps: Such as `run_loop`.
-    """
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 def _shared(hooks: Sequence[Hook]) -> bool:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files on the command line: train, resume, evaluate, inspect, and errors."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -13,7 +14,7 @@ from experiments.recipes import RECIPES
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data import ChatConfig, FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
-from jaxmoe.run import loop as loop_module
+from jaxmoe.training.loop import LoaderFeed
 
 SMALL = (
     *("--model.num_layers", "1", "--model.embed_dim", "16"),
@@ -118,17 +119,15 @@ def test_help_lists_data_flags(capsys):
 def _batches(monkeypatch):
     """The tokens of every training step, as they reach the device."""
     seen = {}
-    original = loop_module.run_loop
+    batches = LoaderFeed.batches
 
-    def run_loop(state, step, batches, *, first_step, **rest):
-        def watched():
-            for number, batch in enumerate(batches, start=first_step):
+    def watched(self, first_step):
+        with contextlib.closing(batches(self, first_step)) as made:
+            for number, batch in enumerate(made, start=first_step):
                 seen[number] = np.asarray(batch.tokens).copy()
                 yield batch
 
-        return original(state, step, watched(), first_step=first_step, **rest)
-
-    monkeypatch.setattr(loop_module, "run_loop", run_loop)
+    monkeypatch.setattr(LoaderFeed, "batches", watched)
     return seen
 
 

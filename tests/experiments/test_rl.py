@@ -88,10 +88,10 @@ KILLED = """
 import os, signal, sys
 from experiments.rl import __main__ as rl
 from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.rl.steps import RolloutStep
+from jaxmoe.rl.feed import RolloutFeed
 
 moment = sys.argv.pop(1)
-call, save, number = RolloutStep.__call__, CheckpointManager.save, 0
+call, save, number = RolloutFeed.train, CheckpointManager.save, 0
 
 def end():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -108,7 +108,7 @@ def saved(self, *given, **named):
     save(self, *given, **named)
     end()
 
-RolloutStep.__call__ = called
+RolloutFeed.train = called
 if moment == "saving":
     CheckpointManager.save = saved
 rl.main(sys.argv[1:])

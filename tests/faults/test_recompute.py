@@ -14,7 +14,7 @@ from experiments.cli.flags import ExitCode
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.fingerprints import ShardFingerprint
 from jaxmoe.resilience.recompute import ComputationDiffersError, RecomputedStep, verdict
-from jaxmoe.run import train
+from jaxmoe.run import trainer
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.compile import compile_steps
 from jaxmoe.state_tree import is_key
@@ -82,7 +82,7 @@ def test_every_altered_value_is_found_and_none_in_clean_steps(tmp_path):
     _, config = cli.parse(RECIPES, DEFAULT, command, "test", "")
     assembly = assemble(config)
     with jax.set_mesh(assembly.mesh):
-        state, plain, batch = assembly.new_state(), assembly.new_state(), assembly.batch(0)
+        state, plain, batch = assembly.new_state(), assembly.new_state(), assembly.feed.batch(0)
         compiled = compile_steps(assembly, 0, state)
         faulty = _Faulty(compiled)
         checked = RecomputedStep(faulty, 1, 0)
@@ -125,7 +125,7 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, monkeypatch):
         faulty.bad = {5}  # of steps 1, 2, 2 again, 3, 4, 4 again
         return faulty
 
-    monkeypatch.setattr(train, "compile_steps", faulty_steps)
+    monkeypatch.setattr(trainer, "compile_steps", faulty_steps)
     more = ("--checkpoint.every", "2", "--checkpoint.recompute", "2", "--execution.mesh.data", "8")
     assert pretrain.main(flags(tmp_path / "run", 6, *more)) == ExitCode.CORRUPTED
     assert "step 4: device" in caplog.text and "transient" in caplog.text

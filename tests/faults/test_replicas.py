@@ -13,7 +13,7 @@ from experiments import pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.fingerprints import ReplicasDifferError, fingerprints
-from jaxmoe.run import loop as run_loop_module
+from jaxmoe.run import trainer
 from jaxmoe.training import loop
 from tests.support.meshes import mesh_named
 from tests.support.runs import flags
@@ -88,9 +88,9 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, capsys, monkeypatch, comp
 
     Found by a comparison at the step, or by the fingerprints of the lazy save of step 4.
     """
-    plain = loop.run_loop
+    plain = loop.Loop
 
-    def run_loop(state, step_function, *arguments, **options):
+    def flipping(state, step_function, *arguments, **options):
         def step_and_flip(state, batch):
             state, metrics = step_function(state, batch)
             if int(state.step) == 3:
@@ -101,7 +101,7 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, capsys, monkeypatch, comp
 
         return plain(state, step_and_flip, *arguments, **options)
 
-    monkeypatch.setattr(run_loop_module, "run_loop", run_loop)
+    monkeypatch.setattr(trainer, "Loop", flipping)
     mesh = ("--execution.mesh.data", "8", "--execution.rules", "data_parallel")
     saving = ("--checkpoint.every", "2", "--checkpoint.compare_replicas", compared)
     command = flags(tmp_path / "run", 6, *mesh, *saving, "--tracking.sample_length", "0")

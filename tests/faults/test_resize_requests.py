@@ -18,23 +18,13 @@ from tests.faults.test_run_files import PLACES, TEXTS, directory, impatient, put
 __all__ = ["directory", "impatient"]
 
 
-class _Goes:
-    """A run that nothing stops."""
-
-    def steps_begin(self):
-        pass
-
-    def agreed(self):
-        return None
-
-
 @pytest.mark.parametrize("kind", [kind for kind in [*TEXTS, *PLACES] if kind != "empty"])
 def test_a_request_that_is_none_is_set_aside_and_the_run_goes_on(directory, kind, caplog):
     path = directory.resize_file
     with directory.held():
-        resizing = Resizing(_Goes(), directory, lambda *_: None)
+        resizing = Resizing(directory)
         put(path, kind)
-        assert resizing.agreed() is None
+        assert resizing.event() is None
         assert not os.path.lexists(path)
         assert os.path.lexists(directory.path / "resize.refused-1.json")
         (event,) = read_resizes(directory)
@@ -87,9 +77,9 @@ def test_the_command_ends_when_the_run_has_ended(trains, capsys, end):
 
 def test_a_request_that_comes_too_late_is_answered_by_the_end_of_the_run(directory):
     with directory.held():
-        resizing = Resizing(_Goes(), directory, lambda *_: None)
+        resizing = Resizing(directory)
         directory.resize_file.write_text('{"mesh": {"data": 4}, "name": "late"}')
-        resizing.finish(9)
+        resizing.ended(9, "done")
         resizing.close()
     (event,) = read_resizes(directory)
     assert (event["name"], event["status"], event["step"]) == ("late", "refused", 9)

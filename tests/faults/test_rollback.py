@@ -14,9 +14,9 @@ from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.data import DataError, Loader, MarkovConfig, SkippedRows
 from jaxmoe.resilience import stop
-from jaxmoe.run import rollback
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.restore import Lineage, read_skipped
+from jaxmoe.run.trainer import Trainer
 from tests.support.faults import poisoned, read_batches
 from tests.support.ports import free_port
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run, written_by
@@ -260,15 +260,13 @@ def test_a_step_moves_when_all_processes_have_read_it(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.trains
 def test_a_run_that_was_taken_over_does_not_go_back(tmp_path, monkeypatch, capsys):
-    thief, train = RunDirectory(tmp_path / "run"), rollback.run_steps
+    thief, go_back = RunDirectory(tmp_path / "run"), Trainer._go_back
 
-    def trained_and_robbed(*arguments):
-        result = yield from train(*arguments)
-        assert result.refused is not None
+    def robbed(self):
         thief.acquire(steal=True)
-        return result
+        return go_back(self)
 
-    monkeypatch.setattr(rollback, "run_steps", trained_and_robbed)
+    monkeypatch.setattr(Trainer, "_go_back", robbed)
     try:
         with poisoned(is_bad):
             more = ("--run.lock_heartbeat", "60")

@@ -33,7 +33,7 @@ BUSY = """
 import sys
 import jax
 from experiments import pretrain
-from jaxmoe.run import train
+from jaxmoe.run import trainer
 
 def busy(*arguments, **options):
     print("busy", flush=True)
@@ -43,7 +43,7 @@ def busy(*arguments, **options):
     turn = jax.jit(lambda x: jax.lax.fori_loop(0, 10**5, some, x))
     jax.block_until_ready(turn(1.0))
 
-train.compile_steps = busy
+trainer.compile_steps = busy
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 TERM = (signal.SIGTERM, ExitCode.PREEMPTED)

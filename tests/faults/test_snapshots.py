@@ -28,7 +28,8 @@ from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.move import move_state, move_through_hosts
-from jaxmoe.run.restore import Begun, Lineage, open_snapshots
+from jaxmoe.run.parts.snapshots import open_snapshots
+from jaxmoe.run.restore import Begun, Lineage
 from sharding import MeshConfig, make_mesh
 from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
 

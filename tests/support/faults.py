@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.data import Loader
-from jaxmoe.run.assemble import Assembly
 from jaxmoe.training import gradients as gradients_module
+from jaxmoe.training.loop import LoaderFeed
 
 # Added to one element of a gradient; added to the loss; times the whole gradient.
 FAULTS = {
@@ -80,7 +80,7 @@ def poisoned(is_bad) -> Iterator[None]:
 @contextlib.contextmanager
 def read_batches(*, is_lost: bool = False) -> Iterator[dict[int, str]]:
     """Return a hash of the tokens of each step."""
-    batches, seen = Assembly.batches, {}
+    batches, seen = LoaderFeed.batches, {}
 
     def watched(self, first_step):
         with contextlib.closing(batches(self, 0 if is_lost else first_step)) as made:
@@ -89,5 +89,5 @@ def read_batches(*, is_lost: bool = False) -> Iterator[dict[int, str]]:
                 yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Assembly, "batches", watched)
+        patch.setattr(LoaderFeed, "batches", watched)
         yield seen

@@ -30,7 +30,8 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.restore import make_snapshots, open_snapshots
+from jaxmoe.run.parts.members import LinkMeasurements
+from jaxmoe.run.parts.snapshots import Snapshots, open_snapshots
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import save_tables
@@ -93,23 +94,23 @@ def program(assembly: Assembly, directory: pathlib.Path) -> str:
     rows = assembly.plan.config.training.batch_size
     with jax.set_mesh(assembly.mesh):
         step: Any = assembly.jitted_step(assembly.micro_batches(rows))
-        traced = step.trace(assembly.state_shapes(), assembly.batch(0))
+        traced = step.trace(assembly.state_shapes(), assembly.feed.batch(0))
         return hashlib.sha256(traced.lower().as_text().encode()).hexdigest()
 
 
 def watched(assembly: Assembly, directory: pathlib.Path) -> dict[str, list[int]]:
     """The steps of the run after which devices are compared, by what compares them."""
-    reporter: Any = types.SimpleNamespace(watched=None)
-    watches = Watches(
-        RunDirectory(directory), assembly, reporter, Stopwatch(START), 0, watchdog=_NOTHING
-    )
-    return {type(hook).__name__: _due(hook, assembly) for hook in watches.hooks()}
+    watches, every = _watches(assembly, directory), assembly.plan.config.watch.links_every
+    links = LinkMeasurements(every).hooks(assembly, watches) if every else ()
+    return {type(hook).__name__: _due(hook, assembly) for hook in (*watches.hooks(), *links)}
 
 
 def snapshots(assembly: Assembly, directory: pathlib.Path) -> list[int]:
     """The steps of a supervised run after which the state is kept in memory."""
-    hook = make_snapshots(assembly, open_snapshots(assembly, RunDirectory(directory)), _NOTHING)
-    return [] if hook is None else _due(hook, assembly)
+    store = open_snapshots(assembly, RunDirectory(directory))
+    watches = _watches(assembly, directory)
+    hooks = () if store is None else Snapshots(store).hooks(assembly, watches)
+    return [step for hook in hooks for step in _due(hook, assembly)]
 
 
 def saves(assembly: Assembly, directory: pathlib.Path) -> list[tuple[int, bool]]:
@@ -138,6 +139,13 @@ def layout(assembly: Assembly, directory: pathlib.Path) -> dict[str, str]:
     return {
         row.path: str(row.spec) for row in assembly.plan.table if "vocab" in row.declaration.axes
     }
+
+
+def _watches(assembly: Assembly, directory: pathlib.Path) -> Watches:
+    reporter: Any = types.SimpleNamespace(watched=None, flush=None)
+    return Watches(
+        RunDirectory(directory), assembly, reporter, Stopwatch(START), 0, watchdog=_NOTHING
+    )
 
 
 _NOTHING: Any = types.SimpleNamespace(flush=None)

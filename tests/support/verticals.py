@@ -36,7 +36,7 @@ class Vertical:
 
 _STEP = ("jaxmoe/training/step.py", "jaxmoe/training/state.py", "jaxmoe/training/gradients.py")
 _LAYERS = ("jaxmoe/models/transformer.py", "jaxmoe/layers/block.py", "jaxmoe/layers/records.py")
-_RUN = ("jaxmoe/run/run.py", "jaxmoe/run/train.py", "jaxmoe/run/config.py")
+_RUN = ("jaxmoe/run/run.py", "jaxmoe/run/trainer.py", "jaxmoe/run/config.py")
 _ENGINE = ("jaxmoe/serve/engine.py", "jaxmoe/serve/instance.py", "jaxmoe/serve/plan.py")
 
 VERTICALS = {
@@ -309,7 +309,6 @@ VERTICALS = {
         sources=(
             "jaxmoe/rl/*",
             "jaxmoe/training/policy_gradient/*",
-            "jaxmoe/run/serving/rollouts.py",
             "experiments/rl/*",
         ),
         tests=(

@@ -19,9 +19,9 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -43,8 +43,9 @@ from jaxmoe.run.elastic.request import (
     resolve,
     set_aside,
 )
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.parts.base import Moved, RunPart
 from jaxmoe.run.recovery import with_raised_rate
-from jaxmoe.training.loop import Stop, StopReason
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, share
 
@@ -71,31 +72,15 @@ class Prepared:
     """Reason why the step will probably not fit the devices; empty if it fits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Moved:
-    """A run on its new mesh."""
-
-    assembly: Assembly
-    compiled: CompiledStep
-    state: TrainState
-
-
-class Resizing:
-    """A request to stop that also ends the loop when another mesh is ready.
+class Resizing(RunPart):
+    """Ends the loop when the mesh that a request names is ready, and moves the run there.
 
     Args:
-        stop: Signals, which come first.
         directory: Held directory of the run.
-        log: Receives a step and the numbers of a resize after it.
     """
 
-    def __init__(
-        self,
-        stop: Stop,
-        directory: RunDirectory,
-        log: Callable[[int, Mapping[str, float]], None],
-    ):
-        self._stop, self._directory, self._log = stop, directory, log
+    def __init__(self, directory: RunDirectory):
+        self._directory = directory
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="resize")
         self._assembly: Assembly | None = None
         self._step = 0
@@ -107,22 +92,12 @@ class Resizing:
         self.done: list[Resized] = []
         """Resizes of this start."""
 
-    def begin(self, assembly: Assembly, step: int, state: TrainState) -> None:
-        """Note the loop that begins.
-
-        Args:
-            assembly: Plan, devices and data of the loop.
-            step: Number of steps already done.
-            state: State of the loop; only shapes and shardings are kept.
-        """
+    def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
+        """Keep the shapes of the state of a loop; record the resize that led to it, if one did."""
         self._assembly, self._step = assembly, step
         self._shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
         )
-
-    def steps_begin(self) -> None:
-        """Called by the loop before its first step; records the resize that led to it."""
-        self._stop.steps_begin()
         if self._moved is None:
             return
         event, since = self._moved
@@ -133,13 +108,13 @@ class Resizing:
         )
         self._record(event, is_answer=True)
         self.done.append(event)
-        self._log(event.step, {"mesh/devices": len(event.devices), "mesh/pause_seconds": pause})
+        watches.reporter.watched(
+            event.step, {"mesh/devices": len(event.devices), "mesh/pause_seconds": pause}
+        )
         say(event.message)
 
-    def agreed(self) -> StopReason | None:
-        """Return a reason to end the loop; every process must call it at the same step."""
-        if reason := self._stop.agreed():
-            return reason
+    def event(self) -> Literal["resized"] | None:
+        """Return whether all processes have the programs of another mesh."""
         if self._preparing is None:
             self._look()
             return None
@@ -155,16 +130,12 @@ class Resizing:
             self._refuse(future.exception())
         return None
 
-    def move(self, leaves: list[Any], step: int) -> Moved:
-        """Return assembly, train step and state of the new mesh.
-
-        Args:
-            leaves: Arrays of the state, which are moved one by one; emptied, so that the devices
-                hold one state and an array, if the caller keeps no other reference.
-            step: Number of steps done.
-        """
+    def move(self, leaves: list[Any], step: int) -> Moved | None:
+        """Return the run on its new mesh; the devices hold one state and an array meanwhile."""
         since = time.perf_counter()
-        assert self._preparing is not None and self._assembly is not None  # agreed "resized"
+        if self._preparing is None:
+            return None
+        assert self._assembly is not None  # the loop has begun
         ready = self._preparing.result()
         self._preparing = None
         if ready.warning:
@@ -195,6 +166,10 @@ class Resizing:
             record_devices(self._directory, assembly)
         return Moved(assembly=assembly, compiled=compiled, state=state)
 
+    def rows(self) -> Mapping[str, Any]:
+        """Return the resizes of this start."""
+        return {"resizes": [dataclasses.asdict(event) for event in self.done]}
+
     def close(self) -> None:
         """Give a compilation up that nothing waits for any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -223,13 +198,9 @@ class Resizing:
             is_answer=False,
         )
 
-    def finish(self, step: int) -> None:
-        """Refuse a request that came too late, once the run has ended.
-
-        Args:
-            step: Last step of the run.
-        """
-        if jax.process_index() != 0 or not (text := self._read()):
+    def ended(self, step: int, status: str) -> None:
+        """Refuse a request that came too late, once the run has done its last step."""
+        if status != "done" or jax.process_index() != 0 or not (text := self._read()):
             return
         self._text = text
         message = f"the run has ended at step {step}: nothing is resized"

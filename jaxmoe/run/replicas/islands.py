@@ -31,6 +31,11 @@ from jaxmoe.islands.errors import IslandError, StoppedError
 from jaxmoe.messages import say
 from jaxmoe.replicas.fragments import Fragment
 from jaxmoe.resilience.stop import Reason
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.compile import CompiledStep
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.restore import Begun
+from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.between_jobs import (
     BetweenJobs,
@@ -47,8 +52,6 @@ logger = logging.getLogger(__name__)
 LAST_WAIT = 5.0
 """Seconds that an island which was asked to stop waits on, for a round that all others are in."""
 
-StepOf = Callable[[TrainState, Any], tuple[TrainState, Any]]
-
 
 class IslandLeftError(EndRunError):
     """The other islands went on without this one, or cannot be reached: a restart joins them."""
@@ -62,7 +65,7 @@ class IslandInterruptedError(IslandLeftError):
     status: ClassVar[str] = "interrupted"
 
 
-class Island:
+class Island(RunPart):
     """Rounds of one island with the others.
 
     Args:
@@ -70,7 +73,10 @@ class Island:
         training: Method, with one worker.
         state: State from which shapes and sizes are taken.
         stop: Returns why the run is to stop; None while it goes on.
+        beat: Called with an activity when it begins.
     """
+
+    goes_back: ClassVar[bool] = False  # the others do not
 
     def __init__(
         self,
@@ -78,8 +84,10 @@ class Island:
         training: WorkerTraining,
         state: TrainState,
         stop: Callable[[], Reason | None] = lambda: None,
+        beat: Callable[[str], None] = lambda what: None,
     ):
         self._config, self._training, self._stop = config, training, stop
+        self._beat = beat
         self._stops: float | None = None
         self._between = BetweenJobs(training)
         self._like = {part.number: self._between.like(part, state) for part in training.fragments}
@@ -91,6 +99,21 @@ class Island:
         )
         self._rounds: Rounds = connect(config, sizes, check=self._check)
         self._step = self._exchanged = 0
+
+    def join(self, begun: Begun, compile_step: Callable[[], None]) -> Begun:
+        """Take the island's place among the others, with their state or its own.
+
+        All is compiled before, and what can fail has failed: the others do not wait long for an
+        island that has joined.
+        """
+        with jax.set_mesh(begun.assembly.mesh):
+            compile_step()
+            self.compile(begun.state)
+            self._beat("waiting for the other islands")
+            step, state = self.start(begun.step, begun.state)
+        if state is not begun.state:
+            jax.tree.map(lambda leaf: leaf.delete(), begun.state)  # others hold a reference
+        return replace(begun, step=step, state=state)
 
     def compile(self, state: TrainState) -> None:
         """Compile the exchanges, with messages of this island in place of all.
@@ -126,10 +149,11 @@ class Island:
         self._step = self._exchanged = step
         return step, state
 
-    def around(self, step_function: StepOf) -> StepOf:
+    def around(self, step_function: CompiledStep, assembly: Assembly, step: int) -> CompiledStep:
         """Return the step of a worker with the exchanges after it."""
+        del assembly, step
 
-        def step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        def step_and_exchange(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
             state, metrics = step_function(state, batch)
             self._step += 1
             for fragment in self._between.due(self._step):
@@ -139,7 +163,7 @@ class Island:
                     raise self._ended(error) from error
             return state, metrics
 
-        return step
+        return step_and_exchange
 
     def close(self) -> None:
         """Leave the other islands."""
@@ -199,3 +223,18 @@ class Island:
         """Return a state from its bytes, laid out as that of this run."""
         arrays = from_bytes(data, self._layout)
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), arrays, self._layout)
+
+
+def connect_island(assembly: Assembly, state: TrainState, supervision: Supervision) -> Island:
+    """Return the rounds of an island, which it has not joined yet.
+
+    Args:
+        assembly: Plan, devices and data of a run that is one of several islands.
+        state: State of the run, from which shapes are taken.
+        supervision: Watchdog and signals of this process.
+    """
+    config, training = assembly.island, assembly.worker_training
+    assert config is not None and training is not None  # checked by `assemble`
+    stop, watchdog = supervision.stop, supervision.watchdog
+    with jax.set_mesh(assembly.mesh):
+        return Island(config, training, state, lambda: stop.reason, watchdog.beat)

@@ -27,7 +27,7 @@ from jaxmoe.run.reporting.summary import (
 )
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.router_load import read_router_load
-from jaxmoe.training.loop import LoopResult
+from jaxmoe.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def finish_run(
     directory: RunDirectory,
     assembly: Assembly,
     reporter: Reporter,
-    result: LoopResult,
+    state: TrainState,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the last files of a run and log its closing message; a full disk is a warning.
@@ -47,7 +47,7 @@ def finish_run(
         directory: Run directory.
         assembly: Plan, devices and data of the run.
         reporter: Receiver of the metrics; closed here.
-        result: End of the loop, with the last state.
+        state: Last state.
         facts: Status, steps, times and checkpoint step.
 
     Returns:
@@ -65,9 +65,9 @@ def finish_run(
         summary["stability"] = stability
     samples = ""
     length = assembly.plan.config.tracking.sample_length
-    if result.status == "done" and length and jax.process_count() == 1:
+    if facts["status"] == "done" and length and jax.process_count() == 1:
         say("writing samples ...")
-        samples = sample_text(assembly, result.state, length)
+        samples = sample_text(assembly, state, length)
         with DiskGuard(directory.samples_file).warning_once():
             replace_file(directory.samples_file, samples)
     say("drawing plots and the report ...")

@@ -17,8 +17,8 @@ from jaxmoe.data.batch import validate_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.rl.batches import Sample, batch_of
 from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.feed import Learner
 from jaxmoe.rl.rollouts import Rollouts
-from jaxmoe.rl.steps import Learner
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.loss import token_log_probs

@@ -20,7 +20,7 @@ from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.training import loop as loop_module
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.hooks import EvaluateHook, is_every
-from jaxmoe.training.loop import drain, run_loop
+from jaxmoe.training.loop import Feed, Loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
@@ -103,10 +103,10 @@ class Bench:
     def run(self, *hooks, first: int = 0, last: int = 6, report_every: int = 100, max_skipped=3):
         self.monkeypatch.setattr(loop_module, "time", self.clock)
         with StopRequest() as stop:
-            steps = run_loop(
+            loop = Loop(
                 _state(first),
                 self.step,
-                self.batches(first),
+                BenchFeed(self),
                 first_step=first,
                 last_step=last,
                 hooks=hooks,
@@ -115,7 +115,19 @@ class Bench:
                 max_skipped=max_skipped,
                 stop=stop,
             )
-            return drain(steps)
+            while loop.status is None:
+                loop.advance()
+            return loop
+
+
+@dataclasses.dataclass
+class BenchFeed(Feed):
+    """The batches of a bench."""
+
+    bench: Bench
+
+    def batches(self, first_step):
+        yield from self.bench.batches(first_step)
 
 
 @pytest.fixture

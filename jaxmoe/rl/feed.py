@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes each training step draw its own batch: answers, rewards, log-probabilities.
+"""`RolloutFeed`: each training step draws its own batch: answers, rewards, log-probabilities.
 
-    (state, anything) -> answers by the state's parameters -> batch -> (next state, metrics)
+    state -> answers by the state's parameters -> batch -> (next state, metrics)
 
 A step trains on its answers `rl.epochs` times, in `rl.minibatches` updates each. Old and reference
 log-probabilities are those before the first update.
@@ -12,27 +12,32 @@ The queue of answers is empty at checkpoints, so that a resumed run continues bi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxmoe.data import Source
 from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError, JaxmoeError
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.generation.text import separator_of
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.rl.batches import Sample, batch_of, drawn_order
 from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.rl.engine_parameters import EngineParameters
 from jaxmoe.rl.queue import AnswerQueue
 from jaxmoe.rl.rollouts import Rollouts, on_one_device
-from jaxmoe.routing.replay import EXPERTS
+from jaxmoe.routing.replay import EXPERTS, why_not_replayed
+from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.tracking.tracker import (
     AHEAD,
     ANSWER_LENGTH,
@@ -46,6 +51,7 @@ from jaxmoe.tracking.tracker import (
     STALE,
     TRAIN_SECONDS,
 )
+from jaxmoe.training.loop import Feed, StepFunction
 from jaxmoe.training.loss import token_log_probs
 from jaxmoe.training.policy_gradient import (
     ADVANTAGES,
@@ -58,8 +64,6 @@ from jaxmoe.training.policy_gradient import (
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from sharding.distributed import global_batch
-
-Step = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +82,8 @@ class Learner:
     """Seed of the run."""
 
     @classmethod
-    def of(cls, plan: Any, execution: ExecutionConfig, mesh: Mesh) -> Learner | None:
-        """Return how the batches of a run are made; None for a run on data.
+    def of(cls, plan: Any, execution: ExecutionConfig, mesh: Mesh) -> Learner:
+        """Return how the batches of a run with `rl` are made.
 
         Args:
             plan: `jaxmoe.run.plan.Plan`.
@@ -87,8 +91,6 @@ class Learner:
             mesh: Devices.
         """
         config = plan.config
-        if config.rl is None:
-            return None
         return cls(
             config=config.rl,
             objective=config.training.objective,
@@ -160,30 +162,92 @@ class NoAnswersError(EndRunError):
     status: ClassVar[str] = "interrupted"
 
 
-class RolloutStep:
-    """A training step with its rollouts.
+class RolloutFeed(Feed):
+    """Answers of the model in training.
 
     Args:
-        step: Training step; it donates its state.
         learner: What is trained.
-        rollouts: Engine and task.
-        queue: Steps whose answers are drawn ahead.
-        reference: Parameters and router state that `beta` holds the model to; None without beta.
-        report: Called with the number of the step, from 1, and its measures.
+        source: Tokens of prompts and answers.
+        every: Steps between checkpoints.
+        last_step: Total number of steps.
     """
 
-    def __init__(
+    skips_rows: ClassVar[bool] = False  # answers would be the same
+
+    def __init__(self, learner: Learner, source: Source, *, every: int, last_step: int):
+        self._learner = learner
+        self._source = source
+        self._every = every
+        self._last_step = last_step
+        self._measures: dict[str, float] = {}
+        self._resources = contextlib.ExitStack()
+
+    def check(self) -> None:
+        """Raise if the engine cannot compute the answers, or the task cannot be built.
+
+        Raises:
+            ValueError: The model cannot be served, sequences are cut, there are several processes,
+                or the reward's file or function cannot be used.
+        """
+        learner = self._learner
+        execution, adapter = learner.execution, learner.model.adapter
+        learner.config.reward.build()
+        if (reason := why_not_served(learner.model, execution, None)) is not None:
+            raise ValueError(f"rl answers prompts with the engine: {reason}")
+        if learner.config.replay:
+            if (reason := why_not_replayed(learner.model)) is not None:
+                raise ValueError(f"rl.replay=True: {reason}; or set it to False")
+        if adapter is not None and adapter.passes > 1:
+            raise ValueError(
+                f"model.adapter:{adapter.name} draws its additions anew in each training pass, and"
+                " rl compares a pass with the answers of the engine: choose another adapter"
+            )
+        if execution.mesh.seq > 1:
+            raise ValueError(
+                f"execution.mesh.seq={execution.mesh.seq} cuts sequences, whose tokens rl compares"
+                " with those of the engine: set it to 1"
+            )
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"rl answers prompts in one process, and there are {jax.process_count()}: start one"
+            )
+
+    def batch(self, step: int) -> Batch:
+        """Return a batch of the shapes of all updates."""
+        del step
+        return self._learner.example()
+
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """Yield a batch of these shapes for each step, which `train` does not read."""
+        del first_step
+        yield from itertools.repeat(self._learner.example())
+
+    def begin(
         self,
-        step: Step,
-        learner: Learner,
-        rollouts: Rollouts,
-        *,
-        queue: AnswerQueue,
-        reference: tuple[Any, Any] | None,
-        report: Callable[[int, Mapping[str, float]], None],
-    ):
-        self._step, self._learner, self._rollouts = step, learner, rollouts
-        self._reference, self._report, self._queue = reference, report, queue
+        log: Callable[[int, Mapping[str, float]], None],
+        first_state: Callable[[], TrainState],
+    ) -> None:
+        """Open the engine, which compiles at the first step, and compute the reference model."""
+        learner = self._learner
+        separator = separator_of(self._source)
+        rollouts = Rollouts(
+            learner.config,
+            learner.model,
+            learner.execution,
+            self._source,
+            length=learner.length,
+            seed=learner.seed,
+            ends=() if separator is None else (separator,),
+        )
+        self._rollouts = self._resources.enter_context(contextlib.closing(rollouts))
+        self._queue = AnswerQueue(
+            staleness=learner.config.staleness, every=self._every, last_step=self._last_step
+        )
+        self._log = log
+        self._reference: tuple[Any, Any] | None = None
+        if learner.objective.beta:
+            state = first_state()
+            self._reference = state.params, state.router_state
         sync = learner.config.sync
         self._engine_params = None if sync == "copy" else EngineParameters(sync)
         self._log_probs = jax.jit(
@@ -192,12 +256,27 @@ class RolloutStep:
             )
         )
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def close(self) -> None:
+        """Close the engine."""
+        self._resources.close()
+
+    def after(self, step: int, metrics: StepMetrics) -> None:
+        """Log the measures of the answers of a step."""
+        del metrics
+        self._log(step, self._measures)
+
+    def train(
+        self, step_function: StepFunction, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, StepMetrics]:
         """Draw answers and train on them.
 
         Args:
+            step_function: Training step.
             state: State before the step; donated.
             batch: Not read.
+
+        Raises:
+            NoAnswersError: An answer could not be drawn or scored.
         """
         del batch
         number, begun = int(state.step), time.perf_counter()
@@ -208,13 +287,13 @@ class RolloutStep:
             raise NoAnswersError(str(error)) from error
         drawn, counts = time.perf_counter(), self._rollouts.counts()
         rows, measures = self._prepared(state, self._learner.batch(samples))
-        state, metrics, clipped = self._updated(state, samples, rows)
+        state, metrics, clipped = self._updated(step_function, state, samples, rows)
         measures[CLIPPED] = clipped
         jax.block_until_ready(metrics.loss)
         times = {ROLLOUT_SECONDS: drawn - begun, TRAIN_SECONDS: time.perf_counter() - drawn}
         measures |= _measures(samples) | sent | times
         measures |= {STALE: float(stale), DROPPED: counts.dropped, AHEAD: counts.waiting}
-        self._report(number + 1, measures)
+        self._measures = measures
         return state, metrics
 
     def _draw(self, state: TrainState, steps: range) -> dict[str, float]:
@@ -236,7 +315,11 @@ class RolloutStep:
         return sent
 
     def _updated(
-        self, state: TrainState, samples: Sequence[Sample], batch: Batch
+        self,
+        step_function: StepFunction,
+        state: TrainState,
+        samples: Sequence[Sample],
+        batch: Batch,
     ) -> tuple[TrainState, StepMetrics, float]:
         """Return the state after the updates of a step, its metrics, and the share of tokens whose
         ratio the objective has cut, over all updates."""
@@ -257,7 +340,7 @@ class RolloutStep:
                 cut += int((is_cut & is_read).sum())
             if number:  # a step of the run counts as one, whatever its updates
                 state = dataclasses.replace(state, step=state.step - 1)
-            state, metrics = self._step(state, placed)
+            state, metrics = step_function(state, placed)
             found.append(metrics)
         return state, _together(found), cut / max(read, 1)
 

@@ -1,0 +1,476 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`Trainer`: trains a run from its newest state to its last files.
+
+restore    compare processes, assemble, lease the directory, read the newest state
+compile    the train step, for each batch size that is still to come; an island joins the others
+steps      batch, step, metrics, hooks (`jaxmoe.training.loop.Loop`), and a yield to the caller
+end        of a loop: go on with another mesh (`resized`) or from an earlier step (`refused`)
+finish     last checkpoint, samples, pictures, report, summary
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import jax
+
+from jaxmoe.checkpoint import CheckpointManager, LeaseLostError, SavesFailedError
+from jaxmoe.checkpoint.hook import CheckpointHook
+from jaxmoe.errors import EndRunError, configuration_errors
+from jaxmoe.fingerprints import ReplicasDifferError
+from jaxmoe.messages import say
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.compile import CompiledStep, compile_steps
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.hooks import make_hooks, make_saving, make_trace
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.prepare import prepare
+from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.reporting.advice import divergence_advice
+from jaxmoe.run.reporting.finish import finish_run
+from jaxmoe.run.reporting.header import nothing_to_do, print_header
+from jaxmoe.run.restore import first_state
+from jaxmoe.run.results import TrainedStep, TrainResult
+from jaxmoe.run.rollback import rollback_message, without_refused
+from jaxmoe.run.supervision import Supervision
+from jaxmoe.training.hooks import Trace
+from jaxmoe.training.loop import Loop, Status, Stop, StopReason
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import StepMetrics
+from jaxmoe.training.stopwatch import (
+    CHECKPOINT,
+    COMPILE,
+    FINISH,
+    HOOKS,
+    LOOP,
+    RESIZE,
+    RESTORE,
+)
+from sharding.coordination import barrier
+from sharding.distributed import agree
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains a run, new or interrupted, to its last step.
+
+    Args:
+        name: Name of the run, for messages and trackers.
+        config: Configuration of this start.
+        directory: Run directory; leased until `supervision.resources` closes.
+        supervision: Watchdog, signals and resources of this process.
+        extends: Whether a run in the directory may go on with changed `EXTENSION_FIELDS`; or the
+            fields that the command line names, which may differ from those of the checkpoint too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: PretrainConfig,
+        directory: RunDirectory,
+        supervision: Supervision,
+        *,
+        extends: bool | frozenset[str] = False,
+    ):
+        self._name = name
+        self._config = config
+        self._directory = directory
+        self._supervision = supervision
+        self._watchdog = supervision.watchdog
+        self._stopwatch = supervision.stopwatch
+        self._extends = extends
+        self._compiled: CompiledStep | None = None
+        self._compile_seconds = 0.0
+        self._reporter: Reporter | None = None
+        self._trace: Trace | None = None
+        self._step = 0
+        self._status: Status = "done"
+        self.result: TrainResult | None = None
+        """How the run ended; None before."""
+
+    def steps(self) -> Generator[TrainedStep, None, None]:
+        """Train to the last step, and yield each step once it is dispatched and its hooks have run.
+
+        Closing the generator ends the run after the step just yielded: the state is saved, and the
+        run can be resumed. `result` says how the run ended.
+
+        Raises:
+            ConfigurationError: The configuration, the directory or the data cannot be used.
+        """
+        with contextlib.ExitStack() as resources:
+            try:
+                if not (self._restore() and self._join()):
+                    return
+                self._open(resources)
+                self._begin_loop(self._begun.assembly, self._begun.step, self._begun.state)
+                while True:
+                    metrics = self._advance()
+                    if metrics is not None:
+                        try:
+                            with self._stopwatch.on(HOOKS):
+                                yield TrainedStep(step=self._loop.step, metrics=metrics)
+                        except GeneratorExit:
+                            self._leave()
+                    if self._loop.status is None:
+                        continue
+                    self._end_loop()
+                    if self._loop.status == "resized":
+                        self._move()
+                        continue
+                    if self._loop.status == "diverged" and self._go_back():
+                        continue
+                    break
+                self._end_steps()
+                if self._status == "taken_over":
+                    self._give_up()
+                    return
+                resources.close()
+                self._save()
+            except LeaseLostError:
+                self._give_up()
+                return
+        self._finish()
+
+    def _restore(self) -> bool:
+        """Lease the directory and read the newest state; False if nothing is left to do."""
+        with configuration_errors():
+            prepared = prepare(
+                self._config, self._directory, self._supervision, extends=self._extends
+            )
+        begun = self._begun = prepared.begun
+        self._checkpoints = prepared.checkpoints
+        self._parts = prepared.parts
+        self._step = begun.step
+        if begun.step >= self._config.training.steps:
+            say(nothing_to_do(self._directory, begun.step, self._config))
+            summary = self._directory.summary() or {}
+            self.result = TrainResult(
+                status="done", step=begun.step, checkpoint_step=begun.step, summary=summary
+            )
+            return False
+        print_header(self._name, self._directory, begun.assembly, begun.step)
+        if begun.origin is not None:
+            say(f"restored {begun.origin}")
+        self._started = time.perf_counter()
+        return True
+
+    def _join(self) -> bool:
+        """Let the parts take their place among other runs; False if one of them cannot."""
+        try:
+            for part in self._parts:
+                self._begun = part.join(self._begun, self._compile)
+        except LeaseLostError:
+            raise
+        except EndRunError as error:
+            self.result = TrainResult(
+                status=cast(Status, error.status),
+                step=self._begun.step,
+                checkpoint_step=self._checkpoints.latest_step(),
+                message=str(error),
+            )
+            return False
+        return True
+
+    def _open(self, resources: contextlib.ExitStack) -> None:
+        """Open the files of the metrics, compile the step, and wait for the other processes."""
+        begun = self._begun
+        with configuration_errors(), self._directory.usable():
+            reporter = Reporter(self._name, self._directory, begun.assembly, begun.step)
+            self._watches = Watches(
+                self._directory,
+                begun.assembly,
+                reporter,
+                self._stopwatch,
+                begun.step,
+                self._watchdog,
+            )
+        self._reporter = resources.enter_context(contextlib.closing(reporter))
+        self._loop_resources = resources.enter_context(contextlib.ExitStack())
+        self._compile()
+        self._watchdog.beat("waiting for the first step")
+        barrier("before the first step", self._config.processes.first)
+
+    def _compile(self) -> None:
+        """Compile the step, unless that was done."""
+        if self._compiled is not None:
+            return
+        self._watchdog.beat("compiling")
+        say("compiling the training step ...")
+        started = time.perf_counter()
+        begun = self._begun
+        with self._stopwatch.on(COMPILE):
+            self._compiled = compile_steps(begun.assembly, begun.step, begun.state)
+        self._compiled_from = begun.step
+        self._compile_seconds = time.perf_counter() - started
+        say(f"compiled in {self._compile_seconds:.1f} s")
+
+    def _begin_loop(self, assembly: Assembly, step: int, state: TrainState) -> None:
+        """Make the loop of the steps that follow, on the mesh of its assembly.
+
+        Args:
+            assembly: Plan, devices and data of the steps.
+            step: Number of steps already done.
+            state: State after these steps; donated.
+        """
+        self._assembly = assembly
+        assert self._compiled is not None and self._reporter is not None  # by `_open`
+        config, watches, reporter = assembly.plan.config, self._watches, self._reporter
+        self._saving = make_saving(assembly, self._checkpoints, reporter)
+        if self._trace is None or not self._trace.is_written:
+            self._trace = make_trace(self._directory, config, step)
+        trace, resources = self._trace, self._loop_resources
+        step_function = self._compiled
+        for part in self._parts:
+            step_function = part.around(step_function, assembly, step)
+        with jax.set_mesh(assembly.mesh):
+            hooks = make_hooks(assembly, step, self._saving, trace, watches, self._parts)
+            if trace is not None:
+                resources.callback(trace.close)
+                if trace.start.is_due(step):
+                    trace.start.run(step, state)
+            resources.callback(assembly.feed.close)
+            assembly.feed.begin(reporter.watched, functools.partial(first_state, assembly))
+            reporter.start()
+            resources.enter_context(self._stopwatch.on(LOOP))
+            for part in self._parts:
+                part.begin(assembly, step, state, watches)
+            self._loop = Loop(
+                state,
+                step_function,
+                assembly.feed,
+                first_step=step,
+                last_step=config.training.steps,
+                hooks=hooks,
+                report=watches.trained,
+                report_every=config.tracking.print_every,
+                max_skipped=config.training.max_skipped,
+                publish=assembly.publish,
+                stop=_StopOrEvent(self._supervision.stop, self._parts),
+                stopwatch=self._stopwatch,
+                beat=self._watchdog.beat,
+            )
+            resources.callback(self._loop.close)
+
+    def _advance(self) -> StepMetrics | None:
+        """Take a step on the mesh of the run, and leave the caller's mesh alone."""
+        with jax.set_mesh(self._assembly.mesh):
+            return self._loop.advance()
+
+    def _leave(self) -> None:
+        """End the loop after the step just taken."""
+        with jax.set_mesh(self._assembly.mesh):
+            self._loop.leave()
+
+    def _end_loop(self) -> None:
+        """Close what belongs to the loop, whose state stays."""
+        with jax.set_mesh(self._assembly.mesh):
+            self._loop_resources.close()
+        for part in self._parts:
+            part.ended(self._loop.step, cast(Status, self._loop.status))
+
+    def _move(self) -> None:
+        """Go on with another mesh, to which the state is moved."""
+        leaves, step = jax.tree.leaves(self._loop.state), self._loop.step
+        del self._loop  # so that the devices hold one state only
+        self._watchdog.beat("resizing", step)
+        with self._stopwatch.on(RESIZE):
+            moves = (part.move(leaves, step) for part in self._parts)
+            moved = next(moved for moved in moves if moved is not None)
+        self._watches.on_mesh(moved.assembly)
+        self._compiled, self._compiled_from = moved.compiled, step
+        self._begin_loop(moved.assembly, step, moved.state)
+
+    def _go_back(self) -> bool:
+        """Go on from an earlier step without the data of those refused; False if that cannot be."""
+        assembly, refused = self._assembly, self._loop.refused
+        if refused is None or not assembly.feed.skips_rows:
+            return False
+        self._checkpoints.check_held()  # the next lines write
+        goes_back = all(part.goes_back for part in self._parts)
+        lineage = without_refused(self._directory, assembly, refused, goes_back=goes_back)
+        if lineage is None:
+            return False
+        shapes = jax.tree.map(_shape_of, self._loop.state)
+        del self._loop  # so that the device holds one state only
+        self._checkpoints.finish()
+        for part in self._parts:
+            part.go_back()
+        self._watchdog.beat("restoring")
+        with configuration_errors(), self._stopwatch.on(RESTORE):
+            begun = lineage.restore_or_start(assembly, self._checkpoints, target=shapes)
+        for part in self._parts:
+            part.restored(begun)
+        if begun.step < self._compiled_from:
+            self._watchdog.beat("compiling")
+            with self._stopwatch.on(COMPILE):
+                self._compiled = compile_steps(begun.assembly, begun.step, begun.state)
+            self._compiled_from = begun.step
+            barrier("before the steps that follow", self._config.processes.first)
+        assert self._reporter is not None  # by `_open`
+        self._reporter.go_back(begun.step)
+        say(rollback_message(self._directory, begun.assembly, refused, begun.step))
+        self._begin_loop(begun.assembly, begun.step, begun.state)
+        return True
+
+    def _end_steps(self) -> None:
+        """Note how the steps ended, which no loop follows."""
+        self._step = self._loop.step
+        self._status = cast(Status, self._loop.status)
+        self._watchdog.beat("the last save", self._step)
+
+    def _save(self) -> None:
+        """Save the state that the steps ended with, if it may be saved."""
+        if self._status in ("preempted", "interrupted") and _has_arrays(self._loop.state):
+            say(f"{self._status}: saving step {self._step} (a second signal ends at once)")
+        try:
+            with self._stopwatch.on(CHECKPOINT), jax.set_mesh(self._assembly.mesh):
+                self._is_saved = save_last(
+                    self._status, self._step, self._loop.state, self._saving, self._checkpoints
+                )
+        except ReplicasDifferError as error:
+            logger.error("step %d: %s", self._step, error)
+            self._status = "corrupted"
+            self._is_saved = False
+        self._checkpoint_step = self._checkpoints.latest_step()
+
+    def _finish(self) -> None:
+        """Write the last files, outside of the mesh: samples are generated on one device."""
+        watches, status, trace = self._watches, self._status, self._trace
+        watches.note(self._step, status)
+        facts: dict[str, Any] = {
+            "status": status,
+            "steps": self._step,
+            "compile_seconds": self._compile_seconds,
+            "wall_seconds": time.perf_counter() - self._started,
+            "checkpoint_step": self._checkpoint_step,
+            "restored_from": self._begun.origin,
+            "profile": str(trace.directory) if trace is not None and trace.is_written else None,
+            "goodput": watches.goodput(),
+            "warnings": watches.warnings,
+        }
+        for part in self._parts:
+            facts |= part.rows()
+        self._watchdog.beat("writing the report")
+        with self._stopwatch.on(FINISH):
+            summary = finish_run(
+                self._name,
+                self._directory,
+                self._assembly,
+                watches.reporter,
+                self._loop.state,
+                facts,
+            )
+        watches.note(self._step, status)
+        message = ""
+        if status == "diverged" and self._loop.refused is not None:
+            message = divergence_advice(
+                self._directory, self._config, self._loop.refused, self._checkpoint_step
+            )
+        if status not in ("diverged", "corrupted") and not self._is_saved:
+            status = "not_saved"
+            message = (
+                "the last state could not be saved; the run can continue from step"
+                f" {self._checkpoint_step}"
+            )
+        self.result = TrainResult(
+            status=status,
+            step=self._step,
+            checkpoint_step=self._checkpoint_step,
+            message=message,
+            summary=summary,
+        )
+
+    def _give_up(self) -> None:
+        """End without touching the files, which another process writes by now."""
+        if self._reporter is not None:
+            self._reporter.abandon()
+        try:
+            self._directory.fence()
+            reason = f"run.directory={self._directory.path} was held by another process for a while"
+        except (LeaseLostError, OSError) as error:
+            reason = str(error)
+        self.result = TrainResult(
+            status="taken_over", step=self._step, checkpoint_step=None, message=reason
+        )
+
+
+class _StopOrEvent:
+    """Signals, which come first, and events of the parts of a run.
+
+    Args:
+        stop: Signals.
+        parts: Parts of the run.
+    """
+
+    def __init__(self, stop: Stop, parts: Sequence[RunPart]):
+        self._stop = stop
+        self._parts = parts
+
+    def steps_begin(self) -> None:
+        """From now on a signal takes effect after a step."""
+        self._stop.steps_begin()
+
+    def agreed(self) -> StopReason | None:
+        """Return the first reason to end the loop; every process must call it at the same step."""
+        if reason := self._stop.agreed():
+            return reason
+        for part in self._parts:
+            if event := part.event():
+                return event
+        return None
+
+
+def save_last(
+    status: Status,
+    step: int,
+    state: TrainState,
+    saving: CheckpointHook,
+    checkpoints: CheckpointManager,
+) -> bool:
+    """Save the state that the steps ended with, if it may be saved.
+
+    Args:
+        status: How they ended.
+        step: Number of steps done.
+        state: State after them; donated where a step has ended the run.
+        saving: Hook that saves checkpoints.
+        checkpoints: Checkpoint manager of the run.
+
+    Returns:
+        Whether the last state is on disk, or the newest one that a step has left; the same on all
+        processes.
+
+    Raises:
+        LeaseLostError: Another process holds the run directory by now.
+        ReplicasDifferError: Devices hold other bits than their replicas.
+    """
+    if status in ("diverged", "corrupted", "taken_over", "not_saved"):
+        return checkpoints.finish() and status != "not_saved"
+    if not _has_arrays(state):
+        return checkpoints.finish()
+    for _ in range(2):
+        if agree(not checkpoints.finish() or saving.saved_step != step):
+            try:
+                saving.save(step, state)
+            except SavesFailedError:  # every failed save was logged
+                return False
+    is_there = jax.process_index() != 0 or checkpoints.latest_step() == step
+    return not agree(not (checkpoints.finish() and is_there))
+
+
+def _has_arrays(state: TrainState) -> bool:
+    """Return whether a state is there; a step that ended the run has donated it."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def _shape_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -1,0 +1,103 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What every feed promises: shapes that are compiled for, and batches in the order of the steps."""
+
+import contextlib
+import inspect
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.data import Loader
+from jaxmoe.data.levels import BucketsConfig
+from jaxmoe.data.synthetic import MarkovConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.rl.config import RolloutsConfig
+from jaxmoe.rl.feed import Learner, RolloutFeed
+from jaxmoe.training import PolicyGradientConfig
+from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
+from tests.jaxmoe.data.levels.test_rows import loader_of
+from tests.support.models import TINY
+
+STEPS = 4
+
+
+def _mesh():
+    return jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+
+
+def _of_loader():
+    loader = Loader(MarkovConfig().build(), batch_size=2, sequence_length=8, seed=0)
+    return LoaderFeed(loader=loader, mesh=_mesh(), part=(0, 1), last_step=STEPS)
+
+
+def _of_levels():
+    loader = loader_of(BucketsConfig())
+    return LevelFeed(loader=loader, mesh=_mesh(), part=(0, 1), last_step=STEPS)
+
+
+def _of_rollouts():
+    learner = Learner(
+        config=RolloutsConfig(group=2, prompts=2, max_tokens=3),
+        objective=PolicyGradientConfig(),
+        model=TINY,
+        execution=ExecutionConfig(),
+        mesh=_mesh(),
+        length=6,
+        seed=0,
+    )
+    return RolloutFeed(learner, MarkovConfig().build(), every=2, last_step=STEPS)
+
+
+FEEDS = {"loader": _of_loader, "levels": _of_levels, "rollouts": _of_rollouts}
+
+
+@pytest.fixture(params=FEEDS)
+def feed(request) -> Feed:
+    return FEEDS[request.param]()
+
+
+def _arrays(batch):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+
+
+def _batches(feed, first_step):
+    """The batches up to the last step."""
+    with contextlib.closing(feed.batches(first_step)) as batches:
+        return [_arrays(batch) for batch in itertools.islice(batches, STEPS - first_step)]
+
+
+def test_a_later_step_has_the_same_batch_wherever_a_loop_begins(feed):
+    whole = _batches(feed, 0)
+    assert len(whole) == STEPS
+    jax.tree.map(np.testing.assert_array_equal, _batches(feed, 2), whole[2:])
+
+
+def test_the_batch_that_is_compiled_for_has_the_shapes_of_all(feed):
+    shapes = [(leaf.shape, leaf.dtype) for leaf in _arrays(feed.batch(1))]
+    for batch in _batches(feed, 1):
+        assert [(leaf.shape, leaf.dtype) for leaf in batch] == shapes
+
+
+def test_it_can_be_closed_without_a_step(feed):
+    feed.close()
+    feed.close()
+
+
+def test_neutral_defaults():
+    """A feed that says nothing more takes one step on each batch as it comes."""
+    feed = Feed()
+    feed.check()
+    feed.begin(lambda step, values: None, lambda: pytest.fail("nobody asks"))
+    train = inspect.unwrap(Feed.train)  # plain objects will do
+    assert train(feed, lambda *pair: pair, "state", "batch") == ("state", "batch")
+    assert feed.num_parts is None and feed.skips_rows
+
+
+def test_levels_say_how_many_parts_a_batch_has():
+    feed = _of_levels()
+    assert feed.loader.levels is not None
+    assert feed.num_parts == feed.loader.levels.micro_batches
+    assert not _of_rollouts().skips_rows
