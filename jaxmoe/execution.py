@@ -85,7 +85,9 @@ class ExecutionConfig:
     halves: Literal[1, 2] = 1
     """Parts of a device's sequences that pass through a layer alternately, from 1024 tokens a
     device on: with 2 the collectives of one can run beside the products of the other, where the
-    compiler makes them asynchronous (for v5e:2x4 with four tensor shards 6 of 62, without 4)."""
+    compiler makes them asynchronous (for v5e:2x4 with four tensor shards 6 of 62, without 4;
+    libtpu 0.0.42 makes no more with xla_enable_async_all_reduce and the options
+    xla_tpu_enable_async_collective_fusion_fuse_all_gather and _fuse_all_reduce)."""
     unroll: int | None = None
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster,
     since the loop copies what it carries and keeps. None: 1, or on a GPU up to four, where it

@@ -12,7 +12,8 @@ where a' and f' on the right are the outputs of the layer before, zero before th
 the last layer both are added. In a ladder a half does not read the output of the half before it, so
 the collective that sums that output over the tensor axis has a whole half of time (Ladder-residual,
 arXiv 2501.06589), where the compiler makes it asynchronous: 6 of 47 on v5e:2x4 with four tensor
-shards (libtpu of jax 0.10). It is another model, and weights of the one are not weights of the
+shards (libtpu 0.0.42), and no more with the options that `execution.halves` names. It is another
+model, and weights of the one are not weights of the
 other.
 
 A config's `begin` and `end` convert the stream before the first layer and after the last. Its
