@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.adapters.base import State
 from jaxmoe.adapters.factors import batch_of
+from jaxmoe.catalog import Registry
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 
@@ -110,15 +111,14 @@ class BalancedAverageConfig(Average):
         return jnp.where((found > 0.0) & (found < 1.0), found, _OTHERWISE)
 
 
-AverageConfig = FixedAverageConfig | BalancedAverageConfig
-"""Union of the averages, the registry that the command line reads."""
+AVERAGES = Registry("average")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Averaging:
     """An average of the parameters of a run."""
 
-    config: AverageConfig
+    config: Average
     steps: int | None = None
     """Step after which the average takes the place of the parameters; None for never."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxmoe.adapters.average import AverageConfig, Averaging
+from jaxmoe.adapters.average import Average, Averaging
 from jaxmoe.checkpoint.manager import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
@@ -123,7 +123,7 @@ class TrainingConfig:
     """Layers that micro-batches leave out (SkipPipe); None for none."""
     gradients: GradientsConfig = BackpropConfig()
     """How a step gets its gradient."""
-    average: AverageConfig | None = None
+    average: Average | None = None
     """Average that takes the place of the trained parameters after the last step; None for none."""
 
     def __post_init__(self):

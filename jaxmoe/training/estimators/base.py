@@ -68,7 +68,7 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator(abc.ABC):
-    """Base of the estimators; `jaxmoe.training.estimators.GradientsConfig` is their union."""
+    """Base class of the estimators."""
 
     name: ClassVar[str]
     """Key in the registry."""

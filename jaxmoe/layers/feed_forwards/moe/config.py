@@ -13,19 +13,15 @@ from flax import linen as nn
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
-from jaxmoe.routing import (
-    BalancerConfig,
-    CapacityConfig,
-    GateConfig,
-    LoadBalanceConfig,
-    RenormalizedGateConfig,
-    Router,
-    RouterConfig,
-    RouterZConfig,
-    SoftmaxTopKConfig,
-    ZeroComputationConfig,
-)
+from jaxmoe.routing.balancers.base import Balancer
+from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig
+from jaxmoe.routing.balancers.router_z import RouterZConfig
+from jaxmoe.routing.base import Router, RouterBase
+from jaxmoe.routing.capacity import CapacityConfig
 from jaxmoe.routing.composition import check_parts
+from jaxmoe.routing.gates import GateBase, RenormalizedGateConfig
+from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
+from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 
 @with_field_docs
@@ -47,11 +43,11 @@ class MoEConfig:
     """Hidden units of one expert (F)."""
     num_shared_experts: int = 0
     """Experts applied to every token; together one SwiGLU of num_shared_experts * expert_dim."""
-    router: RouterConfig = SoftmaxTopKConfig()
+    router: RouterBase = SoftmaxTopKConfig()
     """Rule by which experts are chosen."""
-    gate: GateConfig = RenormalizedGateConfig()
+    gate: GateBase = RenormalizedGateConfig()
     """Factor of each chosen expert's output."""
-    balancers: tuple[BalancerConfig, ...] = (LoadBalanceConfig(), RouterZConfig())
+    balancers: tuple[Balancer, ...] = (LoadBalanceConfig(), RouterZConfig())
     """Losses that keep the load even and the logits small."""
     capacity: CapacityConfig | None = None
     """Limit of tokens per expert; dropless when None."""
