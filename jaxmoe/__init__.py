@@ -8,7 +8,7 @@
 Importing it initialises no backend and sets no flag.
 """
 
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

@@ -15,7 +15,7 @@ jaxmoe/catalog/layers.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapte
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

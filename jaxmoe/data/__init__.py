@@ -10,7 +10,7 @@ To add a source: `jaxmoe/data/source.py` (the interface to implement, in a file 
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

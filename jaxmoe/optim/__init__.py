@@ -3,7 +3,7 @@
 """Optimisers as optax transformations, their groups by role, and schedules."""
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

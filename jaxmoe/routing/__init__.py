@@ -11,7 +11,7 @@ its router (extends `routers.linear.StatelessRouter`, or returns one of a family
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

@@ -7,7 +7,7 @@ To add an objective: `jaxmoe/training/next_token.py` as the example, and its row
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

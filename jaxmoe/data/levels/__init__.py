@@ -10,7 +10,7 @@ row under `assign` in `jaxmoe/catalog/runs.py`.
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

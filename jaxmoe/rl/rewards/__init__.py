@@ -10,7 +10,7 @@ under `reward` in `jaxmoe/catalog/runs.py`, its property in `tests/jaxmoe/rl/tes
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

@@ -8,7 +8,7 @@ row under `item_cache` in `jaxmoe/catalog/serving.py`, its property in
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

@@ -7,7 +7,7 @@ To add an estimator: a config that extends `Estimator` in a file of its own in
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

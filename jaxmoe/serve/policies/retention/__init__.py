@@ -8,7 +8,7 @@ property in `tests/jaxmoe/serve/policies/test_retention.py`.
 """
 
 from jaxmoe.catalog import Registry
-from jaxmoe.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from jaxmoe.public_names import stub_names
+from pallas_kernels.public_names import stub_names
 from tests.support.source_tree import PACKAGES, ROOT
 
 STUBS = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("__init__.pyi"))]
