@@ -40,15 +40,17 @@ TAG = "kind"
 """JSON key of the registry name of a class."""
 
 
-def registry_of(union: Any) -> dict[str, type]:
-    """Return the members of a union of config classes by their `name`.
+def registry_of(union: Any) -> Mapping[str, Any]:
+    """Return the members of a union of config classes, or of a kind, by their `name`.
 
     Args:
-        union: `A | B | ...`, or a single config class.
+        union: `A | B | ...`, a single config class, or the base class of a kind.
 
     Returns:
         `{name: class}`, in the order of the union.
     """
+    if (kind := catalog.kind_of(union)) is not None:
+        return catalog.Registry(kind)
     members = typing.get_args(union) or (union,)
     return {member.name: member for member in members}
 

@@ -120,8 +120,8 @@ REGISTRIES = {
     },
     "jaxmoe.data.levels:ASSIGNERS": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
-    "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe", "ultra_mem", "two_sizes"},
-    "jaxmoe.layers.mixers:Mixers": {
+    "jaxmoe.layers.feed_forwards:FEED_FORWARDS": {"dense", "moe", "ultra_mem", "two_sizes"},
+    "jaxmoe.layers.mixers:MIXERS": {
         *("grouped_query", "latent", "mamba", "mamba2", "shared_keys", "parallel_streams"),
     },
     "jaxmoe.layers.residual:Residuals": {"standard", "ladder", "hyper"},

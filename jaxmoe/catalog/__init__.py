@@ -4,8 +4,8 @@
 
 A choice is a field whose value is one of several config classes: a router, an optimiser, a source
 of data. Its kind is a word such as "router"; the type of the field is the base class of the kind.
-`layers.py`, `runs.py` and `serving.py` list the members. Config files, command lines, `--help` and
-the contract tests ask here, and a member is imported when it is named:
+`layers.py`, `executions.py`, `runs.py` and `serving.py` list the members. Config files, command
+lines, `--help` and the contract tests ask here, and a member is imported when it is named:
 
     choice("router", "sigmoid_topk")         # the class SigmoidTopKConfig
     add("router", "nearest", "nearest_router:NearestConfig", "The nearest experts.")
@@ -17,7 +17,7 @@ kind and the name of the member:
     "router.nearest" = "nearest_router:NearestConfig"
 
 To add a member: its config, which extends the base class of the kind, and its row in one of the
-three files.
+four files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from jaxmoe.catalog import layers, runs, serving
+from jaxmoe.catalog import executions, layers, runs, serving
 
 GROUP: Final = "jaxmoe.catalog"
 """Group of the entry points of other packages."""
@@ -49,12 +49,17 @@ class Member:
     line: str
 
 
-BASES: Final[Mapping[str, str]] = {**layers.BASES, **runs.BASES, **serving.BASES}
+BASES: Final[Mapping[str, str]] = {
+    **layers.BASES,
+    **executions.BASES,
+    **runs.BASES,
+    **serving.BASES,
+}
 """Address of the base class of each kind, which is the type of the fields."""
 
 _MEMBERS: Final[dict[str, dict[str, Member]]] = {
     kind: {name: Member(*row) for name, row in rows.items()}
-    for source in (layers, runs, serving)
+    for source in (layers, executions, runs, serving)
     for kind, rows in source.MEMBERS.items()
 }
 _KINDS: Final = {address: kind for kind, address in BASES.items()}

@@ -180,12 +180,57 @@ _ADAPTER: Final = {
     ),
 }
 
+_MIXER: Final = {
+    "grouped_query": (
+        "jaxmoe.layers.mixers.attention:AttentionConfig",
+        "Grouped-query attention with rotary positions.",
+    ),
+    "latent": (
+        "jaxmoe.layers.mixers.latent_attention:LatentAttentionConfig",
+        "Multi-head latent attention: keys and values are made from one short vector per token.",
+    ),
+    "mamba": (
+        "jaxmoe.layers.mixers.mamba:MambaConfig",
+        "Mamba: a selective state per channel in place of attention.",
+    ),
+    "mamba2": (
+        "jaxmoe.layers.mixers.mamba2:Mamba2Config",
+        "Mamba-2: a decaying state per head in place of attention.",
+    ),
+    "shared_keys": (
+        "jaxmoe.contrib.layers.shared_keys:SharedKeysConfig",
+        "Grouped-query attention that takes keys and values of earlier layers.",
+    ),
+    "parallel_streams": (
+        "jaxmoe.contrib.layers.parallel_streams:ParallelStreamsConfig",
+        "Grouped-query attention of several streams of each sequence (ParScale).",
+    ),
+}
+
+_FEED_FORWARD: Final = {
+    "dense": ("jaxmoe.layers.feed_forwards.dense:DenseConfig", "A dense SwiGLU feed-forward."),
+    "moe": (
+        "jaxmoe.layers.feed_forwards.moe.config:MoEConfig",
+        "A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts.",
+    ),
+    "ultra_mem": (
+        "jaxmoe.contrib.layers.ultra_mem:UltraMemConfig",
+        "A dense SwiGLU and a memory of looked-up values (UltraMemV2).",
+    ),
+    "two_sizes": (
+        "jaxmoe.contrib.layers.two_sizes:TwoSizesConfig",
+        "A big and a small dense SwiGLU, of which each token takes one (Duo-LLM).",
+    ),
+}
+
 BASES: Final = {
     "router": "jaxmoe.routing.base:RouterBase",
     "gate": "jaxmoe.routing.gates:GateBase",
     "balancer": "jaxmoe.routing.balancers.base:Balancer",
     "bias": "jaxmoe.routing.biases.base:SelectionBias",
     "adapter": "jaxmoe.adapters.base:Adapter",
+    "mixer": "jaxmoe.layers.context:MixerBase",
+    "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
 }
 
 MEMBERS: Final = {
@@ -194,4 +239,6 @@ MEMBERS: Final = {
     "balancer": _BALANCER,
     "bias": _BIAS,
     "adapter": _ADAPTER,
+    "mixer": _MIXER,
+    "feed_forward": _FEED_FORWARD,
 }

@@ -17,6 +17,8 @@ from jaxmoe.configs import from_json, to_json
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from tests.support.source_tree import PACKAGES, ROOT, module_name, modules
 
+UNLISTED = {"sharding.expert_parallel.resident:ResidentConfig"}
+"""Chosen by decoding for itself, never by a user."""
 MEMBERS = [(kind, name) for kind in catalog.kinds() for name in catalog.names(kind)]
 
 PLANTED = """
@@ -70,7 +72,7 @@ def test_every_config_of_a_kind_is_listed():
             and dataclasses.is_dataclass(cls)
             and not inspect.isabstract(cls)
             and isinstance(vars(cls).get("name"), str)
-            and cls.__module__ + ":" + cls.__qualname__ == _address(cls)
+            and _address(cls) not in UNLISTED | {None}
         }
         assert {catalog.choice(kind, name) for name in catalog.names(kind)} == classes, kind
 

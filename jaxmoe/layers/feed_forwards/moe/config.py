@@ -12,7 +12,12 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
+from jaxmoe.layers.context import (
+    FeedForwardBase,
+    FeedForwardSizes,
+    LayerContext,
+    require_positive,
+)
 from jaxmoe.routing.balancers.base import Balancer
 from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig
 from jaxmoe.routing.balancers.router_z import RouterZConfig
@@ -26,13 +31,12 @@ from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MoEConfig:
+class MoEConfig(FeedForwardBase):
     """A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts."""
 
     name: ClassVar[str] = "moe"
     module_name: ClassVar[str] = "moe"
     is_routed: ClassVar[bool] = True
-    num_sizes: ClassVar[int] = 1
     width_fields: ClassVar[tuple[str, ...]] = ("expert_dim",)
 
     num_experts: int = 8
