@@ -145,6 +145,109 @@ _REWARD: Final = {
     ),
 }
 
+_REPLICAS: Final = {
+    "none": (
+        "jaxmoe.replicas.methods.synchronous:SynchronousConfig",
+        "Sums gradients over all devices in every step.",
+    ),
+    "diloco": (
+        "jaxmoe.replicas.methods.diloco:DiLoCoConfig",
+        "Averages all parameters every few hundred steps, with Nesterov momentum.",
+    ),
+    "streaming": (
+        "jaxmoe.replicas.methods.streaming:StreamingConfig",
+        "Averages one fragment of the parameters at a time, in four bits, merged a step later.",
+    ),
+    "sparse": (
+        "jaxmoe.replicas.methods.sparse:SparseConfig",
+        "Averages the largest changes of each 64 x 64 tile, in two bits, with error feedback.",
+    ),
+    "heterogeneous": (
+        "jaxmoe.replicas.methods.heterogeneous:HeterogeneousConfig",
+        "Averages the largest changes, of which workers with slow links send fewer.",
+    ),
+    "noloco": (
+        "jaxmoe.replicas.methods.noloco:NoLoCoConfig",
+        "Averages random pairs of workers, each with its own slow parameters, without all-reduce.",
+    ),
+    "co2": (
+        "jaxmoe.replicas.methods.co2:CO2Config",
+        "Averages all parameters a whole round late: no step needs the message under way.",
+    ),
+    "single_merge": (
+        "jaxmoe.replicas.methods.single_merge:SingleMergeConfig",
+        "Averages with a few random peers, and with all workers at the end.",
+    ),
+    "spes": (
+        "jaxmoe.replicas.methods.spes:SpesConfig",
+        "Trains each expert on one worker, and averages everything else.",
+    ),
+    "a2cid2": (
+        "jaxmoe.replicas.methods.a2cid2:A2cid2Config",
+        "Averages neighbours of a graph, helped by a second copy of the parameters.",
+    ),
+    "coded": (
+        "jaxmoe.replicas.methods.coded:CodedConfig",
+        "Computes parts of the batch several times, so that gradients of some workers may be bad.",
+    ),
+    "econtrol": (
+        "jaxmoe.replicas.methods.econtrol:EControlConfig",
+        "Sends the largest changes of the gradient, with a controlled error.",
+    ),
+    "one_bit_adam": (
+        "jaxmoe.replicas.methods.one_bit_adam:OneBitAdamConfig",
+        "Sends one bit a number of Adam's momentum, after steps with whole gradients.",
+    ),
+    "robust": (
+        "jaxmoe.replicas.methods.robust:RobustConfig",
+        "Replaces the mean of gradients by one that few hostile workers cannot turn.",
+    ),
+}
+
+_PARAMETERIZATION: Final = {
+    "standard": (
+        "jaxmoe.scaling.standard:StandardConfig",
+        "Variance 1/fan_in, one learning rate for every role.",
+    ),
+    "mup": ("jaxmoe.scaling.mup:MuPConfig", "muP with AdamW: hidden rates fall as 1/width."),
+    "mup_plus_plus": (
+        "jaxmoe.scaling.mup:MuPPlusPlusConfig",
+        "muP++ with AdamW: muP with 1/sqrt(depth) in the rates and in the residual branches.",
+    ),
+    "completep": (
+        "jaxmoe.scaling.completep:CompletePConfig",
+        "CompleteP with AdamW: width and depth, with Adam's epsilon and the decay scaled too.",
+    ),
+    "mup_muon": ("jaxmoe.scaling.mup:MuPMuonConfig", "muP for Muon, without a law of depth."),
+    "mup_plus_plus_muon": (
+        "jaxmoe.scaling.mup:MuPPlusPlusMuonConfig",
+        "muP++ for Muon, the baseline of the HyperP paper.",
+    ),
+    "muonh_vanilla": (
+        "jaxmoe.scaling.muonh_vanilla:VanillaMuonHConfig",
+        "MuonH alone, without laws of depth and tokens: HyperP's control.",
+    ),
+    "hyperp": (
+        "jaxmoe.scaling.hyperp:HyperPConfig",
+        "HyperP (for MuonH): one learning rate for every width, depth, length of run and expert.",
+    ),
+}
+
+_TRACKER: Final = {
+    "tensorboard": (
+        "jaxmoe.tracking.tensorboard:TensorBoardConfig",
+        "Event files for `tensorboard --logdir runs`.",
+    ),
+    "wandb": (
+        "jaxmoe.tracking.wandb:WandbConfig",
+        "Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY.",
+    ),
+    "trackio": (
+        "jaxmoe.tracking.trackio:TrackioConfig",
+        "Trackio, on this machine or in a Hugging Face space.",
+    ),
+}
+
 BASES: Final = {
     "data": "jaxmoe.data.source:SourceKind",
     "assign": "jaxmoe.data.levels.plan:Assigner",
@@ -154,6 +257,9 @@ BASES: Final = {
     "gradients": "jaxmoe.training.estimators.base:Estimator",
     "average": "jaxmoe.adapters.average:Average",
     "reward": "jaxmoe.rl.rewards.base:RewardBase",
+    "replicas": "jaxmoe.replicas.kind:ReplicasKind",
+    "parameterization": "jaxmoe.scaling.parameterization:ParameterizationBase",
+    "tracker": "jaxmoe.tracking.tracker:TrackerBase",
 }
 
 MEMBERS: Final = {
@@ -165,4 +271,7 @@ MEMBERS: Final = {
     "gradients": _GRADIENTS,
     "average": _AVERAGE,
     "reward": _REWARD,
+    "replicas": _REPLICAS,
+    "parameterization": _PARAMETERIZATION,
+    "tracker": _TRACKER,
 }

@@ -19,7 +19,7 @@ import dataclasses
 from typing import Literal
 
 from jaxmoe.adapters.average import Average, Averaging
-from jaxmoe.checkpoint.manager import Verify
+from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.data.levels import AssignConfig, BucketsConfig
