@@ -182,7 +182,7 @@ def _stages(plan: Plan) -> list[str]:
     execution, training = plan.config.execution, plan.config.training
     given = plan.model, execution, training.accumulation
     if training.skipping is not None:
-        training.skipping.check(*given, training.accumulated_balance)
+        training.skipping.check(plan.step_plan(execution))
     if execution.mesh.stage <= 1:
         return []
     check_pipeline(*given)

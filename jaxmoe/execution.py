@@ -89,7 +89,8 @@ class ExecutionConfig:
     unroll: int | None = None
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster,
     since the loop copies what it carries and keeps. None: 1, or on a GPU up to four, where it
-    halved the temporaries. Stages of a pipeline do not unroll."""
+    halved the temporaries, unless all of a layer is computed again. Stages of a pipeline do not
+    unroll."""
     telemetry: Literal["brief", "detailed"] = "brief"
     """Extent of the measurements: the load of the routers; or also those of
     jaxmoe/routing/telemetry/detailed.py and jaxmoe/layers/indicators.py; runs experts twice."""
@@ -148,8 +149,8 @@ class ExecutionConfig:
         """
         if self.unroll is not None:
             return min(self.unroll, length)
-        if platform() != "gpu":
-            return 1
+        if platform() != "gpu" or self.remat in ("full", "offload"):
+            return 1  # nothing but the stream is stacked by the loop
         # The most that divide the layers, so that no rest is compiled beside.
         return max(number for number in range(1, MOST_UNROLLED + 1) if length % number == 0)
 

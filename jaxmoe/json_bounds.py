@@ -12,6 +12,7 @@ Files are opened without waiting, as a FIFO would make a reader do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -82,18 +83,51 @@ def read_record(path: pathlib.Path, kind: type[dict] | type[list]) -> Any:
         ValueError: It cannot be used; the message names the file.
         OSError: It is missing or cannot be read.
     """
-    try:
-        value = read_json(path)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}): restore or remove it") from error
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be used ({error}): restore or remove it") from error
+    with named(path):
+        text = read_text(path)
+    return parse_record(text, kind, path)
+
+
+def parse_record(
+    text: str, kind: type[dict] | type[list], name: object, way_out: str = "restore or remove it"
+) -> Any:
+    """Return the object or the list in the text of a file.
+
+    Args:
+        text: JSON.
+        kind: Type of the value.
+        name: File, for messages.
+        way_out: End of the messages.
+
+    Raises:
+        ValueError: The text cannot be used; the message names the file.
+    """
+    with named(name, way_out):
+        value = parse_json(text)
     if not isinstance(value, kind):
         raise ValueError(
-            f"{path} holds {_KINDS[type(value)]}, and must hold {_KINDS[kind]}: restore or remove"
-            " it"
+            f"{name} holds {_KINDS[type(value)]}, and must hold {_KINDS[kind]}: {way_out}"
         )
     return value
+
+
+@contextlib.contextmanager
+def named(name: object, way_out: str = "restore or remove it") -> Iterator[None]:
+    """Name the file in errors about its text.
+
+    Args:
+        name: File.
+        way_out: End of the messages.
+
+    Raises:
+        ValueError: One was raised inside.
+    """
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON ({error}): {way_out}") from error
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be used ({error}): {way_out}") from error
 
 
 def read_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -107,10 +141,8 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         OSError: It is missing or cannot be read.
     """
     position = 0
-    try:
+    with named(path):
         file = _open(path)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be used ({error}): restore or remove it") from error
     with file:
         while line := file.readline(MAX_JSON_BYTES):
             position += len(line)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import OPERATIONS
 from pallas_kernels.backend import Implementation, distrust
-from pallas_kernels.proof import CASES, KERNELS, prove
+from pallas_kernels.proof import CASES, KERNELS, Verdict, prove
 from sharding.distributed import gather
 
 
@@ -52,8 +53,9 @@ class KernelsConfig:
     def prepare(self, mesh: Mesh | None, *, serves: bool = False) -> None:
         """Refuse what cannot run on a mesh, and compare the kernels that are chosen by default.
 
-        Kernels are compared with the reference once for each kind of device; what differs is not
-        used, with a warning.
+        Kernels are compared with the reference once for each kind of device, and where there is no
+        directory of compiled programs once in each process; what differs is not used, with a
+        warning.
 
         Args:
             mesh: Mesh of the model; None for one device.
@@ -97,7 +99,7 @@ class KernelsConfig:
         left_out = () if serves else ("paged_attention",)
         asked = self.by_operation
         names = [one for one in sorted(CASES) if asked.get(one) is None and one not in left_out]
-        verdicts = prove(names, directory=None if cache is None or "://" in cache else cache)
+        verdicts = _compared(names, None if cache is None or "://" in cache else cache)
         if not is_shared:
             return
         wrong = {(one.operation, one.implementation) for one in verdicts if not one.is_right}
@@ -108,6 +110,23 @@ class KernelsConfig:
         for (name, kernel), is_wrong in zip(kernels, found, strict=True):
             if is_wrong and (name, kernel) not in wrong:
                 distrust(name, kernel, f"another process found {name} wrong")
+
+
+_VERDICTS: dict[str, list[Verdict]] = {}
+"""What comparisons in this process found, by operation."""
+
+
+def _compared(names: Sequence[str], directory: str | None) -> list[Verdict]:
+    """Return the verdicts on the kernels of some operations; each is compared once in a process.
+
+    Args:
+        names: Operations.
+        directory: Directory in which verdicts are kept, or None.
+    """
+    new = [name for name in names if name not in _VERDICTS]
+    verdicts = prove(new, directory=directory) if new else []
+    _VERDICTS.update({name: [one for one in verdicts if one.operation == name] for name in new})
+    return [verdict for name in names for verdict in _VERDICTS[name]]
 
 
 @functools.lru_cache

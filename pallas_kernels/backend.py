@@ -86,9 +86,9 @@ class Operation:
             ValueError: `requested` is no implementation of this operation, or cannot run here.
         """
         if requested is None:
-            return self._best(arguments)
+            return self._noted(self._best(arguments))
         if requested in self.implementations and _runs_here(requested):
-            return Choice(implementation=requested, reason="asked for by name")
+            return self._noted(Choice(implementation=requested, reason="asked for by name"))
         if requested not in typing.get_args(Implementation):
             rule = "is not the name of an implementation"
         elif requested not in self.implementations:
@@ -105,6 +105,16 @@ class Operation:
     ) -> Callable[..., Any]:
         """Return the function of `choose(requested, *arguments)`."""
         return self.implementations[self.choose(requested, *arguments).implementation]
+
+    def depends_on_arguments(self) -> bool:
+        """Return whether None may choose another implementation here for other arguments."""
+        return any(_runs_here(name) for name in self.refusals)
+
+    def _noted(self, choice: Choice) -> Choice:
+        """Return a choice, which is written down inside of `choices`."""
+        if (record := _CHOICES.get()) is not None:
+            record.setdefault(self.name, {})[choice.implementation] = choice
+        return choice
 
     def _best(self, arguments: tuple[Any, ...]) -> Choice:
         against: list[str] = []
@@ -123,6 +133,27 @@ class Operation:
             return reason
         refusal = self.refusals.get(name)
         return None if refusal is None else refusal(*arguments)
+
+
+Choices = dict[str, dict[Implementation, Choice]]
+"""Choices by operation and implementation, in the order of their first calls."""
+
+_CHOICES: contextvars.ContextVar[Choices | None] = contextvars.ContextVar("choices", default=None)
+
+
+@contextlib.contextmanager
+def choices() -> Iterator[Choices]:
+    """Write down what is chosen inside, such as by the operations of a program that is traced.
+
+    Yields:
+        The choices so far.
+    """
+    record: Choices = {}
+    token = _CHOICES.set(record)
+    try:
+        yield record
+    finally:
+        _CHOICES.reset(token)
 
 
 _WRONG: dict[tuple[str, Implementation, str], str] = {}

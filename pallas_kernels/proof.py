@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import OPERATIONS
-from pallas_kernels.backend import Implementation, Operation, device_kind, distrust
+from pallas_kernels.backend import Choice, Implementation, Operation, device_kind, distrust
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
@@ -223,6 +223,19 @@ CASES: Mapping[str, Mapping[str, Callable[[int], Case]]] = {
     "quantized_matmul": {"": _quantized},
 }
 """The cases of each operation, by the factor on their smallest size."""
+
+
+def choices_by_case(name: str, operation: Operation) -> dict[str, Choice]:
+    """Return what None chooses here for each case of an operation; for "" without cases.
+
+    Args:
+        name: Name of the operation.
+        operation: The operation.
+    """
+    cases = CASES.get(name, {})
+    if not cases or not operation.depends_on_arguments():
+        return {"": operation.choose(None)}
+    return {case: operation.choose(None, *_case(name, case, 1).arguments) for case in cases}
 
 
 def compare(

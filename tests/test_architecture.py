@@ -100,7 +100,7 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Every registry, or union of config classes that has none, and the names it must have.
 REGISTRIES = {
     "experiments.launch.config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
-    "jaxmoe.adapters.average:AVERAGES": {"fixed", "balanced"},
+    "jaxmoe.training.parts.average:AVERAGES": {"fixed", "balanced"},
     "jaxmoe.adapters:ADAPTERS": {
         *("lora", "select", "adalora", "switch_lora", "mixture_of_shards"),
         *("lift", "quantised_choices"),

@@ -22,7 +22,7 @@ GATE = "gate/softmax"
 
 AREAS = {
     "jaxmoe.adapters:ADAPTERS": "adapter/",
-    "jaxmoe.adapters.average:AVERAGES": "run/average_",
+    "jaxmoe.training.parts.average:AVERAGES": "run/average_",
     "jaxmoe.data:DATA_SOURCES": "data/",
     "jaxmoe.data.tokenizer:TOKENIZERS": "tokenizer/",
     "jaxmoe.layers.feed_forwards:FEED_FORWARDS": "feed_forward/",

@@ -5,25 +5,26 @@
     grouped_matmul, grouped_swiglu   beside the dense product of as many rows, by load of the groups
     flash_attention                  beside jax.nn.dot_product_attention, with temporary memory
     selective_scan, state_space_dual beside their references, one token after the other
-    attention on a GPU               beside cuDNN, in bfloat16: gpu_attention.py
+    attention on a GPU               beside cuDNN, in bfloat16: accelerator/attention.py
     products of few bits, of groups  beside dense ones and libraries: products.py
 
 The other rows are float32. Candidates take turns; a speed is the median's, the limit the rate of a
-large dense product.
+large dense product. Rows of attention on a GPU count the products of the visible half: 2 B N S^2 H
+forward, two and a half times that backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import gpu_attention as bench_gpu_attention
 from experiments.bench import products as bench_products
+from experiments.bench.accelerator import attention as gpu_attention
 from experiments.bench.measure import in_turns, matmul_rate, timed, with_gradients
 from experiments.bench.operands import loads
 from experiments.bench.step import BenchRunConfig
@@ -35,6 +36,13 @@ from pallas_kernels import (
     state_space_dual,
 )
 from pallas_kernels.backend import Implementation
+
+LONG = gpu_attention.AttentionCase(batch=4, length=8192, heads=16, key_heads=16, width=128)
+"""Attention on a GPU."""
+PRODUCTS = {"forward": 1.0, "backward": gpu_attention.BACKWARD - 1.0}
+"""Products of a pass of attention over those of the forward pass."""
+LIMIT_WIDTH = 8192
+"""Width of the dense product that limits attention on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +82,7 @@ def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
         "matmul_flops_per_second": matmul_rate(),
         "rows": [*_grouped(config), *_attention(config), *_scans(config)],
         "attention_temporary_bytes": _attention_memory(config),
-        "gpu_attention": bench_gpu_attention.gpu_attention(config.rounds),
+        "gpu_attention": _gpu_attention(config.rounds),
         **bench_products.products(config.rounds, config.implementation),
     }
 
@@ -95,7 +103,7 @@ def in_words(summary: dict[str, Any]) -> str:
             f"attention, temporary memory at S={row['length']}: {row['ours'] / 1e6:.0f} MB,"
             f" jax.nn {row['jax_nn'] / 1e6:.0f} MB"
         )
-    lines += bench_gpu_attention.in_words(summary["gpu_attention"])
+    lines += _gpu_in_words(summary["gpu_attention"])
     return "\n".join([*lines, *bench_products.in_words(summary)])
 
 
@@ -143,6 +151,84 @@ def _attentions(config: KernelBenchConfig) -> dict[str, Callable[..., Any]]:
         "ours": lambda q, k, v: flash_attention(q, k, v, implementation=config.implementation)[0],
         "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
     }
+
+
+def _gpu_attention(rounds: int) -> list[dict[str, Any]]:
+    """Return a row per candidate and pass, measured where there is a GPU."""
+    candidates = {
+        "ours": functools.partial(gpu_attention.ours, LONG, "pallas_gpu"),
+        "cuDNN": functools.partial(gpu_attention.by_cudnn, LONG),
+        "XLA": functools.partial(gpu_attention.ours, LONG, "xla"),
+    }
+    if jax.default_backend() == "gpu":
+        return _gpu_rows(candidates, LONG, rounds, _dense_rate())
+    return [
+        {"pass": name, "candidate": candidate, "case": LONG.words, "seconds": None}
+        for name in PRODUCTS
+        for candidate in candidates
+    ]
+
+
+def _gpu_rows(
+    candidates: Mapping[str, Callable[..., Any]],
+    case: gpu_attention.AttentionCase,
+    rounds: int,
+    limit: float,
+) -> list[dict[str, Any]]:
+    """Return rows with seconds, FLOP/s, the fraction of the limit, and the ratio to cuDNN's speed.
+
+    Args:
+        candidates: Functions of q, k and v; ratios compare with the second.
+        case: Sizes of the operands.
+        rounds: Counted runs per candidate.
+        limit: Measured limit in FLOP/s.
+    """
+    q, k, v, d_out = case.draw(jax.random.key(0))
+    forward = {name: timed(f, q, k, v) for name, f in candidates.items()}
+    pulls = {
+        name: jax.jit(lambda *xs, f=f: jax.vjp(f, *xs)[1])(q, k, v)
+        for name, f in candidates.items()
+    }
+    backward = {name: timed(lambda pull, x: pull(x), pull, d_out) for name, pull in pulls.items()}
+    rows = []
+    for name, runs in (("forward", forward), ("backward", backward)):
+        seconds = {c: timing.median for c, timing in in_turns(runs, rounds=rounds).items()}
+        beside = list(seconds.values())[1]
+        for candidate, median in seconds.items():
+            rate = PRODUCTS[name] * case.flops / median
+            rows.append(
+                {
+                    "pass": name,
+                    "candidate": candidate,
+                    "case": case.words,
+                    "seconds": median,
+                    "flops_per_second": rate,
+                    "fraction_of_limit": rate / limit,
+                    "ratio": beside / median,
+                }
+            )
+    return rows
+
+
+def _gpu_in_words(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        start = f"attention on a GPU, {row['pass']:8} {row['candidate']:6} ({row['case']}): "
+        if row["seconds"] is None:
+            lines.append(start + "unmeasured, there is no GPU")
+            continue
+        lines.append(
+            start + f"{row['seconds'] * 1e3:.2f} ms, {row['flops_per_second'] / 1e12:.0f} TFLOP/s, "
+            f"{100 * row['fraction_of_limit']:.0f}% of a dense product, {row['ratio']:.2f} of cuDNN"
+        )
+    return lines
+
+
+def _dense_rate() -> float:
+    """Return the FLOP/s of a large dense product in bfloat16."""
+    x = jnp.ones((LIMIT_WIDTH, LIMIT_WIDTH), jnp.bfloat16)
+    timing = in_turns({"": timed(lambda x: x @ x, x)}, rounds=8)[""]
+    return 2.0 * LIMIT_WIDTH**3 / timing.best
 
 
 def _scans(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import torch_products as bench_torch
+from experiments.bench.accelerator.torch_kernels import timed_pass
 from experiments.bench.measure import in_turns, matmul_rate, memory_rate, timed
 from experiments.bench.operands import PAIRS, loads, rounded
 from jaxmoe.models.presets import PRESETS
@@ -284,7 +284,7 @@ def _grouped_candidates(
     candidates["ragged_dot"] = one(
         lambda rows, weights: jax.lax.ragged_dot(rows, weights, group_sizes), rows, weights
     )
-    theirs = bench_torch.grouped(name, rows.shape, weights.shape, np.asarray(group_sizes))
+    theirs = timed_pass(name, rows.shape, weights.shape, np.asarray(group_sizes))
     candidates["torch"] = _Candidate(theirs, dtype, _bytes(operands))
     return candidates
 

@@ -22,6 +22,8 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
 from jaxmoe.run.provenance.saved import saved_config
+from jaxmoe.training.parts.adapter_rule import AdapterRule
+from jaxmoe.training.parts.average import Averaging
 from jaxmoe.training.state import TrainState
 
 
@@ -91,7 +93,9 @@ def write_converted(
     """Write the run directory, with the data position and the tokenizer of the source."""
     manifest = read_manifest(source.checkpoints_directory / str(step))
     # Of the training, as the state of the optimiser is.
-    state = dataclasses.replace(state, adapter=None, average=None)
+    left_out = (Averaging.name, AdapterRule.name)
+    parts = {name: part for name, part in state.parts.items() if name not in left_out}
+    state = dataclasses.replace(state, parts=parts)
     with new_run(target, config) as unfinished:
         copy_tokenizer(source, unfinished)
         save_checkpoint(

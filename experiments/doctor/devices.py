@@ -33,7 +33,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.training.measures.throughput import peak_flops
 from jaxmoe.training.step import make_train_step
 from pallas_kernels import OPERATIONS
-from pallas_kernels.proof import prove
+from pallas_kernels.proof import choices_by_case, prove
 from sharding import axes
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -186,11 +186,15 @@ def ragged_exchange() -> Iterator[Finding]:
 def kernels() -> Iterator[Finding]:
     """Return the implementation of each kernel that runs, and why."""
     for name, operation in OPERATIONS.items():
-        choice = operation.choose(None)
-        others = [other for other in operation.runnable() if other != choice.implementation]
-        text = f"{name}: {choice.implementation}, {choice.reason}"
-        text += f"; also {', '.join(others)}" if others else ""
-        yield Finding("ok", "kernel", text)
+        by_case = choices_by_case(name, operation)
+        chosen = {choice.implementation: choice for choice in by_case.values()}
+        others = [other for other in operation.runnable() if other not in chosen]
+        for implementation, choice in chosen.items():
+            cases = [case for case, one in by_case.items() if one.implementation == implementation]
+            which = f" for {', '.join(cases)}" if len(chosen) > 1 else ""
+            text = f"{name}{which}: {implementation}, {choice.reason}"
+            text += f"; also {', '.join(others)}" if others else ""
+            yield Finding("ok", "kernel", text)
     for verdict in prove(scales=(1, 3, 8)):
         level, remedy = ("ok", "") if verdict.is_right else ("warning", "xla runs in its place")
         yield Finding(level, "kernel", str(verdict), remedy)

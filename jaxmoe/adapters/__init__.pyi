@@ -1,7 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
 from jaxmoe.adapters.adalora import AdaLoraConfig as AdaLoraConfig
-from jaxmoe.adapters.average import Averaging as Averaging
 from jaxmoe.adapters.base import Adapter as Adapter
 from jaxmoe.adapters.base import StepGiven as StepGiven
 from jaxmoe.adapters.base import TargetsConfig as TargetsConfig

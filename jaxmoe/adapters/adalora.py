@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.adapters.base import State, StepGiven
+from jaxmoe.adapters.base import STATE, State, StepGiven
 from jaxmoe.adapters.factors import FactorsConfig, by_path, factor_rows, nested, values_row
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
@@ -137,7 +137,7 @@ class AdaLoraConfig(FactorsConfig):
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with new averages, and now and then a choice of triplets."""
         now: Any = state
-        step, params, own = now.step, by_path(now.params), by_path(now.adapter)
+        step, params, own = now.step, by_path(now.params), by_path(self.own_state(now))
         slopes = by_path(grads)
         is_open = step < self.final
         for path in [path for path in own if path.startswith("sensitivity/")]:
@@ -153,7 +153,9 @@ class AdaLoraConfig(FactorsConfig):
             values = params[f"{path}:values"]
             keeps = own[f"live/{path}"] | ~is_masked
             params[f"{path}:values"] = jnp.where(keeps, values, jnp.zeros_like(values))
-        return dataclasses.replace(now, params=nested(params), adapter=nested(own))
+        return dataclasses.replace(
+            now, params=nested(params), parts={**now.parts, STATE: nested(own)}
+        )
 
     def averages(
         self, weight: Array, slope: Array, sensitivity: Array, uncertainty: Array

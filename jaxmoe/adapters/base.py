@@ -7,7 +7,7 @@
     used(params)                       parameters as the layers read them
     rewrite(params, shared, part)      parameters of one layer as it reads them
     losses(params, placement)          {name: scalar} that a step adds to the loss
-    first_state(params, table, key)    `TrainState.adapter` before the first step
+    first_state(params, table, key)    its state before the first step
     after_step(state, grads, given)    the training state after an accepted update
     within(params, layers, budget)     parameters of a smaller model, for `convert --fold`
 
@@ -20,7 +20,7 @@ import abc
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from jaxtyping import Array, Float
 
@@ -117,6 +117,9 @@ class TargetsConfig:
                 f" its roles are {', '.join(roles)}"
             )
 
+
+STATE: Final = "adapter"
+"""Key of the state of the adapter in `TrainState.parts`."""
 
 State = TypeVar("State")
 """`jaxmoe.training.state.TrainState`, which a package above this one defines."""
@@ -252,8 +255,9 @@ class Adapter(abc.ABC):
         return {}
 
     def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
-        """Return what the adapter carries from step to step, `TrainState.adapter`; None for
-        nothing.
+        """Return what the adapter carries from step to step; None for nothing.
+
+        It is `TrainState.parts[STATE]`.
 
         It is saved, restored and moved between meshes as the rest of the state.
 
@@ -264,6 +268,22 @@ class Adapter(abc.ABC):
         """
         del params, table, key
 
+    def own_state(self, state: Any) -> Any:
+        """Return what `first_state` made, after the steps so far.
+
+        Args:
+            state: Training state.
+
+        Raises:
+            ValueError: The training state was made without the adapter.
+        """
+        if STATE not in state.parts:
+            raise ValueError(
+                f"state.parts has no {STATE}, which adapter:{self.name} carries from step to step:"
+                " make the state with init_state(model, ..., parts=step.parts)"
+            )
+        return state.parts[STATE]
+
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the training state after the update of a step, and what the adapter does to it.
 
@@ -273,8 +293,9 @@ class Adapter(abc.ABC):
 
         Args:
             state: `jaxmoe.training.state.TrainState` with the new parameters and moments. `step`
-                counts this step; `adapter` is of `first_state`; `rng` is the constant key of the
-                run: fold `step` into it. `params` has all parameters; `opt_state` those trained.
+                counts this step; `parts[STATE]` is of `first_state`; `rng` is the constant key of
+                the run: fold `step` into it. `params` has all parameters; `opt_state` those
+                trained.
             grads: Clipped gradients of the step, summed over its micro-batches, at the parameters
                 before it: a tree like the parameters with `optax.MaskedNode` for frozen ones.
             given: State before the step, parameter table and layout rules; see `losses` for these.

@@ -118,11 +118,11 @@ _GRADIENTS: Final = {
 }
 _AVERAGE: Final = {
     "fixed": (
-        "jaxmoe.adapters.average:FixedAverageConfig",
+        "jaxmoe.training.parts.average:FixedAverageConfig",
         "An average with a fixed weight of new parameters.",
     ),
     "balanced": (
-        "jaxmoe.adapters.average:BalancedAverageConfig",
+        "jaxmoe.training.parts.average:BalancedAverageConfig",
         "An average with a weight that balances stability and plasticity.",
     ),
 }
@@ -172,7 +172,7 @@ _REPLICAS: Final = {
     ),
     "co2": (
         "jaxmoe.replicas.methods.co2:CO2Config",
-        "Averages all parameters a whole round late: no step needs the message under way.",
+        "Averages all parameters a whole round late, beside the step that sends them.",
     ),
     "single_merge": (
         "jaxmoe.replicas.methods.single_merge:SingleMergeConfig",
@@ -254,8 +254,8 @@ BASES: Final = {
     "optimizer": "jaxmoe.optim.groups:Optimizer",
     "schedule": "jaxmoe.optim.schedules:ScheduleBase",
     "objective": "jaxmoe.training.objective:Objective",
-    "gradients": "jaxmoe.training.estimators.base:Estimator",
-    "average": "jaxmoe.adapters.average:Average",
+    "gradients": "jaxmoe.training.estimators.base:Gradients",
+    "average": "jaxmoe.training.parts.average:Average",
     "reward": "jaxmoe.rl.rewards.base:RewardBase",
     "replicas": "jaxmoe.replicas.kind:ReplicasKind",
     "parameterization": "jaxmoe.scaling.parameterization:ParameterizationBase",

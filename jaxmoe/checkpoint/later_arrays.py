@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 LATER = {
     "recent_norms": "gradient norms of the last steps, which bound that of the next",
-    "layer_norms": "gradient norms of the layers, by which neighbours of a lost one are weighted",
-    "mirror": "rows of the vocabulary of the stages before, the copies for a lost stage",
+    "parts/layer_norms": "gradient norms of the layers, which weight neighbours of a lost one",
+    "parts/mirror": "rows of the vocabulary of the stages before, the copies for a lost stage",
 }
-"""Fields of the state, and their meaning."""
-_CHOSEN = ("layer_norms", "mirror")
+"""Fields of the state, or entries of one of its dictionaries, and their meaning."""
+_CHOSEN = ("parts/layer_norms", "parts/mirror")
 """Fields that a run may stop to keep; a checkpoint that has them is read without them."""
 
 
@@ -52,7 +52,7 @@ def without_later(manifest: CheckpointManifest, target: Any) -> Any:
         }
         tree = {path.removeprefix(SEPARATOR): leaf for path, leaf in leaves.items() if path}
         changed[name] = leaves.get("") or traverse_util.unflatten_dict(tree, sep=SEPARATOR)
-    return dataclasses.replace(target, **changed) if changed else target
+    return _changed(target, changed) if changed else target
 
 
 def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str) -> Any:
@@ -71,20 +71,44 @@ def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str
         return state
     for name in missing:
         logger.warning("%s has no %s (%s): it starts as zeros", where, name, LATER[name])
-    empty = {name: jax.tree.map(_empty, getattr(target, name)) for name in missing}
-    return dataclasses.replace(state, **(empty | dict.fromkeys(unwanted)))
+    empty = {name: jax.tree.map(_empty, _value(target, name)) for name in missing}
+    return _changed(state, empty | dict.fromkeys(unwanted))
 
 
 def _missing(manifest: CheckpointManifest, target: Any) -> list[str]:
     return [
-        name
-        for name in LATER
-        if getattr(target, name, None) is not None and not _saved(manifest, name)
+        name for name in LATER if _value(target, name) is not None and not _saved(manifest, name)
     ]
 
 
 def _unwanted(manifest: CheckpointManifest, target: Any) -> list[str]:
-    return [name for name in _CHOSEN if getattr(target, name, 0) is None and _saved(manifest, name)]
+    return [
+        name
+        for name in _CHOSEN
+        if _is_state(target) and _value(target, name) is None and _saved(manifest, name)
+    ]
+
+
+def _is_state(target: Any) -> bool:
+    return all(hasattr(target, name.partition(SEPARATOR)[0]) for name in LATER)
+
+
+def _value(target: Any, name: str) -> Any:
+    """Return a field of the state, or an entry of one; None if there is none."""
+    field, _, key = name.partition(SEPARATOR)
+    value = getattr(target, field, None)
+    return value.get(key) if key and value is not None else value
+
+
+def _changed(state: Any, changes: dict[str, Any]) -> Any:
+    """Return the state with other fields and entries; entries that are None are left out."""
+    for name, value in changes.items():
+        field, _, key = name.partition(SEPARATOR)
+        if key:
+            entries = {**getattr(state, field), key: value}
+            value = {key: entry for key, entry in entries.items() if entry is not None}
+        state = dataclasses.replace(state, **{field: value})
+    return state
 
 
 def _saved(manifest: CheckpointManifest, name: str) -> list[str]:

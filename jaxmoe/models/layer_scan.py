@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,9 +88,16 @@ def scan_layers(
         check_view(execution)
     if execution.parameter_memory == "host":
         return _streamed(scan, context, execution, train=train)
+    unroll = execution.unroll_of(scan.length)
+    block = partial(
+        _block,
+        execution=execution,
+        is_gathered=is_gathered,
+        rewrite=rewrite,
+        is_loop=unroll < scan.length,
+    )
     blocks = tuple(
-        _block(stack.kind, execution, is_gathered, rewrite, _part_name(scan, place))
-        for place, stack in enumerate(scan.stacks)
+        block(stack.kind, _part_name(scan, place)) for place, stack in enumerate(scan.stacks)
     )
     body: Any = Cycle if scan.is_cycle else blocks[0]
     scanned: Any = nn.scan(
@@ -100,7 +108,7 @@ def scan_layers(
         in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
         out_axes=0,
         length=scan.length,
-        unroll=execution.unroll_of(scan.length),
+        unroll=unroll,
         metadata_params={nn.PARTITION_NAME: scan.axis, "size": scan.length},
     )
     if scan.is_cycle:
@@ -139,7 +147,13 @@ def _part_name(scan: Scan, place: int) -> str:
 
 
 def _block(
-    kind: Layer, execution: ExecutionConfig, is_gathered: bool, rewrite: Rewrite | None, part: str
+    kind: Layer,
+    part: str,
+    *,
+    execution: ExecutionConfig,
+    is_gathered: bool,
+    rewrite: Rewrite | None,
+    is_loop: bool,
 ) -> Any:
     """Return the module of a layer with its transformations."""
     block: Any = HalvedBlock if execution.halves == 2 else Block
@@ -155,7 +169,9 @@ def _block(
     policy = remat_policy(remat)
     if rewrite is not None and remat in ("none", "dots"):
         policy = SaveOutsideViews(policy)
-    return nn.remat(block, policy=policy, prevent_cse=False)
+    # A loop keeps its forward and its backward pass apart. Without one XLA would find the second
+    # computation of a layer equal to the first, and keep what was to be computed again.
+    return nn.remat(block, policy=policy, prevent_cse=not is_loop)
 
 
 def scan_inputs(

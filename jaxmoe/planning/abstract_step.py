@@ -13,26 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxmoe.adapters.average import Averaging
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training import ObjectiveConfig
-from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
-from jaxmoe.training.pipeline.skipping import SkippingConfig
-from jaxmoe.training.state import TrainState, layers_on_host, state_around
-from jaxmoe.training.step import make_train_step
+from jaxmoe.training.state import TrainState, layers_on_host, state_around, trained_part
+from jaxmoe.training.step import Step
 from sharding.axes import BATCH_AXES, pieces
 from sharding.mesh import abstract_mesh
 from sharding.pipeline import Paths
@@ -41,26 +33,21 @@ AnyMesh = Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """Everything that decides a train step except the devices of its mesh."""
+class StepPlan(Step):
+    """A step with the sizes of its batch: all that decides it except the devices of its mesh.
 
-    model: ModelConfig
-    table: ParameterTable
-    optimizer: optax.GradientTransformation
+    Every size of the mesh is filled in.
+    """
+
+    table: ParameterTable = dataclasses.field()
     optimizer_config: Optimizer
     """Config that built the optimiser from the table."""
-    execution: ExecutionConfig
-    """Execution with every size of the mesh filled in."""
     batch_size: int
     """Sequences per step."""
     sequence_length: int
-    accumulation: int = 1
-    clip: float | None = 1.0
-    accumulated_balance: AccumulatedBalance = "buffer"
-    objective: ObjectiveConfig | None = None
-    skipping: SkippingConfig | None = None
-    gradients: GradientsConfig = BackpropConfig()
-    average: Averaging | None = None
+
+    def __post_init__(self):
+        """Leave the checks to `planned_step`: a search compares steps that cannot all run."""
 
     @property
     def paths(self) -> Paths | None:
@@ -86,13 +73,12 @@ class StepPlan:
         return dataclasses.replace(self, execution=execution, table=ParameterTable(tuple(rows)))
 
 
-def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = False) -> TrainState:
+def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
     """Return the state before the first step, as shapes with shardings on the mesh.
 
     Args:
         plan: Step to trace.
         mesh: Mesh with the plan's sizes.
-        keeps_layer_norms: Whether steps keep the gradient norms of the layers.
     """
     shapes, execution = plan.mesh, plan.execution
     dtype = execution.precision.parameter_dtype
@@ -110,9 +96,8 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh, *, keeps_layer_norms: bool = F
                 execution,
                 params,
                 key,
-                keeps_layer_norms,
-                partial(plan.gradients.init, plan.table),
-                plan.average,
+                plan.gradients,
+                plan.parts,
             ),
             params,
             key,
@@ -171,20 +156,13 @@ def planned_step(plan: StepPlan) -> Any:
 
     Args:
         plan: Step to build.
+
+    Raises:
+        ValueError: See `Step.check`.
     """
-    return make_train_step(
-        plan.model,
-        plan.optimizer,
-        execution=plan.execution,
-        accumulation=plan.accumulation,
-        clip=plan.clip,
-        accumulated_balance=plan.accumulated_balance,
-        objective=plan.objective,
-        table=plan.table,
-        skipping=plan.skipping,
-        gradients=plan.gradients,
-        average=plan.average,
-    )
+    step = dataclasses.replace(plan, optimizer=trained_part(plan.model, plan.optimizer))
+    step.check()
+    return step.jitted()
 
 
 def trace_step(plan: StepPlan, mesh: AnyMesh) -> Any:

@@ -106,7 +106,7 @@ def _count(
         heads=slots.num_heads,
         weights=sum(run.length for run in runs if schedule.kinds[-1] in run.kinds),
         deferred=slots.num_deferred,
-        hops=schedule.num_hops,
+        hops=len(schedule.hops),
     )
 
 
@@ -127,7 +127,7 @@ def idle_over_useful(
     time = Passes(found.forward, found.backward, found.weights).time
     works = pipeline.chunks * micro_batches
     if paths is not None:
-        works = sum(map(sum, paths)) / stages
+        works = sum(map(len, paths)) / stages
     return time / (4.0 * works) - 1.0
 
 

@@ -64,13 +64,14 @@ def choices(plan: StepPlan) -> list[StepPlan]:
     found = []
     for pipeline in [*usual, *([] if own in usual else [own])]:
         execution = dataclasses.replace(plan.execution, pipeline=pipeline)
+        choice = dataclasses.replace(plan, execution=execution)
         try:
-            check_pipeline(plan.model, execution, plan.accumulation)
-            if plan.skipping is not None:
-                plan.skipping.check(plan.model, execution, plan.accumulation)
+            check_pipeline(choice.model, execution, choice.accumulation)
+            if choice.skipping is not None:
+                choice.skipping.check(choice)
         except ValueError:
             continue
-        found.append(dataclasses.replace(plan, execution=execution))
+        found.append(choice)
     return found
 
 

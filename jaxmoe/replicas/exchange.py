@@ -9,6 +9,7 @@ parameter. What it returns is equal on all workers where `is_shared` says so.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmoe.replicas.codec import Payload
+from pallas_kernels.backend import platform
 
 Decode = Callable[[Payload, Array], Array]
 
@@ -47,6 +49,8 @@ class About(NamedTuple):
     round_key: Key[Array, ""] | None = None
     """Key of this exchange, equal on all workers and for all parameters; None where gradients are
     exchanged."""
+    is_beside: bool = False
+    """Whether a step that does not need the result follows in the same program."""
 
     def total(self, x: Array, dimensions: Sequence[int] | None = None) -> Array:
         """Return sums of what the devices of one worker hold, from the sums of this device.
@@ -88,12 +92,61 @@ def mean() -> Exchange:
     """
 
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        message = decode(payload, slow)
-        if about.factors is not None:
-            message = message * about.factors[jax.lax.axis_index(about.axis)].astype(message.dtype)
+        message = _weighed(decode(payload, slow), about)
         return jax.lax.psum(message, about.axis) / about.workers, state
 
     return Exchange(init=no_state, mix=mix, is_mean=True)
+
+
+def _weighed(message: Array, about: About) -> Array:
+    """Return the message of this worker times its factor in a mean."""
+    if about.factors is None:
+        return message
+    return message * about.factors[jax.lax.axis_index(about.axis)].astype(message.dtype)
+
+
+def permuted_mean() -> Exchange:
+    """Return the exchange of `mean`, by permutes where a step runs beside it.
+
+    On a TPU alone: libtpu 0.0.42 keeps an all-reduce synchronous, and runs permutes beside
+    products. Each worker sums its part of the messages in the order of the workers, and sends the
+    sum to the others: the bytes of an all-reduce, and the same result on all workers.
+    """
+
+    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
+        if not (about.is_beside and about.is_spread and platform() == "tpu"):
+            return mean().mix(payload, decode, slow, about, state)
+        message = _weighed(decode(payload, slow), about)
+        return _sum_by_permutes(message, about) / about.workers, state
+
+    return Exchange(init=no_state, mix=mix, is_mean=True)
+
+
+def _sum_by_permutes(x: Array, about: About) -> Array:
+    """Return the sum of an array over the workers, each part added up by one of them."""
+    number, worker = about.workers, jax.lax.axis_index(about.axis)
+    if x.shape[0] % number:
+        flat = jnp.pad(x.ravel(), (0, -x.size % number))
+    else:  # the layout in memory stays as it is
+        flat = x
+    parts = flat.reshape(number, flat.shape[0] // number, *flat.shape[1:])
+
+    def part_of(place: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(parts, place % number, 0, keepdims=False)
+
+    def around(message: Callable[[int], Array]) -> Array:
+        """Return the messages to this worker in the order of their senders, [workers ...]."""
+        table = jnp.zeros_like(parts)
+        for hop in range(number):
+            pairs = [(sender, (sender + hop) % number) for sender in range(number)]
+            part = jax.lax.ppermute(message(hop), about.axis, pairs) if hop else message(0)
+            table = jax.lax.dynamic_update_index_in_dim(table, part, (worker - hop) % number, 0)
+        return table
+
+    addends = around(lambda hop: part_of(worker + hop))
+    total = functools.reduce(jnp.add, list(addends))
+    sums = around(lambda hop: total).reshape(flat.shape)
+    return sums if flat is x else sums[: x.size].reshape(x.shape)
 
 
 def gathered_mean(reduce: Literal["workers", "senders"] = "workers") -> Exchange:

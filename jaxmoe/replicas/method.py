@@ -126,6 +126,7 @@ def send(
     *,
     number: Int[Array, ""],
     key: Key[Array, ""],
+    is_beside: bool = False,
 ) -> tuple[dict[str, Array], Talk]:
     """Return the pseudo-gradient of a fragment, and the state after the exchange.
 
@@ -138,6 +139,7 @@ def send(
         workers: Workers.
         number: Number of the exchange, from 0.
         key: Key of the exchange.
+        is_beside: Whether a step that does not need the result follows in the same program.
     """
     splits = {path: _split(x) for path, x in params.items()}
     weights, weighting = close_round(method, talk)
@@ -164,6 +166,7 @@ def send(
                 *(leaf.axes, splits[path], workers.is_spread),
                 factors=factors,
                 round_key=key,
+                is_beside=is_beside,
             )
             mixed[path], exchange[path] = exchange_of.mix(
                 payload, codec_of.decode, anchor, about, state.exchange[path]

@@ -59,6 +59,16 @@ class Timing:
         """Return whether a fragment is merged after a step; steps may be traced."""
         return self.sends(fragment, step - self.delay)
 
+    def sent(self, step: int) -> tuple[int, ...]:
+        """Return the fragments that are sent after a step in their turn."""
+        return tuple(part for part in range(self.fragments) if self.sends(part, step))
+
+    @property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """All that `sent` returns for the steps of a run: nothing, or a fragment; in this order."""
+        steps = 2 * self.every if self.last is None else min(self.last, 2 * self.every)
+        return tuple(sorted({self.sent(step) for step in range(steps)}))
+
     def ends(self, step: Any) -> Any:
         """Return whether a step is the last, after which all fragments are exchanged."""
         return False if self.last is None else step == self.last

@@ -36,7 +36,7 @@ from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import open_files
 from jaxmoe.training.state import TrainState, init_state
-from jaxmoe.training.step import CheckedStep, TrainStep
+from jaxmoe.training.step import CheckedStep, Step
 from jaxmoe.training.workers import (
     GradientTraining,
     WorkerTraining,
@@ -65,7 +65,7 @@ class Assembly:
     """Files of the optimiser state, with `execution.optimizer_memory` files; None without, and
     until the run holds its directory."""
 
-    def step(self, accumulation: int | None = None) -> TrainStep:
+    def step(self, accumulation: int | None = None) -> Step:
         """Return the step of the run, or of one worker.
 
         Args:
@@ -74,21 +74,15 @@ class Assembly:
         plan, training = self.plan, self.plan.config.training
         if accumulation is None:
             accumulation = self.micro_batches(training.batch_size)
-        return TrainStep(
+        return Step(
             model=plan.model,
             optimizer=plan.optimizer,
             execution=self.execution,
-            accumulation=accumulation,
-            clip=training.clip,
-            accumulated_balance=training.accumulated_balance,
-            objective=training.objective,
-            max_norm_ratio=training.max_norm_ratio,
-            skipping=training.skipping,
-            workers=self.num_compared if self._compares_losses else 1,
             table=plan.table,
-            estimator=training.gradients,
+            max_norm_ratio=training.max_norm_ratio,
+            workers=self.num_compared if self._compares_losses else 1,
             files=self.files,
-            average=training.averaging,
+            **training.step_options(accumulation=accumulation, parts=plan.config.step_parts),
         )
 
     def with_files(self, directory: pathlib.Path) -> Assembly:
@@ -155,7 +149,7 @@ class Assembly:
         """
         return jitted_step(*self._replicas(self.step(accumulation)), self._member)
 
-    def _replicas(self, step: TrainStep) -> tuple[ReplicasConfig, ParameterTable, TrainStep, int]:
+    def _replicas(self, step: Step) -> tuple[ReplicasConfig, ParameterTable, Step, int]:
         """Return what a method is made of: its config, parameters, the step, number of steps."""
         config = self.plan.config
         return config.replicas, self.plan.table, step, config.training.steps
@@ -202,9 +196,8 @@ class Assembly:
             execution=self.execution,
             parameterization=self.plan.parameterization,
             mesh=self.mesh,
-            keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
-            estimator=self.plan.init_estimator,
-            average=self.plan.config.training.averaging,
+            gradients=self.plan.config.training.gradients,
+            parts=self.plan.config.step_parts,
         )
         precision, rules = self.execution.precision, self.execution.axis_rules
         if precision.weights == "floating":
@@ -220,8 +213,7 @@ class Assembly:
     def world_shapes(self) -> TrainState:
         """Return shapes and shardings of `new_world`."""
         plan, precision = self.plan, self.execution.precision
-        keeps = plan.config.checkpoint.keeps_layer_norms
-        shapes = abstract_state(plan.step_plan(self.execution), self.mesh, keeps_layer_norms=keeps)
+        shapes = abstract_state(plan.step_plan(self.execution), self.mesh)
         if precision.weights == "floating":
             return shapes
         rules, dtype = self.execution.axis_rules, precision.parameter_dtype

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,8 +69,30 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
                 programs[rows] = step_function
             else:
                 lowered = step_function.lower(state, batch)
-                programs[rows] = lowered.compile(compiler_options() or None)
+                programs[rows] = compile_with(lowered, compiler_options())
     return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)
+
+
+def compile_with(lowered: Any, options: Mapping[str, Any]) -> Any:
+    """Compile a program with options, or as XLA does by itself where it cannot with them.
+
+    Args:
+        lowered: Program; has `compile`.
+        options: Options of XLA for this program.
+
+    Raises:
+        jax.errors.JaxRuntimeError: XLA cannot compile it either way, or lacks memory.
+    """
+    try:
+        return lowered.compile(dict(options) or None)
+    except jax.errors.JaxRuntimeError as error:
+        if not options or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        # cuBLAS has no product of factors of two dtypes; Triton has.
+        names = ", ".join(f"{name}={value}" for name, value in options.items())
+        reason = str(error).splitlines()[0][:200]
+        warnings.warn(f"the step compiles without {names}: {reason}", stacklevel=2)
+        return lowered.compile()
 
 
 def _has_int4(state: TrainState) -> bool:

@@ -16,9 +16,8 @@ To add a field: its config class in `jaxmoe/run/config.py`, and a line for older
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from jaxmoe.adapters.average import Average, Averaging
 from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
@@ -39,6 +38,9 @@ from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
 from jaxmoe.training.guard import check_ratio
+from jaxmoe.training.parts.average import Average, Averaging
+from jaxmoe.training.parts.base import StepPart
+from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 
 FREE_FIELDS = (
@@ -146,9 +148,28 @@ class TrainingConfig:
         return self.batch_ramp.build(self.steps, self.batch_size)
 
     @property
-    def averaging(self) -> Averaging | None:
-        """Average of the trained parameters; None for none."""
-        return None if self.average is None else Averaging(config=self.average, steps=self.steps)
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """Parts of a step beside gradients, update and guard."""
+        if self.average is None:
+            return ()
+        return (Averaging(config=self.average, steps=self.steps),)
+
+    def step_options(self, **changes: Any) -> dict[str, Any]:
+        """Return the fields of `jaxmoe.training.step.Step` that the config decides.
+
+        Args:
+            **changes: Values that take the place of those of the config.
+        """
+        return {
+            "accumulation": self.accumulation,
+            "accumulated_balance": self.accumulated_balance,
+            "clip": self.clip,
+            "objective": self.objective,
+            "skipping": self.skipping,
+            "gradients": self.gradients,
+            "parts": self.step_parts,
+            **changes,
+        }
 
     @property
     def tokens(self) -> int:
@@ -232,9 +253,9 @@ class CheckpointConfig:
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
     @property
-    def keeps_layer_norms(self) -> bool:
-        """Whether the state has the gradient norms of the layers."""
-        return self.on_lost_stage == "average"
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """Parts of a step that keep in the state what a lost stage is replaced from."""
+        return (LayerNorms(), VocabularyMirror()) if self.on_lost_stage == "average" else ()
 
     def __post_init__(self):
         steps = ("every", "compare_replicas", "snapshot_every", "recovery_steps", "recompute")
@@ -342,6 +363,11 @@ class PretrainConfig:
     """Comparisons between devices."""
     processes: ProcessesConfig = ProcessesConfig()
     """Timeouts of processes."""
+
+    @property
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """Parts of a step beside gradients, update and guard."""
+        return self.training.step_parts + self.checkpoint.step_parts
 
     @property
     def held_out_batch_size(self) -> int:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -60,18 +59,8 @@ class Plan:
             execution=execution,
             batch_size=training.batch_size,
             sequence_length=training.sequence_length,
-            accumulation=training.accumulation,
-            clip=training.clip,
-            accumulated_balance=training.accumulated_balance,
-            objective=training.objective,
-            skipping=training.skipping,
-            gradients=training.gradients,
-            average=training.averaging,
+            **training.step_options(parts=self.config.step_parts),
         )
-
-    def init_estimator(self) -> Any:
-        """Return the state of the estimator of the gradient before the first step, or None."""
-        return self.config.training.gradients.init(self.table)
 
     @property
     def flops_per_token(self) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling import Parameterization
-from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.state import TrainState, init_state
@@ -73,8 +71,8 @@ class Programs:
                 key,
                 execution=self._execution,
                 parameterization=self._parameterization,
-                estimator=partial(self._training.gradients.init, parameter_table(self.model)),
-                average=self._training.averaging,
+                gradients=self._training.gradients,
+                parts=self._training.step_parts,
             )
 
         return self.compile(jax.jit(first), jax.random.key(0), options=RARE)
@@ -99,13 +97,7 @@ class Programs:
             self.model,
             optimizer,
             execution=self._execution,
-            accumulation=self._training.accumulation,
-            clip=self._training.clip,
-            accumulated_balance=self._training.accumulated_balance,
-            objective=self.objective,
-            skipping=self._training.skipping,
-            gradients=self._training.gradients,
-            average=self._training.averaging,
+            **self._training.step_options(objective=self.objective),
         )
 
     @functools.cached_property

@@ -58,12 +58,16 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
+from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.recovery import RATE, Sources, sources_of
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.distributed import share
 
 logger = logging.getLogger(__name__)
+
+_NORMS = f"parts{SEPARATOR}{LayerNorms.name}"
+_MIRROR = f"parts{SEPARATOR}{VocabularyMirror.name}{SEPARATOR}"
 
 AVERAGED = "averaged"
 """Event of the lineage."""
@@ -182,8 +186,8 @@ def _sources(survivors: Survivors, stacked: Mapping[str, int], where: str) -> So
     }
     (length,) = set(stacked.values())
     norms = np.zeros(length, np.float32)
-    if "layer_norms" in survivors.found.manifest.arrays:
-        norms = survivors.read("layer_norms", ((0, length),), norms)
+    if _NORMS in survivors.found.manifest.arrays:
+        norms = survivors.read(_NORMS, ((0, length),), norms)
     try:
         return sources_of(lost, norms)
     except ValueError as error:
@@ -216,7 +220,7 @@ class _Mirror:
         mirrors, manifest = {}, found.manifest
         stages = manifest.config.get("execution", {}).get("mesh", {}).get("stage", 1)
         for row in table:
-            path = f"mirror{SEPARATOR}{row.path}"
+            path = f"{_MIRROR}{row.path}"
             # Copies are zeros until the first step has ended.
             if path in manifest.arrays and stages > 1 and manifest.step > 0:
                 axis, shape = row.declaration.axes.index(ax.VOCAB), row.shape
@@ -241,7 +245,7 @@ class _Mirror:
         lost = found.lost.get(self.path, ())
         pairs = [
             overlap(there, other)
-            for box in found.lost.get(self.path.replace("mirror", "params", 1), ())
+            for box in found.lost.get(self.path.replace(_MIRROR, f"params{SEPARATOR}", 1), ())
             for _, there in self.places(box)
             for other in lost
         ]

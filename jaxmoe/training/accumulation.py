@@ -42,7 +42,7 @@ class MicroBatch:
 
 @typing.no_type_check
 @struct.dataclass
-class Gradients:
+class GradientSums:
     """Sums over the micro-batches of one step."""
 
     grads: Any
@@ -58,7 +58,7 @@ class Gradients:
     """Gradients of the probes of dense matrices, for optimisers that read them; see
     `jaxmoe.layers.probes`."""
 
-    def __add__(self, other: Gradients) -> Gradients:
+    def __add__(self, other: GradientSums) -> GradientSums:
         # Some indicators are maxima: the record defines its own sum.
         return jax.tree.map(_add, self, other, is_leaf=_is_indicators)
 
@@ -73,7 +73,7 @@ def _is_indicators(node: Any) -> bool:
 
 Share = float | Float[Array, ""]
 """Share of a micro-batch in the tokens of a step."""
-GradientsOf = Callable[[MicroBatch, Share, RouterStatistics | None], Gradients]
+GradientsOf = Callable[[MicroBatch, Share, RouterStatistics | None], GradientSums]
 """(rows, their share of the step, statistics of other micro-batches) -> their part of the step."""
 
 
@@ -86,7 +86,7 @@ def accumulate(
     first_row: Any = 0,
     statistics_of: Callable[[MicroBatch], RouterStatistics] | None = None,
     kept: Bool[Array, "m groups"] | None = None,
-) -> Gradients:
+) -> GradientSums:
     """Sum `gradients_of` over micro-batches.
 
     Args:
@@ -117,7 +117,7 @@ def accumulate(
             lambda total, part: (total + statistics_of(part), None), statistics_of(first), rest
         )
 
-    def body(total: Gradients, part: MicroBatch) -> tuple[Gradients, None]:
+    def body(total: GradientSums, part: MicroBatch) -> tuple[GradientSums, None]:
         others = total.statistics if summed is None else summed
         return total + gradients_of(part, share, others), None
 
@@ -129,7 +129,7 @@ def _accumulate_used(
     gradients_of: GradientsOf,
     parts: MicroBatch,
     statistics_of: Callable[[MicroBatch], RouterStatistics] | None,
-) -> Gradients:
+) -> GradientSums:
     """Sum over the micro-batches that have a level: the first ones, as many as a step needs.
 
     The number is an array, so that one program serves every step. No gradient goes through the
@@ -153,7 +153,7 @@ def _accumulate_used(
             1, used, lambda i, total: total + statistics_of(part(i)), statistics_of(part(0))
         )
 
-    def body(i: Array, total: Gradients) -> Gradients:
+    def body(i: Array, total: GradientSums) -> GradientSums:
         others = total.statistics if summed is None else summed
         return total + gradients_of(part(i), shares[i], others)
 

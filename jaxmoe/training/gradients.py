@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,109 +19,78 @@ from jaxmoe.layers.probes import TOKENS, probe_view, probed_rows, zero_probes
 from jaxmoe.layers.view import View
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
-from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import ObjectiveConfig
-from jaxmoe.training.accumulation import Gradients, MicroBatch, Share, accumulate
-from jaxmoe.training.balance import (
-    AccumulatedBalance,
-    buffered_losses,
-    has_wide_balance,
-    linearized_losses,
-)
+from jaxmoe.training.accumulation import GradientSums, MicroBatch, Share, accumulate
+from jaxmoe.training.balance import buffered_losses, has_wide_balance, linearized_losses
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.measures.dispersion import worker_losses
 from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.pipeline import pipeline_gradients
-from jaxmoe.training.pipeline.skipping import SkippingConfig, kept_groups
+from jaxmoe.training.pipeline.skipping import kept_groups
 from jaxmoe.training.repeated import Rows, compared, num_passes
 from jaxmoe.training.state import TrainState
 
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
+
 
 def batch_gradients(
-    state: TrainState,
-    batch: Batch,
-    *,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: ObjectiveConfig,
-    accumulation: int = 1,
-    accumulated_balance: AccumulatedBalance = "buffer",
-    workers: int = 1,
-    table: ParameterTable | None = None,
-    skipping: SkippingConfig | None = None,
-    has_probes: bool = False,
-    first_row: Any = 0,
-) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
+    step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+) -> tuple[Float[Array, ""], GradientSums, Float[Array, " W"] | None]:
     """Return the gradients of the loss of one step, over its micro-batches.
 
     Args:
-        state: parameters, router state, randomness.
-        batch: of the step.
-        model: what is trained.
-        execution: how.
-        objective: what is predicted from what.
-        accumulation: micro-batches.
-        accumulated_balance: how a balance loss is taken over them.
-        workers: equal parts of the batch whose losses are reported apart; 1: none are.
-        table: Groups of the parameters; None trains all.
-        skipping: Layers that micro-batches leave out; None for none.
-        has_probes: Whether dense matrices are measured, see `jaxmoe.layers.probes`.
+        step: Model, objective, execution and micro-batches.
+        state: Parameters, router state, randomness.
+        batch: Rows of the step.
         first_row: Number of the first row, where the batch is part of a larger one.
 
     Returns:
         The sum of the loss weights, the sums over the micro-batches, and the workers' losses.
     """
+    model, execution, objective = step.model, step.execution, step.objective
+    skipping, placement = step.skipping, step.execution.placement
     if skipping is not None:
-        skipping.check(model, execution, accumulation, accumulated_balance)
+        skipping.check(step)
     weight = objective.num_tokens(batch)
-    placement = execution.placement
-    row_tokens = num_passes(model) * objective.row_tokens(batch) if workers > 1 else None
+    row_tokens = None
+    if step.workers > 1:
+        row_tokens = num_passes(model) * objective.row_tokens(batch)
     batch = objective.prepare(model, batch, jax.random.fold_in(state.rng, state.step), placement)
     total_weight = jnp.where(weight > 0.0, weight, 1.0)
-    given = {"model": model, "execution": execution, "objective": objective}
-    given["whole"] = _gather_whole(model, state.params, execution)
-    rows = Rows(batch, total_weight, accumulation, first_row)
-    rows = compared(rows, partial(_row_losses, state, **given), num_passes(model), placement)
-    batch, total_weight, accumulation, first_row = rows
-    has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
+    whole = _gather_whole(model, state.params, execution)
+    rows = Rows(batch, total_weight, step.accumulation, first_row)
+    losses_of = partial(_row_losses, step, state, whole=whole)
+    rows = compared(rows, losses_of, num_passes(model), placement)
+    has_two_passes = step.accumulated_balance == "two_pass" and has_wide_balance(model)
     if execution.mesh.stage > 1:
-        summed = pipeline_gradients(
-            state,
-            batch,
-            total_weight,
-            accumulation=accumulation,
-            has_two_passes=has_two_passes,
-            has_rows=workers > 1,
-            table=table,
-            paths=None if skipping is None else skipping.paths(accumulation),
-            **given,
-        )
-        summed = _with_adapter_losses(summed, state.params, model, execution, table)
+        summed = pipeline_gradients(step, state, rows, has_two_passes=has_two_passes, whole=whole)
+        summed = _with_adapter_losses(step, summed, state.params)
     else:
         summed = accumulate(
             partial(
                 compute_gradients,
+                step,
                 state,
-                total_weight,
+                rows.total_weight,
                 is_whole=has_two_passes,
-                has_rows=workers > 1,
-                table=table,
-                has_probes=has_probes,
-                **given,
+                whole=whole,
             ),
-            batch,
-            accumulation,
+            rows.batch,
+            rows.accumulation,
             placement,
-            first_row=first_row,
-            statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
-            kept=kept_groups(skipping, accumulation),
+            first_row=rows.first_row,
+            statistics_of=(
+                partial(batch_statistics, step, state, whole=whole) if has_two_passes else None
+            ),
+            kept=kept_groups(skipping, rows.accumulation),
         )
-    return weight, summed, worker_losses(summed.row_nll, row_tokens, workers, placement)
+    return weight, summed, worker_losses(summed.row_nll, row_tokens, step.workers, placement)
 
 
 def compute_gradients(
+    step: Step,
     state: TrainState,
     total_weight: Float[Array, ""],
     micro: MicroBatch,
@@ -129,31 +98,21 @@ def compute_gradients(
     others: RouterStatistics | None,
     *,
     is_whole: bool,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: ObjectiveConfig,
     whole: Any = None,
-    has_rows: bool = False,
-    table: ParameterTable | None = None,
-    has_probes: bool = False,
-) -> Gradients:
+) -> GradientSums:
     """Return the gradients of one micro-batch's part of the loss.
 
     Args:
-        state: parameters, router state, randomness.
-        total_weight: sum of the loss weights of the whole batch.
-        micro: the rows.
-        share: of this micro-batch in the step.
-        others: statistics of the micro-batches before this one, or of the whole batch; or None.
-        is_whole: which of the two they are.
-        model: what is trained.
-        execution: how.
-        objective: that prepared the batch.
-        whole: gathered parameters, with a layout that gathers them once a step.
-        has_rows: whether the cross-entropy of single rows is kept.
-        table: Groups of the parameters; None trains all.
-        has_probes: Whether dense matrices are measured.
+        step: What is trained, and how.
+        state: Parameters, router state, randomness.
+        total_weight: Sum of the loss weights of the whole batch.
+        micro: Rows.
+        share: Share of this micro-batch in the step.
+        others: Statistics of the micro-batches before this one, or of the whole batch; or None.
+        is_whole: Whether they are those of the whole batch.
+        whole: Gathered parameters, with a layout that gathers them once a step.
     """
+    model, table = step.model, step.table
 
     def loss_of(
         trained: Any, probes: Any
@@ -161,9 +120,8 @@ def compute_gradients(
         params = trained if table is None else table.merged(trained, state.params)
         cycles = [scan.name for scan in model.scans if scan.is_cycle]
         view = None if probes is None else probe_view(probes, cycles)
-        given = {"has_rows": has_rows, "view": view}
         nll, rows, output = _forward(
-            params, state, micro, model, execution, objective, whole, **given
+            step, params, state, micro, whole, has_rows=step.workers > 1, view=view
         )
         loss, losses = nll / total_weight, output.losses
         if output.statistics is not None and others is not None and is_whole:
@@ -175,12 +133,12 @@ def compute_gradients(
             losses = {name: share * value for name, value in losses.items()}
         indicators = output.indicators
         if indicators is not None:
-            indicators |= observe_head(params, output.hidden, micro.batch, model, execution)
+            indicators |= observe_head(params, output.hidden, micro.batch, model, step.execution)
         return loss + sum(losses.values()), (loss, losses, output.statistics, indicators, rows)
 
     trained = state.params if table is None else table.trained(state.params)
     probes = None
-    if has_probes:
+    if step.has_probes:
         zeros = zero_probes(probed_rows(parameter_table(model) if table is None else table))
         both = jax.grad(loss_of, (0, 1), has_aux=True)(trained, zeros)
         (grads, probes), (loss, losses, *aside) = both
@@ -188,7 +146,7 @@ def compute_gradients(
     else:
         grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(trained, None)
     statistics, indicators, rows = jax.lax.stop_gradient(aside)
-    return Gradients(
+    return GradientSums(
         grads=grads,
         loss=loss,
         losses=losses,
@@ -199,20 +157,14 @@ def compute_gradients(
     )
 
 
-def _with_adapter_losses(
-    summed: Gradients,
-    params: Any,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    table: ParameterTable | None,
-) -> Gradients:
+def _with_adapter_losses(step: Step, summed: GradientSums, params: Any) -> GradientSums:
     """Return the sums of a pipeline with the losses of the adapter, which no stage computes."""
-    adapter = model.adapter
+    adapter, table = step.model.adapter, step.table
     if adapter is None or table is None:
         return summed
 
     def total(trained: Any) -> tuple[Array, dict[str, Array]]:
-        losses = adapter.losses(table.merged(trained, params), execution.placement)
+        losses = adapter.losses(table.merged(trained, params), step.execution.placement)
         return sum(losses.values(), jnp.zeros(())), losses
 
     grads, losses = jax.grad(total, has_aux=True)(table.trained(params))
@@ -223,49 +175,42 @@ def _with_adapter_losses(
 
 
 def batch_statistics(
-    state: TrainState,
-    micro: MicroBatch,
-    *,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: ObjectiveConfig,
-    whole: Any = None,
+    step: Step, state: TrainState, micro: MicroBatch, *, whole: Any = None
 ) -> RouterStatistics:
     """Return the statistics of some rows as training sees them, without a gradient."""
-    _, _, output = _forward(state.params, state, micro, model, execution, objective, whole)
+    _, _, output = _forward(step, state.params, state, micro, whole)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
 
 
-def _row_losses(state: TrainState, micro: MicroBatch, **given: Any) -> Float[Array, " B"]:
+def _row_losses(
+    step: Step, state: TrainState, micro: MicroBatch, *, whole: Any
+) -> Float[Array, " B"]:
     """Return the summed cross-entropy of each row as training sees it, without a gradient."""
-    about = (given[name] for name in ("model", "execution", "objective", "whole"))
-    _, rows, _ = _forward(state.params, state, micro, *about, has_rows=True)
+    _, rows, _ = _forward(step, state.params, state, micro, whole, has_rows=True)
     assert rows is not None  # asked for
     return rows
 
 
 def _forward(
+    step: Step,
     params: Any,
     state: TrainState,
     micro: MicroBatch,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: ObjectiveConfig,
     whole: Any,
     *,
     has_rows: bool = False,
     view: View | None = None,
 ) -> tuple[Array, Array | None, Output]:
     if whole is not None:
-        params, whole = use_outside_layers(params, whole, [scan.name for scan in model.scans])
+        params, whole = use_outside_layers(params, whole, [scan.name for scan in step.model.scans])
     return forward_and_row_nll(
-        model,
-        execution,
+        step.model,
+        step.execution,
         params,
         micro.batch,
         has_rows=has_rows,
-        objective=objective,
+        objective=step.objective,
         router_state=state.router_state,
         row_ids=micro.row_ids,
         kept=micro.kept,

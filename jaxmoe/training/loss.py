@@ -27,12 +27,17 @@ from jaxmoe.layers.sequences import Order, current_order, lay_out
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
+from jaxmoe.routing.balancers.base import of_weights
 from jaxmoe.routing.replay import EXPERTS, check_replayed
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.cross_entropy import chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
 from sharding.constrain import Placement
+
+_EXPERTS = ("expert_in", "expert_out")
+"""Roles of the experts' matrices."""
 
 
 def summed_loss(
@@ -199,7 +204,7 @@ def forward_and_row_nll(
     output = forward(
         model,
         execution,
-        params,
+        _with_rounded_experts(model, execution, params),
         jnp.asarray(batch.tokens),
         positions=batch.positions,
         segment_ids=batch.segment_ids,
@@ -223,6 +228,53 @@ def forward_and_row_nll(
         further = objective.further_loss(*about, lambda hidden: summed(hidden)[0], given)
         nll = nll if further is None else nll + further
     return nll, rows, output
+
+
+def _with_rounded_experts(model: ModelConfig, execution: ExecutionConfig, params: Any) -> Any:
+    """Return the parameters with the experts' matrices in the compute dtype.
+
+    Each layer rounds its matrices where it uses them. Before the loop over the layers they are
+    rounded once, not again where layers are recomputed and differentiated, and their gradients
+    leave the loop in the compute dtype. Values and gradients are the same, bit by bit, where each
+    matrix is used once and only rounded; elsewhere the parameters are returned as they are.
+    """
+    dtype = execution.precision.compute_dtype
+    reads_exact = model.moe is not None and of_weights(model.moe.balancers)
+    if (
+        reads_exact
+        or model.loop is not None
+        or execution.mesh.stage > 1
+        or execution.parameter_memory == "host"
+        or execution.telemetry == "detailed"
+    ):
+        return params
+    experts = {spec.path for spec in parameter_table(model) if spec.declaration.role in _EXPERTS}
+
+    def rounded(path: Any, leaf: Any) -> Any:
+        is_wider = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > dtype.itemsize
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return _rounded(leaf, dtype) if is_wider and name in experts else leaf
+
+    return jax.tree.map_with_path(rounded, params)
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+    """Return an array in a narrower dtype; its gradient exists as an array before it is widened.
+
+    XLA would make it anew, layer by layer, in each of the passes that read it: for the parameters,
+    and for each of the moments.
+    """
+    wide = x.dtype
+
+    @jax.custom_vjp
+    def narrow(x: Array) -> Array:
+        return x.astype(dtype)
+
+    def backward(_: None, gradient: Array) -> tuple[Array]:
+        return (jax.lax.optimization_barrier(gradient).astype(wide),)
+
+    narrow.defvjp(lambda x: (narrow(x), None), backward)
+    return narrow(x)
 
 
 def batch_context(model: ModelConfig, batch: Batch) -> dict[str, Array]:

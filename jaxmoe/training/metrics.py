@@ -33,9 +33,9 @@ class StepMetrics:
     """Whether the guard refused this step."""
     skipped_in_a_row: Array
     """Steps refused in a row, including this one."""
-    router: dict[str, Float[Array, ""]]
+    router: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
     """Scalars of `watch_routers` for the whole batch; empty for a dense model."""
-    load: Float[Array, "L E"] | None
+    load: Float[Array, "L E"] | None = None
     """Share of the assignments of each expert, per MoE layer."""
     indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
     """Indicators per layer, with detailed telemetry; NaN for a layer without one, a single number

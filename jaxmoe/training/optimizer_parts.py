@@ -104,7 +104,7 @@ def modules_of(model: ModelConfig, params: Any, number: int) -> tuple[Module, ..
     return tuple(found)
 
 
-def check_parts(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
+def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
     """Refuse an optimiser that may mix layers.
 
     Raises:

@@ -7,17 +7,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 import typing
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct, traverse_util
+from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxmoe.adapters.average import Averaging
 from jaxmoe.data.batch import check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -29,8 +28,14 @@ from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import all_finite, no_norms, select
 from jaxmoe.training.host_arrays import layers_to_host, on_device
-from sharding import axes as ax
-from sharding.constrain import place_like
+from jaxmoe.training.parts.adapter_rule import model_parts
+from jaxmoe.training.parts.base import Start, StepPart, init_parts
+
+if TYPE_CHECKING:
+    from jaxmoe.training.estimators.base import Gradients
+
+GRADIENTS: Final = "gradients"
+"""Key of the state of a member of `Gradients` in `TrainState.parts`."""
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -55,21 +60,12 @@ class TrainState:
     recent_norms: Float[Array, " window"] | None = None
     """Gradient norms of the last accepted steps, the newest last, 0 for none; None if they are not
     kept. See `jaxmoe/training/guard.py`."""
-    layer_norms: Float[Array, " layers"] | None = None
-    """Clipped gradient norm of each layer of the longest scan in the last accepted step; None if
-    they are not kept. See `jaxmoe/training/pipeline/recovery.py`."""
-    mirror: Any = None
-    """Rows of the vocabulary that the stage before holds, by the paths of `params`; None if they
-    are not kept. Zeros before the first step. See `jaxmoe/training/pipeline/recovery.py`."""
     local: Any = None
     """States of workers that communicate rarely; None without. See
     `jaxmoe/training/workers/state.py`."""
-    estimator: Any = None
-    """State of the estimator of the gradient; None for most. See `jaxmoe/training/estimators`."""
-    adapter: Any = None
-    """State of the adapter beside its parameters; None for most. See `jaxmoe.adapters.base`."""
-    average: Any = None
-    """Average of the trained parameters; None without. See `jaxmoe.adapters.average`."""
+    parts: dict[str, Any] = struct.field(default_factory=dict)
+    """States of the parts of the step by name (`jaxmoe/training/parts/base.py`), and that of how it
+    gets its gradient (`jaxmoe/training/estimators/base.py`)."""
 
 
 def init_state(
@@ -80,9 +76,8 @@ def init_state(
     execution: ExecutionConfig | None = None,
     parameterization: Parameterization | None = None,
     mesh: Mesh | None = None,
-    keeps_layer_norms: bool = False,
-    estimator: Callable[[], Any] | None = None,
-    average: Averaging | None = None,
+    gradients: Gradients | None = None,
+    parts: Sequence[StepPart] = (),
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -93,9 +88,8 @@ def init_state(
         execution: Rules and dtype of the parameters.
         parameterization: Initial scale per role; standard when None.
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
-        keeps_layer_norms: Whether steps keep the gradient norms of the layers.
-        estimator: Function that returns the state of the estimator; None for none.
-        average: Average of the trained parameters; None for none.
+        gradients: How a step gets its gradient, which may have a state; backpropagation when None.
+        parts: Parts of the step beside those that the model brings.
     """
     execution = execution or ExecutionConfig()
     params = init_params(
@@ -109,7 +103,7 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        given = (execution, params, key, keeps_layer_norms, estimator, average)
+        given = (execution, params, key, gradients, parts)
         return state_around(model, optimizer, *given)
 
     if mesh is None:
@@ -124,9 +118,8 @@ def state_around(
     execution: ExecutionConfig,
     params: Any,
     key: Key[Array, ""],
-    keeps_layer_norms: bool = False,
-    estimator: Callable[[], Any] | None = None,
-    average: Averaging | None = None,
+    gradients: Gradients | None = None,
+    parts: Sequence[StepPart] = (),
 ) -> TrainState:
     """The state before the first step of parameters that are there.
 
@@ -136,22 +129,21 @@ def state_around(
         execution: with the layout.
         params: of the model.
         key: as for `init_state`.
-        keeps_layer_norms: Whether steps keep the gradient norms of the layers, and mirror the rows
-            of the vocabulary that stages hold.
-        estimator: Function that returns the state of the estimator; None for none.
-        average: Average of the trained parameters; None for none.
+        gradients: How a step gets its gradient, which may have a state; backpropagation when None.
+        parts: Parts of the step beside those that the model brings.
     """
-    opt_state, adapter, mean = {}, None, None
+    opt_state, states = {}, {}
     if optimizer is not None:
         if model.adapter is not None:
             own = jax.random.fold_in(key, 3)
             params = model.adapter.begun(params, model.layer_numbers, own)
-            own = jax.random.fold_in(key, 2)
-            adapter = model.adapter.first_state(params, parameter_table(model), own)
         optimizer = trained_part(model, optimizer)
         held = params if model.adapter is None else parameter_table(model).trained(params)
         held = jax.device_put(held, jax.memory.Space.Device)
-        mean = None if average is None else average.config.begin(held)
+        start = Start(model, execution, params, trained=held, key=key)
+        states = init_parts((*model_parts(model), *parts), start)
+        own = None if gradients is None else gradients.init(parameter_table(model))
+        states |= {} if own is None else {GRADIENTS: own}
         opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -162,11 +154,7 @@ def state_around(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         recent_norms=no_norms(),
-        layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
-        mirror=_no_mirror(model, execution, params) if keeps_layer_norms else None,
-        estimator=None if estimator is None else estimator(),
-        adapter=adapter,
-        average=mean,
+        parts=states,
     )
 
 
@@ -180,24 +168,6 @@ def trained_part(
         optimizer: Optax transformation for all parameters, or already without.
     """
     return optimizer if model.adapter is None else train_only(parameter_table(model), optimizer)
-
-
-def _longest(model: ModelConfig) -> int:
-    """Return the length of the scan that pipelines cut."""
-    (length,) = (scan.length for scan in model.scans if scan.axis == ax.LAYERS)
-    return length
-
-
-def _no_mirror(model: ModelConfig, execution: ExecutionConfig, params: Any) -> Any:
-    """Return zeros in place of the rows of the vocabulary that stages hold; None without such."""
-    is_whole = model.adapter is not None or execution.precision.weights != "floating"
-    if execution.mesh.stage <= 1 or is_whole:
-        return None
-    flat: dict[str, Any] = dict(traverse_util.flatten_dict(params, sep="/"))
-    rows = parameter_table(model, rules=execution.axis_rules)
-    cut = {row.path: flat[row.path] for row in rows if ax.VOCAB in row.declaration.axes}
-    zeros = {path: place_like(jnp.zeros(x.shape, x.dtype), x) for path, x in cut.items()}
-    return traverse_util.unflatten_dict(zeros, sep="/")
 
 
 def update_routers(

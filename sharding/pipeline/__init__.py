@@ -12,6 +12,7 @@ import typing
 
 from sharding.pipeline.gpipe import GPipeConfig as GPipeConfig
 from sharding.pipeline.interleaved import InterleavedConfig as InterleavedConfig
+from sharding.pipeline.paths import Order as Order
 from sharding.pipeline.paths import Paths as Paths
 from sharding.pipeline.paths import choose_paths as choose_paths
 from sharding.pipeline.schedule import Run as Run

@@ -13,9 +13,10 @@ One loop for each run of ticks with the same kinds of work. A tick:
     home    if the backward pass of a micro-batch ends: what it gives the embedding
     activations of F arrive at the next stage
 
-In a partial pipeline micro-batches leave out groups. Activations and gradients are then sent for
-each hop of the table, to the next stage and to the one after it, and as many micro-batches may
-enter, leave and end in one tick: one for each hop from the embedding and to the head.
+Micro-batches may leave out groups, or pass through them in another order. Activations and gradients
+are then sent for each hop of the table, to the next stage, to the one after it and to the one
+before, and as many micro-batches may enter, leave and end in one tick: one for each hop from the
+embedding and to the head.
 
 All stages execute a kind of work that any stage has in the tick, so that no branch depends on the
 stage and every collective may stand inside. A stage without work computes on zeros or on old
@@ -191,13 +192,13 @@ class _Executor:
             row,
         )
         if has_arrivals:
-            for hop, slot in enumerate(row["g_arrives"], 1):
+            for hop, slot in zip(self.schedule.hops, row["g_arrives"], strict=True):
                 came = self._send(carry.sent, -hop)
                 carry = replace(carry, arrived=store(carry.arrived, came, slot))
         sent, gradient = [], None
         if "F" in kinds:
             carry, result = self._forward(carry, row)
-            sent = [self._send(result, hop) for hop, _ in enumerate(row["arrives"], 1)]
+            sent = [self._send(result, hop) for hop in self.schedule.hops]
             carry, gradient = self._leave(carry, row, result)
         if "B" in kinds:
             if carry.heads is not None:

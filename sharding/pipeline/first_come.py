@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the timetable of micro-batches that leave out groups: each work in the first free slot.
+"""Builds the timetable of micro-batches on paths of their own: each work in the first free slot.
 
 In a tick a stage does F of the first micro-batch that waits for it, and B likewise. B of the last
 group on a path may be in the tick of its F.
@@ -45,7 +45,7 @@ def first_come_schedule(name: str, stages: int, chunks: int, paths: Paths) -> Sc
         paths: Groups that each micro-batch passes through.
     """
     times: dict[tuple[Kind, int, int, int], int] = {}
-    ways = [list(_way(path)) for path in paths]
+    ways = [list(_way(path, stages * chunks)) for path in paths]
     waiting = _Waiting.of(ways)
     tick, done, ready = 0, [0] * len(ways), [0] * len(ways)
     unfinished = [micro for micro, way in enumerate(ways) if way]
@@ -98,13 +98,12 @@ class _Waiting:
         return True
 
 
-def _way(path: tuple[bool, ...]) -> Iterator[_Step]:
+def _way(path: tuple[int, ...], groups: int) -> Iterator[_Step]:
     """Yield the works of a micro-batch in order."""
-    groups = [group for group, is_on_path in enumerate(path) if is_on_path]
-    for group in groups:
-        is_last = group == groups[-1]
-        yield _Step("F", group, ("leaves",) * is_last, (len(path) - group) * is_last)
-    for group in reversed(groups):
-        is_last = group == groups[0]
+    for group in path:
+        is_last = group == path[-1]
+        yield _Step("F", group, ("leaves",) * is_last, (groups - group) * is_last)
+    for group in reversed(path):
+        is_last = group == path[0]
         turns = (("B", group), *(("returns",) * is_last))
         yield _Step("B", group, turns, (group + 1) * is_last)

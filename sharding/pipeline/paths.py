@@ -11,17 +11,34 @@ them. So no path leaves out two neighbouring groups if k is at most F / 2, each 
 equally often, within 1, in any run of micro-batches, and the work of a stage arrives evenly.
 
 Source: SkipPipe (arXiv 2502.19913), which searches for such paths.
+
+With swapped ends, the second half of the micro-batches pass through the second group before the
+first one, and through the last group before the one before it. Source: CheckFree+
+(arXiv 2506.15461), so that the groups beside the ends learn what the ends do. It swaps every other
+micro-batch; the table of four stages and 16 micro-batches then takes 1.58 times as long as without
+swaps, and with one change of the order 1.05 times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-Paths = tuple[tuple[bool, ...], ...]
-"""Whether each micro-batch passes through each group: [micro-batches][groups]."""
+Paths = tuple[tuple[int, ...], ...]
+"""Groups that each micro-batch passes through, in their order."""
+
+Order = Literal["ascending", "swapped_ends"]
+"""Order of the groups on the second half of the micro-batches: ascending, as on the first; or with
+the first two groups and the last two exchanged."""
 
 
-def choose_paths(groups: int, micro_batches: int, ratio: float, never: Sequence[int] = ()) -> Paths:
+def choose_paths(
+    groups: int,
+    micro_batches: int,
+    ratio: float,
+    never: Sequence[int] = (),
+    order: Order = "ascending",
+) -> Paths:
     """Return the paths of the micro-batches of a step.
 
     Args:
@@ -29,11 +46,17 @@ def choose_paths(groups: int, micro_batches: int, ratio: float, never: Sequence[
         micro_batches: Micro-batches of a step.
         ratio: Share of the groups that a micro-batch leaves out, rounded to whole groups.
         never: Groups that no micro-batch leaves out.
+        order: Order of the groups on the second half of the micro-batches.
 
     Raises:
         ValueError: `never` has a group that does not exist, a path would leave out two neighbouring
-            groups, or a group would be on no path.
+            groups, a group would be on no path, or there are too few groups to swap.
     """
+    if order == "swapped_ends" and groups < 4:
+        raise ValueError(
+            f"training.skipping.order=swapped_ends exchanges the first two groups and the last two,"
+            f" and training.skipping.groups={groups}: set it to 4 or more"
+        )
     unknown = sorted(group for group in set(never) if not 0 <= group < groups)
     if unknown:
         raise ValueError(
@@ -50,10 +73,14 @@ def choose_paths(groups: int, micro_batches: int, ratio: float, never: Sequence[
             " smaller ratio, or fewer groups in never"
         )
     places = {group: place for place, group in enumerate(free)}
+    ascending = last = tuple(range(groups))
+    if order == "swapped_ends":
+        last = (1, 0, *range(2, groups - 2), groups - 1, groups - 2)
     return tuple(
         tuple(
-            group not in places or not _is_left_out(places[group], micro, left_out, len(free))
-            for group in range(groups)
+            group
+            for group in (last if 2 * micro >= micro_batches else ascending)
+            if group not in places or not _is_left_out(places[group], micro, left_out, len(free))
         )
         for micro in range(micro_batches)
     )

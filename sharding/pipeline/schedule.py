@@ -11,9 +11,9 @@ the beginning of the next tick.
 A group is the layers that one stage holds as one chunk. Groups go round the stages:
 group = chunk * stages + stage.
 
-A micro-batch passes through all groups, or in a partial pipeline through those on its path. Its hop
-to the next group counts stages in their ring. The embedding counts as the group before the first,
-and the head as the one after the last.
+A micro-batch passes through all groups in order, or through those on its path in the order of the
+path. Its hop to the next group counts stages in their ring. The embedding counts as the group
+before the first, and the head as the one after the last; hops from and to these count groups.
 """
 
 from __future__ import annotations
@@ -95,10 +95,7 @@ class Schedule:
 
     def path(self, micro: int) -> tuple[int, ...]:
         """Return the groups that a micro-batch passes through, in order."""
-        groups = range(self.num_groups)
-        if self.paths is None:
-            return tuple(groups)
-        return tuple(itertools.compress(groups, self.paths[micro]))
+        return tuple(range(self.num_groups)) if self.paths is None else self.paths[micro]
 
     @functools.cached_property
     def _neighbours(self) -> Mapping[tuple[int, int], tuple[int, int]]:
@@ -124,11 +121,19 @@ class Schedule:
 
     @functools.cached_property
     def num_hops(self) -> int:
-        """Largest hop of a micro-batch, from the embedding and to the head included."""
-        return max(
-            max(group - before, after - group)
-            for (_, group), (before, after) in self._neighbours.items()
-        )
+        """Largest hop of a micro-batch from the embedding, or to the head."""
+        paths = [self.path(micro) for micro in range(self.micro_batches)]
+        return max(max(path[0] + 1, self.num_groups - path[-1]) for path in paths)
+
+    @functools.cached_property
+    def hops(self) -> tuple[int, ...]:
+        """Hops of micro-batches from group to group, each in [0, stages) of the ring."""
+        ways = ((group, after) for (_, group), (_, after) in self._neighbours.items())
+        return tuple(sorted({self.hop(*way) for way in ways if way[1] < self.num_groups}))
+
+    def hop(self, group: int, after: int) -> int:
+        """Return the stages from one group to another in the ring, in [0, stages)."""
+        return (after - group) % self.stages
 
     def works(self) -> Iterator[tuple[int, int, Work]]:
         """Yield every (tick, stage, work) of the table."""
@@ -229,15 +234,20 @@ class Schedule:
                         )
 
     def _check_paths(self, paths: Paths) -> None:
-        """Check the sizes of the paths, and that each has a group."""
-        if len(paths) != self.micro_batches or {*map(len, paths)} != {self.num_groups}:
+        """Check the number of the paths, and that each has groups, none of them twice."""
+        if len(paths) != self.micro_batches:
             raise ValueError(
-                f"{self.name}: paths must say for {self.micro_batches} micro-batches and"
-                f" {self.num_groups} groups which of them are passed"
+                f"{self.name}: there are paths of {len(paths)} micro-batches, and"
+                f" {self.micro_batches} micro-batches"
             )
-        if not all(map(any, paths)):
-            empty = [any(path) for path in paths].index(False)
-            raise ValueError(f"{self.name}: the path of micro-batch {empty} has no group")
+        for micro, path in enumerate(paths):
+            if not path:
+                raise ValueError(f"{self.name}: the path of micro-batch {micro} has no group")
+            if len({*path}) < len(path) or not {*path} <= {*range(self.num_groups)}:
+                raise ValueError(
+                    f"{self.name}: the path of micro-batch {micro}, {path}, must have each of the"
+                    f" groups 0 to {self.num_groups - 1} at most once"
+                )
 
     def _check_after(
         self,

@@ -24,7 +24,8 @@ from sharding.pipeline.schedule import Schedule, Stay
 PerTick = Int32[np.ndarray, " T"]
 PerTickAndStage = Int32[np.ndarray, "T p"]
 ByHop = tuple[PerTickAndStage, ...]
-"""For each hop, the smallest first: where all micro-batches pass through all groups, only hop 1."""
+"""For each of `Schedule.hops`; or for each hop from 1 to `Schedule.num_hops`, where embedding or
+head is at one end."""
 TicksByHop = tuple[PerTick, ...]
 
 
@@ -166,7 +167,7 @@ def plan_slots(schedule: Schedule) -> Slots:
     for tick, stage, (kind, chunk, micro) in schedule.works():
         group, key = schedule.group(stage, chunk), (stage, chunk, micro)
         before, after = schedule.before(group, micro), schedule.after(group, micro)
-        hop_in, hop_out = group - before - 1, after - group - 1  # places in fields by hop
+        hop_in, hop_out = group - before - 1, after - group - 1  # places in fields of the ends
         if kind == "F":
             fields["f_chunk"][tick, stage] = chunk
             fields["f_micro"][tick, stage] = micro
@@ -179,7 +180,8 @@ def plan_slots(schedule: Schedule) -> Slots:
                 fields["head_in"][hop_out][tick, stage] = heads.slots.get(key, -1)
             else:
                 there, its_chunk = schedule.place(after)
-                fields["arrives"][hop_out][tick, there] = inputs.slots[there, its_chunk, micro]
+                place = schedule.hops.index(schedule.hop(group, after))
+                fields["arrives"][place][tick, there] = inputs.slots[there, its_chunk, micro]
         elif kind == "W":
             fields["w_chunk"][tick, stage] = chunk
             fields["w_out"][tick, stage] = deferred.slots[key]
@@ -195,7 +197,8 @@ def plan_slots(schedule: Schedule) -> Slots:
             else:
                 there, its_chunk = schedule.place(before)
                 slot = gradients.slots[there, its_chunk, micro]
-                fields["g_arrives"][hop_in][tick + 1, there] = slot
+                place = schedule.hops.index(schedule.hop(before, group))
+                fields["g_arrives"][place][tick + 1, there] = slot
     return Slots(
         **fields,
         num_inputs=inputs.size,
@@ -205,7 +208,8 @@ def plan_slots(schedule: Schedule) -> Slots:
     )
 
 
-_BY_HOP = ("arrives", "g_arrives", "head_in", "enter_slot")
+_BETWEEN = ("arrives", "g_arrives")
+_AT_ENDS = ("head_in", "enter_slot")
 _TICKS_BY_HOP = ("enters", "leaves", "returns")
 
 
@@ -216,7 +220,9 @@ def _empty(schedule: Schedule) -> dict[str, Any]:
     def of(name: str) -> Any:
         if name in _TICKS_BY_HOP:
             return tuple(np.full(ticks, -1, np.int32) for _ in hops)
-        if name in _BY_HOP:
+        if name in _BETWEEN:
+            return tuple(np.full((ticks, schedule.stages), -1, np.int32) for _ in schedule.hops)
+        if name in _AT_ENDS:
             return tuple(np.full((ticks, schedule.stages), -1, np.int32) for _ in hops)
         return np.full((ticks, schedule.stages), -1, np.int32)
 

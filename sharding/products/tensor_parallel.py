@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
@@ -218,10 +219,10 @@ def look_up(
     def take(table: Array, ids: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
         if not names:
-            return table.at[ids].get(mode="clip")
+            return _rows(table, ids)
         ids = ids - jax.lax.axis_index(names).astype(ids.dtype) * ids.dtype.type(table.shape[0])
         is_here = (ids >= 0) & (ids < table.shape[0])
-        rows = jnp.where(is_here[..., None], table.at[ids].get(mode="clip"), 0)
+        rows = jnp.where(is_here[..., None], _rows(table, ids), 0)
         if scattered:
             return jax.lax.psum_scatter(rows, names, scatter_dimension=1, tiled=True)
         return jax.lax.psum(rows, names)
@@ -232,3 +233,26 @@ def look_up(
         out_axes=(ax.ACT_BATCH, ax.ACT_SEQ, None),
     )
     return island(table, ids)
+
+
+def _rows(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    """Return rows of a table, whose gradients are added up in f32 and rounded once.
+
+    A frequent id has thousands of gradients: in bfloat16 a sum of ones ends at 256.
+    """
+
+    def take(table: Array, ids: Array) -> Array:
+        return table.at[ids].get(mode="clip")
+
+    if table.dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
+        return take(table, ids)
+    shape, dtype = table.shape, table.dtype
+    rows = jax.custom_vjp(take)
+
+    def backward(ids: Array, gradient: Array) -> tuple[Array, None]:
+        zeros = match_varying(jnp.zeros(shape, jnp.float32), gradient)
+        total = zeros.at[ids].add(gradient.astype(jnp.float32), mode="clip")
+        return total.astype(dtype), None
+
+    rows.defvjp(lambda table, ids: (take(table, ids), ids), backward)
+    return rows(match_varying(table, ids), ids)

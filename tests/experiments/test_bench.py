@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from experiments.bench import __main__ as bench
-from experiments.bench import gpu_attention as bench_gpu_attention
+from experiments.bench import kernels as bench_kernels
 from experiments.bench import measure
 from experiments.bench import products as bench_products
+from experiments.bench.accelerator.attention import AttentionCase
 from experiments.bench.kernels import loads
 from experiments.bench.measure import OtherLoad, describe_load
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
@@ -273,14 +274,14 @@ def test_attention_on_a_gpu_is_counted():
         name: lambda q, k, v, name=name: flash_attention(q, k, v, implementation=name)[0]
         for name in ("xla", "reference")
     }
-    shape = bench_gpu_attention.Shape(batch=2, length=8, heads=1, width=4)
-    rows = bench_gpu_attention.measured(candidates, shape, rounds=1, limit=1e9)
+    case = AttentionCase(batch=2, length=8, heads=1, key_heads=1, width=4)
+    rows = bench_kernels._gpu_rows(candidates, case, rounds=1, limit=1e9)
     assert [row["ratio"] for row in rows if row["candidate"] == "reference"] == [1.0, 1.0]
     for row in rows:
         products = 2 * 2 * 1 * 8**2 * 4 * (1.0 if row["pass"] == "forward" else 2.5)
         assert row["flops_per_second"] == pytest.approx(products / row["seconds"])
         assert row["fraction_of_limit"] == pytest.approx(row["flops_per_second"] / 1e9)
-    assert bench_gpu_attention.in_words(rows)[0].endswith("of cuDNN")
+    assert bench_kernels._gpu_in_words(rows)[0].endswith("of cuDNN")
 
 
 def test_routers(tmp_path, monkeypatch, capsys):

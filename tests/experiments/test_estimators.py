@@ -72,7 +72,7 @@ def test_the_sums_of_a_run_replay_its_parameters(recipe, tmp_path):
     assembly, state, step = load_run(str(tmp_path / "run"), None)
     assert step == 4
     first = assembly.new_state()
-    sums, table = state.estimator.sums, assembly.plan.table
+    sums, table = state.parts["gradients"].sums, assembly.plan.table
     assert float(np.abs(np.asarray(sums)).max()) > 1.0
     with jax.set_mesh(assembly.mesh):
         again = replay(table, first.params, sums, state.rng, rate)

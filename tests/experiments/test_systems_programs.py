@@ -29,6 +29,7 @@ COMMANDS = set(re.findall(r"`((?:pretrain|finetune) [^`]+)`", PAGE))
 REPLICAS = "--execution.mesh.replica 4"
 SEQUENCES = "--execution.mesh.seq 4"
 STAGES = "--execution.mesh.stage 4"
+LOSABLE = f"{STAGES} --training.accumulation 2 --checkpoint.on_lost_stage average"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,11 @@ GROUPS = {
             f"{STAGES} --checkpoint.on_lost_stage average",
         ),
         ("", STAGES, "--execution.mesh.stage 2 --training.accumulation 2"),
+    ),
+    "swapped stages": Group(
+        program,
+        (f"{LOSABLE} --training.skipping.ratio 0 --training.skipping.order swapped_ends",),
+        ("", LOSABLE),
     ),
     "skipping": Group(
         program,

@@ -66,15 +66,15 @@ def test_a_run_that_loses_nothing_is_bitwise_the_run_without_the_choice(plain, k
     assert logged_losses(kept) == logged_losses(plain)
     wanted, found = saved_leaves(plain, LAST), saved_leaves(kept, LAST)
     assert found.keys() - wanted.keys() == {
-        "['layer_norms']",
-        "['mirror']['embedding']['weight']",
-        "['mirror']['head']['weight']",
+        "['parts']['layer_norms']",
+        "['parts']['mirror']['embedding']['weight']",
+        "['parts']['mirror']['head']['weight']",
     }
     for name, axis in (("embedding", 0), ("head", 1)):
         rows = found[f"['params']['{name}']['weight']"]
         kept_rows = np.roll(rows, rows.shape[axis] // STAGES, axis)
-        np.testing.assert_array_equal(found[f"['mirror']['{name}']['weight']"], kept_rows)
-    assert (found["['layer_norms']"] > 0).all()
+        np.testing.assert_array_equal(found[f"['parts']['mirror']['{name}']['weight']"], kept_rows)
+    assert (found["['parts']['layer_norms']"] > 0).all()
     for path, leaf in wanted.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
     assert "averaged" not in json.loads((kept / "summary.json").read_text())

@@ -360,12 +360,9 @@ class Steps:
             plan.model,
             plan.optimizer,
             execution=execution,
-            accumulation=training.accumulation,
-            clip=training.clip,
-            accumulated_balance=training.accumulated_balance,
-            objective=training.objective,
             max_norm_ratio=training.max_norm_ratio,
             table=plan.table,
+            **training.step_options(),
         )
         self.begin = jax.jit(
             lambda params: state_around(

@@ -9,6 +9,13 @@ import pytest
 from jaxmoe import kernels
 from jaxmoe.kernels import KernelsConfig
 from pallas_kernels.proof import CASES, KERNELS, Verdict
+from sharding import MeshConfig, make_mesh
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch):
+    """Nothing has been compared."""
+    monkeypatch.setattr(kernels, "_VERDICTS", {})
 
 
 @pytest.mark.parametrize("asked", [None, "xla"])
@@ -41,4 +48,23 @@ def test_pages_are_read_by_serving_alone(monkeypatch):
     KernelsConfig().prepare(None)
     KernelsConfig().prepare(None, serves=True)
     training, serving = map(set, compared)
-    assert serving - training == {"paged_attention"} and serving == set(CASES)
+    assert serving == {"paged_attention"} and training | serving == set(CASES)
+
+
+def test_a_process_compares_once_whatever_the_mesh(monkeypatch):
+    """As when a server moves to another mesh; verdicts need no directory."""
+    compared = []
+
+    def prove(names, directory=None):
+        compared.extend(names)
+        return [Verdict(operation=name, implementation="pallas_gpu", error=0.001) for name in names]
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernels, "prove", prove)
+    for devices in (1, 2, 4):
+        mesh = make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
+        KernelsConfig().prepare_once(mesh)
+    KernelsConfig().prepare(None)
+    assert sorted(compared) == sorted(CASES)
+    KernelsConfig(attention="xla").prepare(None)
+    assert len(compared) == len(CASES)

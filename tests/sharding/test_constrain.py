@@ -159,6 +159,15 @@ def test_look_up_has_the_gradient_of_a_gather():
     assert gradient[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
 
 
+def test_gradients_of_a_frequent_id_are_added_up_in_float32():
+    """In bfloat16 a sum of ones ends at 256."""
+    table, ids = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((1, 1000), jnp.int32)
+    placement = Placement(FULLY_SHARDED)
+    gradient = jax.grad(lambda t: look_up(t, ids, placement).astype(jnp.float32).sum())(table)
+    assert gradient.dtype == jnp.bfloat16
+    assert gradient[:, 0].tolist() == [0.0, 1000.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("subscripts", "dtype"),
     [("bsd,dnh->bsnh", None), ("bsnh,nhd->bsd", jnp.float32), ("bsd,dcf->bscf", None)],

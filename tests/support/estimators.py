@@ -8,27 +8,27 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import NextTokenConfig
-from jaxmoe.training.estimators import Problem
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from tests.support.meshes import mesh_of
 from tests.support.one_step import batch, params_of
 
 
-def problem_of(model: ModelConfig, mesh: MeshConfig | None = None, **given) -> Problem:
+def step_of(model: ModelConfig, mesh: MeshConfig | None = None, **fields) -> Step:
     execution = ExecutionConfig(mesh=MeshConfig() if mesh is None else mesh)
-    return Problem(model=model, execution=execution, objective=NextTokenConfig(), **given)
+    return Step(model=model, optimizer=optax.sgd(1.0), execution=execution, **fields)
 
 
-def state_of(model: ModelConfig, estimator=None) -> TrainState:
+def state_of(model: ModelConfig, own=None) -> TrainState:
     """State before a step, of arrays of its own."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -38,18 +38,18 @@ def state_of(model: ModelConfig, estimator=None) -> TrainState:
         rng=jax.random.key(0),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
-        estimator=estimator,
+        parts={} if own is None else {"gradients": own},
     )
 
 
-def estimated(config, problem: Problem, state: TrainState, rows=None):
-    """The estimate of one step on the mesh of the problem, as numpy arrays."""
+def estimated(config, step: Step, state: TrainState, rows=None):
+    """The estimate of one step on the mesh of the step, as numpy arrays."""
     rows = batch() if rows is None else rows
-    config.check(problem)
-    run = jax.jit(functools.partial(config.estimate, problem))
-    if math.prod(problem.execution.mesh.sizes) == 1:
+    config.check(step)
+    run = jax.jit(functools.partial(config.compute, step))
+    if math.prod(step.execution.mesh.sizes) == 1:
         return jax.tree.map(np.asarray, run(state, rows))
-    mesh = mesh_of(problem.execution)
+    mesh = mesh_of(step.execution)
     with jax.set_mesh(mesh):
         placed = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.P()))
         return jax.tree.map(np.asarray, run(placed, global_batch(rows, mesh)))

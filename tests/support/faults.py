@@ -40,8 +40,8 @@ def faulty_step(function, state, batch):
     """Return a jitted step with the fault that the state's key encodes."""
     compute = gradients_module.compute_gradients
 
-    def faulty(state, *arguments, **options):
-        gradients = compute(state, *arguments, **options)
+    def faulty(step, state, *arguments, **options):
+        gradients = compute(step, state, *arguments, **options)
         fault, at = jax.random.key_data(state.rng)
         values = jnp.asarray(list(FAULTS.values()), jnp.float32)
         row = jnp.where(state.step == at.astype(jnp.int32), fault, 0)

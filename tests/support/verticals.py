@@ -45,7 +45,7 @@ VERTICALS = {
             "jaxmoe/contrib/adapters/*",
             "jaxmoe/adapters/adalora.py",
             "jaxmoe/adapters/mixed.py",
-            "jaxmoe/adapters/average.py",
+            "jaxmoe/training/parts/average.py",
             "jaxmoe/adapters/task_lora.py",
             "jaxmoe/adapters/sparse.py",
             "jaxmoe/adapters/moments.py",
@@ -56,7 +56,7 @@ VERTICALS = {
         tests=(
             "tests/jaxmoe/contrib/adapters/*",
             "tests/jaxmoe/adapters/test_adalora.py",
-            "tests/jaxmoe/adapters/test_average.py",
+            "tests/jaxmoe/training/parts/test_average.py",
             "tests/jaxmoe/adapters/test_mixed.py",
             "tests/jaxmoe/adapters/test_hooks.py",
             "tests/sharding/test_mixtures.py",
@@ -382,6 +382,7 @@ VERTICALS = {
             "jaxmoe/resilience/relayout.py",
             "jaxmoe/checkpoint/surviving.py",
             "jaxmoe/run/recovery.py",
+            "jaxmoe/training/parts/layer_norms.py",
             "jaxmoe/training/pipeline/recovery.py",
         ),
         tests=(

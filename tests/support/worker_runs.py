@@ -129,18 +129,19 @@ def train(
     training = training_of(config, workers, run or steps)
     if state is None:
         state = training.begin(new_state(parameters() if params is None else params, inner))
-    step = jax.jit(functools.partial(one_step, training, inner, sizes))
+    step = jax.jit(functools.partial(one_step, training, inner, sizes), static_argnums=2)
     for number in range(int(state.step), steps):
-        state = step(state, None if absent is None else jnp.asarray(absent[number]))
+        refused = None if absent is None else jnp.asarray(absent[number])
+        state = step(state, refused, training.method.timing.sent(number))
         if watch is not None:
             watch(state)
     return state
 
 
-def one_step(training, inner, sizes, state, absent=None):
+def one_step(training, inner, sizes, state, absent=None, sent=()):
     """A local step of every worker, and the exchanges around it."""
     if training.method.timing.delay:
-        state = exchange_late(training, state)
+        state = exchange_late(training, state, sent)
     local, number = state.local, training.workers.number
 
     def one(worker, params, opt_state):

@@ -1,6 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of ours beside cuDNN's in JAX, forward and with backward."""
+"""Attention of ours beside cuDNN's in JAX, forward and with backward.
+
+`bench kernels` measures the same functions in turns; see `experiments/bench/kernels.py`.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +75,10 @@ def attention(work: Work) -> None:
         if name not in ("reference", "xla") or work.is_tiny
     ]
     for case in TINY if work.is_tiny else CASES:
-        functions: dict[str, Callable[..., Any]] = {"default": functools.partial(_ours, case, None)}
-        functions |= {name: functools.partial(_ours, case, name) for name in implementations}
+        functions: dict[str, Callable[..., Any]] = {"default": functools.partial(ours, case, None)}
+        functions |= {name: functools.partial(ours, case, name) for name in implementations}
         if jax.default_backend() == "gpu":
-            functions["jax.nn with cuDNN"] = functools.partial(_cudnn, case)
+            functions["jax.nn with cuDNN"] = functools.partial(by_cudnn, case)
         for name, function in functions.items():
             run = functools.partial(_without_cotangent, function)
             candidate(work, f"attention {case.words}", name, run, case.draw, flops=case.flops)
@@ -93,15 +96,18 @@ def _without_cotangent(function: Callable[..., Any], q: Any, k: Any, v: Any, _: 
     return function(q, k, v)
 
 
-def _ours(case: AttentionCase, implementation: Any, q: Any, k: Any, v: Any) -> Any:
+def ours(case: AttentionCase, implementation: Any, q: Any, k: Any, v: Any) -> Any:
+    """Return attention by an implementation of this package."""
     return flash_attention(q, k, v, window=case.window, implementation=implementation)[0]
 
 
-def _cudnn(case: AttentionCase, q: Any, k: Any, v: Any) -> Any:
+def by_cudnn(case: AttentionCase, q: Any, k: Any, v: Any) -> Any:
+    """Return attention by cuDNN, through `jax.nn`."""
     window = None if case.window is None else (case.window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, implementation="cudnn", local_window_size=window
-    )
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation="cudnn", local_window_size=window
+        )
 
 
 if __name__ == "__main__":

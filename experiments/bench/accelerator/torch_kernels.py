@@ -1,9 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's products, SDPA and _grouped_mm at the sizes of our kernels."""
+"""PyTorch's products, SDPA and _grouped_mm at the sizes of our kernels.
+
+The passes of torch._grouped_mm, which the experts of transformers use, in bfloat16:
+
+    forward    rows [R k] @ weights [G k n]         d rows   d out [R n] @ weights^T
+    d weights  rows^T [k R] @ d out [R n], cut by group along R
+
+`bench kernels` measures single passes beside ours; see `experiments/bench/products.py`.
+"""
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -69,24 +79,74 @@ def _attention(torch: Any, device: str, case: attention.AttentionCase) -> None:
     _timed(torch, f"{words}, with backward", "PyTorch SDPA", both, flops=flops)
 
 
-def _grouped(torch: Any, device: str, case: grouped.GroupedCase) -> None:
+def timed_pass(
+    name: str, rows: tuple[int, ...], weights: tuple[int, ...], group_sizes: np.ndarray
+) -> Callable[[], float] | str:
+    """Return a timed run of one pass of PyTorch's grouped product, or why it cannot run.
+
+    Args:
+        name: "forward", "d rows" or "d weights".
+        rows: Shape [R k].
+        weights: Shape [G k n].
+        group_sizes: Group sizes [G], whose sum is R.
+    """
+    try:
+        torch = require("torch", "hf")
+    except MissingPackageError:
+        return "PyTorch is not installed"
+    if not torch.cuda.is_available():
+        return "PyTorch has no GPU"
+    if not hasattr(torch, "_grouped_mm"):
+        return f"PyTorch {torch.__version__} has no _grouped_mm"
+    call = _grouped_passes(torch, "cuda", rows, weights, group_sizes)[name]
+
+    def run() -> float:
+        wait_for(torch)
+        started = time.perf_counter()
+        call()
+        wait_for(torch)
+        return time.perf_counter() - started
+
+    return run
+
+
+def _grouped_passes(
+    torch: Any,
+    device: str,
+    rows: tuple[int, ...],
+    weights: tuple[int, ...],
+    group_sizes: np.ndarray,
+) -> dict[str, Callable[[], Any]]:
+    """Return the passes of the grouped product on drawn operands, by name."""
+
     def drawn(*shape: int) -> Any:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-    ends = torch.tensor(np.cumsum(case.sizes), device=device, dtype=torch.int32)
-    rows, d_out = drawn(case.rows, case.width), drawn(case.rows, case.hidden)
-    weights = drawn(case.groups, case.width, case.hidden) * case.width**-0.5
+    ends = torch.tensor(np.cumsum(group_sizes), device=device, dtype=torch.int32)
+    x, d_out = drawn(*rows), drawn(rows[0], weights[2])
+    w = drawn(*weights) * weights[1] ** -0.5
+    factors = {
+        "forward": (x, w),
+        "d rows": (d_out, w.transpose(-2, -1)),
+        "d weights": (x.transpose(0, 1), d_out),
+    }
+    return {
+        name: functools.partial(torch._grouped_mm, *pair, offs=ends)
+        for name, pair in factors.items()
+    }
+
+
+def _grouped(torch: Any, device: str, case: grouped.GroupedCase) -> None:
+    weights = case.groups, case.width, case.hidden
+    passes = _grouped_passes(torch, device, (case.rows, case.width), weights, case.sizes)
     flops = 2.0 * case.rows * case.width * case.hidden
 
-    def product() -> Any:
-        return torch._grouped_mm(rows, weights, offs=ends)
-
     def gradients() -> Any:
-        torch._grouped_mm(d_out, weights.transpose(-2, -1), offs=ends)
-        return torch._grouped_mm(rows.transpose(0, 1), d_out, offs=ends)
+        passes["d rows"]()
+        return passes["d weights"]()
 
     words = f"grouped product {case.words}"
-    _timed(torch, words, "PyTorch _grouped_mm", product, flops=flops)
+    _timed(torch, words, "PyTorch _grouped_mm", passes["forward"], flops=flops)
     if case.is_trained:
         words += ", gradients"
         _timed(torch, words, "PyTorch _grouped_mm", gradients, flops=2.0 * flops)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxmoe.adapters.base import State, StepGiven
+from jaxmoe.adapters.base import STATE, State, StepGiven
 from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, by_path, factor_rows, nested
 from jaxmoe.adapters.moments import without_moments
 from jaxmoe.declarations import fold_path
@@ -112,7 +112,7 @@ class SwitchLoraConfig(FactorsConfig):
         del grads
         now: Any = state
         held, before, own = (
-            by_path(tree) for tree in (now.params, given.before.params, now.adapter)
+            by_path(tree) for tree in (now.params, given.before.params, self.own_state(now))
         )
         key, stopped = jax.random.fold_in(now.rng, now.step), {}
         chance = self.rate * _FALL ** (now.step.astype(jnp.float32) / (_SPAN * self.steps))
@@ -131,8 +131,8 @@ class SwitchLoraConfig(FactorsConfig):
             own |= dict(zip(mine, news[2:], strict=True))
             stopped |= dict(zip(names, masks, strict=True))
         moments = without_moments(now.opt_state, held, stopped)
-        changed = {"params": nested(held), "adapter": nested(own), "opt_state": moments}
-        return dataclasses.replace(now, **changed)
+        parts = {**now.parts, STATE: nested(own)}
+        return dataclasses.replace(now, params=nested(held), parts=parts, opt_state=moments)
 
     def _followed(
         self, changed: list[Array], olds: list[Array], chance: Array, key: Array

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.estimators import passes
-from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import Given, Losses, table_of
 from jaxmoe.training.estimators.spsa import check_epsilon, direction_keys, end_sums
@@ -39,12 +39,15 @@ from sharding.axes import REPLICA
 from sharding.constrain import place_at, place_like, surroundings
 from sharding.regions import region, sum_over
 
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
+
 LIMIT: Final = 100_000
 """Largest number of trained values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SurrogateConfig(Estimator):
+class SurrogateConfig(Gradients):
     """Gradient of a surrogate of the loss, for at most 100,000 trained values (FZooS)."""
 
     name: ClassVar[str] = "surrogate"
@@ -75,18 +78,14 @@ class SurrogateConfig(Estimator):
         del table
         return jnp.zeros((self.features,), jnp.float32)
 
-    def estimate(
-        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        if state.estimator is None:
-            raise ValueError(
-                "training.gradients:surrogate needs state.estimator, which is None: make the state"
-                " with init_state(..., estimator=lambda: config.init(table))"
-            )
-        weight, given = passes.prepare(problem, state, batch, first_row)
-        table = table_of(problem)
-        workers = problem.execution.mesh.replica if surroundings() == "explicit" else 1
+        before = self.own_state(state)
+        weight, given = passes.prepare(step, state, batch, first_row)
+        table = table_of(step)
+        workers = step.execution.mesh.replica if surroundings() == "explicit" else 1
         x, unravel = _flat(table, state.params)
         scale = self.length * self.epsilon * math.sqrt(x.size)
         vectors, angles = basis(state.rng, self.features, x.size)
@@ -100,23 +99,23 @@ class SurrogateConfig(Estimator):
 
         data = jax.random.key_data(keys)
         rows = difference_rows(phases, jax.lax.map(turned, data))
-        run = partial(_fitted, self, problem, workers)
+        run = partial(_fitted, self, step, workers)
         if workers > 1:
             run = region(run, axis=REPLICA, out_specs=PartitionSpec())
-        weights, found = run(given, data, rows, state.estimator)
+        weights, found = run(given, data, rows, before)
         grads = unravel(gradient(vectors, phases, weights) / scale)
         grads = jax.tree.map(place_like, grads, table.trained(state.params))
-        return Estimate(weight, passes.gradients_with(grads, found), None, weights)
+        return StepGradients(weight, passes.gradients_with(grads, found), None, weights)
 
     @property
     def num_passes(self) -> float:
         """Cost of a step in forward passes."""
         return 2.0 * self.queries
 
-    def check(self, problem: Problem) -> None:
+    def check(self, step: Step) -> None:
         """Refuse large models, and what forward passes of a view cannot compute."""
-        passes.check_forward(problem, self.name)
-        size = sum(row.size for row in table_of(problem).trained_rows)
+        passes.check_forward(step, self.name)
+        size = sum(row.size for row in table_of(step).trained_rows)
         if size > LIMIT:
             raise ValueError(
                 f"training.gradients:surrogate holds {self.features} vectors in the size of what is"
@@ -124,9 +123,9 @@ class SurrogateConfig(Estimator):
                 " model.adapter:lora, or choose training.gradients:spsa"
             )
 
-    def describe(self, problem: Problem) -> str:
+    def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""
-        del problem
+        del step
         return (
             f"zeroth order: 2 x {self.queries} passes a step, {4 * self.features} bytes a worker"
             f" and step (weights of {self.features} features)"
@@ -164,7 +163,7 @@ def gradient(
 
 def _fitted(
     config: SurrogateConfig,
-    problem: Problem,
+    step: Step,
     workers: int,
     given: Given,
     keys: Array,
@@ -177,9 +176,7 @@ def _fitted(
 
     def one(data: Array) -> Losses:
         def end(scale: Float[Array, ""]) -> Losses:
-            return passes.losses_of(
-                problem, given, end_sums(problem, given, data, scale), 1.0 / workers
-            )
+            return passes.losses_of(step, given, end_sums(step, given, data, scale), 1.0 / workers)
 
         return jax.lax.map(end, jnp.asarray([config.epsilon, -config.epsilon], jnp.float32))
 

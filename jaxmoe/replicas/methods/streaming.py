@@ -4,9 +4,11 @@
 
 DiLoCo on one fragment at a time: layer l of a stack is in fragment l mod P, and fragments are sent
 at different steps. A message is made of the parameters that enter a step and merged `delay` steps
-later, so that it may travel during a step; compiled for v5e:2x4 (libtpu of jax 0.10) its permutes
-end where they start, in conditionals before the first product. A worker keeps half of its own
-parameters at a merge.
+later, so that it travels during a step: those that send are programs of their own, one for each
+fragment, in which no conditional holds the exchange (`jaxmoe/training/workers/programs.py`). A
+worker keeps half of its own parameters at a merge. Compiled for v5e:2x4 (4 layers of width 512,
+libtpu 0.0.42, jax 0.10) its permutes, of up to 0.5 MB, end before the products: they lie beside
+conversions, merges and one another.
 
 Messages are encoded by `jaxmoe.replicas.codecs.e3m0` without error feedback, and averaged in
 float32. The slow parameters advance when a fragment is merged. The outer learning rate, 0.4, is not

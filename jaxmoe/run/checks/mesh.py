@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows
@@ -31,8 +33,8 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         check_pipeline(plan.model, execution, number)
         if training.skipping is not None:
-            form = training.accumulated_balance
-            training.skipping.check(plan.model, execution, number, form)
+            step = dataclasses.replace(plan.step_plan(execution), accumulation=number)
+            training.skipping.check(step)
     check_workers(config, mesh_config, trains=trains)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(

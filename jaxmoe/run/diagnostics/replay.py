@@ -140,7 +140,7 @@ def _measured(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch]
     step = dataclasses.replace(assembly.step(assembly.micro_batches(num_rows)), workers=1)
 
     def measure(state: TrainState, batch: Batch) -> Any:
-        _, summed, _ = step.gradients(state, batch)
+        summed = step.gradients.compute(step, state, batch).summed
         return summed.loss, {
             path: (jnp.linalg.norm(g.astype(jnp.float32)), jnp.sum(~jnp.isfinite(g)))
             for path, g in flatten(summed.grads).items()

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.disk import replace_file
-from jaxmoe.json_bounds import parse_json, read_record
+from jaxmoe.json_bounds import named, parse_record, read_record
 from jaxmoe.json_bounds import read_text as bounded_text
 from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
@@ -36,6 +36,7 @@ from sharding.mesh import MeshConfig
 
 _MOST = 1 << 16
 """Bytes of the largest request."""
+_WAY_OUT = 'write an object such as {"mesh": {"data": 6}}, or remove the file'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,14 +126,7 @@ def parse_request(text: str) -> ResizeRequest:
     Raises:
         ValueError: It is not JSON, or has other fields.
     """
-    try:
-        given = parse_json(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"resize.json is not JSON ({error})") from error
-    except ValueError as error:
-        raise ValueError(f"resize.json cannot be used: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError('resize.json must be an object such as {"mesh": {"data": 6}}')
+    given = parse_record(text, dict, "resize.json", _WAY_OUT)
     empty = {"mesh": to_json(AxisSizes()), "without": [], "name": ""}
     mesh = given.get("mesh")
     if isinstance(mesh, dict):
@@ -165,12 +159,9 @@ def read_text(directory: RunDirectory) -> str | None:
     Raises:
         ValueError: It is no file with text, or too large.
     """
-    try:
+    with contextlib.suppress(OSError), named(directory.resize_file, _WAY_OUT):
         return bounded_text(directory.resize_file, max_bytes=_MOST)
-    except OSError:
-        return None
-    except ValueError as error:
-        raise ValueError(f"{directory.resize_file} cannot be used: {error}") from error
+    return None
 
 
 def withdraw(directory: RunDirectory, name: str) -> None:

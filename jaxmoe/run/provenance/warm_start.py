@@ -196,12 +196,12 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
         router_state: Router state; a new one when None.
     """
     plan, key = assembly.plan, jax.random.key(assembly.plan.config.training.seed)
-    keeps = plan.config.checkpoint.keeps_layer_norms
 
     def around(params):
-        average = plan.config.training.averaging
-        given = (assembly.execution, params, key, keeps, plan.init_estimator, average)
-        return state_around(plan.model, plan.optimizer, *given)
+        config = plan.config
+        options = {"gradients": config.training.gradients, "parts": config.step_parts}
+        where = (plan.model, plan.optimizer, assembly.execution)
+        return state_around(*where, params, key, **options)
 
     with jax.set_mesh(assembly.mesh):
         begun = jax.jit(around)(with_base(state.params, params))

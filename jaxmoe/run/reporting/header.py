@@ -82,7 +82,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         notes += causal_advice(moe)
     if model.adapter is not None and (note := model.adapter.note_on(training.steps)) is not None:
         notes.append(note)
-    if (cost := training.gradients.describe(assembly.step().problem)) is not None:
+    if (cost := training.gradients.describe(assembly.step())) is not None:
         notes.append(cost)
     for text in notes:
         say(f"note     {text}")

@@ -77,7 +77,7 @@ def saved_by_skipping(
 def skipping_in_words(
     skipping: SkippingConfig, execution: ExecutionConfig, accumulation: int
 ) -> str:
-    """Return what micro-batches leave out, and the time that this saves.
+    """Return what micro-batches leave out or swap, and the time that this saves.
 
     Args:
         skipping: Layers that micro-batches leave out.
@@ -86,6 +86,8 @@ def skipping_in_words(
     """
     saved = saved_by_skipping(skipping, execution, accumulation)
     words = f"{skipping.share_left_out:.0%} of {skipping.groups} groups of layers"
+    if skipping.order != "ascending":
+        words = f"{words}, {skipping.order} in half of the micro-batches"
     if execution.mesh.stage == 1:
         return f"{words}, masked: no time saved without stages"
     return f"{words}: {abs(saved):.0%} {'less' if saved >= 0 else 'more'} time in layers planned"

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Shaped
 
 from jaxmoe.data import ngram_bits_per_byte, xz_bits_per_byte
@@ -32,8 +34,13 @@ from jaxmoe.tracking.tracker import (
     LOSS,
     MAX_VIOLATION,
 )
+from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.measures.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
+from pallas_kernels.backend import Choices, choices
+from sharding.axes import BATCH_AXES, pieces
+
+logger = logging.getLogger(__name__)
 
 _VERDICTS = {True: "bounded", False: "NOT bounded", None: "not judged"}
 """Text for the verdict of an indicator."""
@@ -161,8 +168,16 @@ def reference_lines(assembly: Assembly) -> dict[str, float]:
     return {**lines, "xz": xz_bits_per_byte(held_out)}
 
 
-def implementations(assembly: Assembly) -> dict[str, str]:
-    """Return the implementation of each kernel, and of the expert transport, that was used."""
+def implementations(assembly: Assembly, mesh: AbstractMesh | None = None) -> dict[str, str]:
+    """Return the implementation of each kernel, and of the expert transport, that was used.
+
+    An operation that chooses by its arguments may run several, which are all named.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        mesh: Described mesh for which kernels are chosen; None is the mesh of the run.
+    """
+    mesh = assembly.mesh.abstract_mesh if mesh is None else mesh
     kernels = assembly.execution.kernels
     asked: dict[str, Implementation | None]
     if assembly.execution.halo is None:
@@ -175,12 +190,53 @@ def implementations(assembly: Assembly) -> dict[str, str]:
         for kind in assembly.plan.model.kinds
     }
     found: dict[str, str]
-    found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
+    with jax.sharding.use_abstract_mesh(mesh):
+        found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
+        by_arguments = [name for name in asked if OPERATIONS[name].depends_on_arguments()]
+        traced = _traced_choices(assembly, mesh) if by_arguments else {}
+    found |= {name: ", ".join(traced[name]) for name in by_arguments if name in traced}
     if choice := assembly.execution.dispatcher.transport_choice():
         found["expert_transport"] = choice.transport
     if assembly.mesh.shape.get("seq", 2) > 1:  # a fold may have split the axis
         found["sequence_parallel"] = sequence_form(assembly)
     return found
+
+
+def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
+    """Return what the operations of a forward pass over a batch choose; nothing is computed.
+
+    Nothing, with a warning, if the pass cannot be traced.
+    """
+    state, parts = assembly.world_shapes(), 1
+    if assembly.learner is None:
+        _, parts = assembly.batch_part
+        rows = assembly.loader.batch(0, process_index=0, process_count=parts)
+    else:
+        rows = assembly.learner.example()
+    batch_axes = pieces(mesh.axis_names, BATCH_AXES)
+
+    def described(leaf: Any) -> jax.ShapeDtypeStruct:
+        layout = NamedSharding(mesh, leaf.sharding.spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+    def whole(array: Any) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(batch_axes, *(None,) * (array.ndim - 1))
+        shape = (parts * array.shape[0], *array.shape[1:])
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
+
+    params, router_state = jax.tree.map(described, (state.params, state.router_state))
+    try:
+        eval_step = make_eval_step(
+            assembly.plan.model,
+            execution=assembly.execution,
+            objective=assembly.plan.config.training.objective,
+        )
+        with choices() as record:
+            jax.eval_shape(eval_step, params, router_state, jax.tree.map(whole, rows))
+    except (TypeError, ValueError) as error:  # a run that has ended keeps its summary
+        logger.warning("kernels are named without the shapes of the model: %s", error)
+        return {}
+    return record
 
 
 def closing_message(

@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Estimators: how a step gets its gradient.
+"""Members of the socket `Gradients`: how a step gets its gradient.
 
-To add an estimator: a config that extends `Estimator` in a file of its own in
+To add an estimator: a config that extends `Gradients` in a file of its own in
 `jaxmoe/training/estimators`, its row under `gradients` in `jaxmoe/catalog/runs.py`.
 """
 

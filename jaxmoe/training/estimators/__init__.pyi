@@ -3,13 +3,12 @@
 from jaxmoe.catalog import Registry
 from jaxmoe.contrib.training.surrogate import SurrogateConfig as SurrogateConfig
 from jaxmoe.training.estimators.backprop import BackpropConfig as BackpropConfig
-from jaxmoe.training.estimators.base import Estimate as Estimate
-from jaxmoe.training.estimators.base import Estimator as Estimator
-from jaxmoe.training.estimators.base import Problem as Problem
+from jaxmoe.training.estimators.base import Gradients as Gradients
+from jaxmoe.training.estimators.base import StepGradients as StepGradients
 from jaxmoe.training.estimators.evolution import EvolutionConfig as EvolutionConfig
 from jaxmoe.training.estimators.seed_pool import SeedPoolConfig as SeedPoolConfig
 from jaxmoe.training.estimators.spsa import SPSAConfig as SPSAConfig
 
 ESTIMATORS: Registry
 
-GradientsConfig = Estimator
+GradientsConfig = Gradients

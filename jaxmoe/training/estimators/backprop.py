@@ -5,74 +5,64 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.view import check_view
-from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.repeated import check_repeated, num_passes
 from jaxmoe.training.state import TrainState
 
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BackpropConfig(Estimator):
+class BackpropConfig(Gradients):
     """Backpropagation."""
 
     name: ClassVar[str] = "backprop"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "norm"
     is_backward: ClassVar[bool] = True
 
-    def check(self, problem: Problem) -> None:
+    def check(self, step: Step) -> None:
         """Refuse probes where a layout or a format has no place for them; see `check_probes`.
         Refuse what an adapter with several passes cannot do; see `check_repeated`."""
         check_repeated(
-            problem.model,
-            has_skipping=problem.skipping is not None,
+            step.model,
+            has_skipping=step.skipping is not None,
             name=self.name,
             is_backward=True,
         )
-        if problem.has_probes:
-            check_probes(problem)
+        if step.has_probes:
+            check_probes(step)
 
-    def estimate(
-        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        weight, summed, worker_loss = batch_gradients(
-            state,
-            batch,
-            model=problem.model,
-            execution=problem.execution,
-            objective=problem.objective,
-            accumulation=problem.accumulation,
-            accumulated_balance=problem.accumulated_balance,
-            workers=problem.workers,
-            table=problem.table,
-            skipping=problem.skipping,
-            has_probes=problem.has_probes,
-            first_row=first_row,
-        )
-        return Estimate(weight, summed, worker_loss)
+        weight, summed, worker_loss = batch_gradients(step, state, batch, first_row)
+        return StepGradients(weight, summed, worker_loss)
 
-    def describe(self, problem: Problem) -> str | None:
+    def describe(self, step: Step) -> str | None:
         """Return the passes of a step, if the adapter compares several."""
-        if (passes := num_passes(problem.model)) == 1:
+        if (passes := num_passes(step.model)) == 1:
             return None
         return f"{passes} passes over each row, after as many without a gradient"
 
 
-def check_probes(problem: Problem) -> None:
+def check_probes(step: Step) -> None:
     """Refuse what an optimiser that reads probes cannot be trained with.
 
     Args:
-        problem: With the mesh resolved.
+        step: With the mesh resolved.
 
     Raises:
         ValueError: Pipeline stages, a layout that gathers parameters itself, products in 8 bits, an
             update in parts, or a mixer whose matrices have no probes.
     """
-    execution, start = problem.execution, "optimizer:mkor measures every dense matrix"
+    execution, start = step.execution, "optimizer:mkor measures every dense matrix"
     if execution.mesh.stage > 1:
         raise ValueError(
             f"{start}, and a stage has some of the layers: execution.mesh.stage="
@@ -88,7 +78,7 @@ def check_probes(problem: Problem) -> None:
             f"{start}, and its statistics are those of all layers: set execution.optimizer_parts"
             " to 1"
         )
-    for kind in problem.model.kinds:
+    for kind in step.model.kinds:
         if not kind.mixer.can_quantize:
             raise ValueError(
                 f"{start}, and those of the mixer {kind.mixer.name!r} cannot be measured: choose"

@@ -1,10 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Protocol of the estimators: how a step gets its gradient.
+"""Socket `Gradients`: how a step gets its gradient.
 
-An estimator is a config. `init` returns the state that it carries from step to step, or None, and
-`estimate` the gradients of one step. The optimiser, the guard, checkpoints and reports are those of
-every step.
+    init(table)                               state before the first step; None for most
+    check(step), check_run, check_update      refusals, before anything is traced
+    compute(step, state, batch, first_row)    gradients of one step, and the state after it
+
+A member is a config. It reads the record of the step and the state before it, and changes neither:
+clipping, the optimiser, the guard, checkpoints and reports are those of every step, and a step that
+the guard refuses leaves the state of the member as it was.
 """
 
 from __future__ import annotations
@@ -12,21 +16,19 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasConfig
-from jaxmoe.training import ObjectiveConfig
-from jaxmoe.training.accumulation import Gradients
-from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.pipeline.skipping import SkippingConfig
-from jaxmoe.training.state import TrainState
+from jaxmoe.training.accumulation import GradientSums
+from jaxmoe.training.state import GRADIENTS, TrainState
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 PLAIN_DESCENT: Mapping[str, Any] = {
     "optimizer": SGDConfig(learning_rate=1e-4),
@@ -36,39 +38,26 @@ PLAIN_DESCENT: Mapping[str, Any] = {
 """What methods bring that are defined by gradient descent at a constant rate."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What a step differentiates; fields as of `jaxmoe.training.gradients.batch_gradients`."""
-
-    model: ModelConfig
-    execution: ExecutionConfig
-    objective: ObjectiveConfig
-    accumulation: int = 1
-    accumulated_balance: AccumulatedBalance = "buffer"
-    workers: int = 1
-    table: ParameterTable | None = None
-    skipping: SkippingConfig | None = None
-    clip: float | None = None
-    has_probes: bool = False
-    """Whether the optimiser reads the gradients of probes."""
-
-
-class Estimate(NamedTuple):
-    """Gradients of one step."""
+class StepGradients(NamedTuple):
+    """What a step gets from a member of `Gradients`."""
 
     weight: Float[Array, ""]
     """Sum of the loss weights."""
-    summed: Gradients
+    summed: GradientSums
     """Sums over the batch."""
     worker_loss: Float[Array, " W"] | None = None
     """Losses of the workers that are reported apart."""
     state: Any = None
-    """State of the estimator after the step."""
+    """State of the member after the step; None without."""
+    has_signal: Bool[Array, ""] | None = None
+    """See `Objective.has_signal`; the step sets it."""
+    measures: dict[str, Any] = {}
+    """Further fields of `StepMetrics`, which parts of the step add."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Estimator(abc.ABC):
-    """Base class of the estimators."""
+class Gradients(abc.ABC):
+    """Base class of the members."""
 
     name: ClassVar[str]
     """Key in the registry."""
@@ -139,28 +128,28 @@ class Estimator(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def estimate(
-        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> Estimate:
-        """Return the gradients of one step.
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
+        """Return the gradients of one step, a tree like the trained parameters.
 
         Args:
-            problem: What is differentiated.
+            step: What is differentiated.
             state: State before the step.
             batch: Rows of the step.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
 
-    def check(self, problem: Problem) -> None:
+    def check(self, step: Step) -> None:
         """Refuse what the estimator cannot do, before anything is traced.
 
         Args:
-            problem: With the mesh resolved.
+            step: With the mesh resolved.
 
         Raises:
             ValueError: See the estimator.
         """
-        del problem
+        del step
 
     def check_clip(self, clip: float | None) -> None:
         """Refuse a limit that means nothing for the estimator.
@@ -177,16 +166,32 @@ class Estimator(abc.ABC):
                 f" training.gradients:{self.name} has no meaning: set training.clip to None"
             )
 
+    def own_state(self, state: TrainState) -> Any:
+        """Return the state of the member, which `init` made.
+
+        Args:
+            state: Training state.
+
+        Raises:
+            ValueError: The training state was made without it.
+        """
+        if GRADIENTS not in state.parts:
+            raise ValueError(
+                f"state.parts has no {GRADIENTS}, which training.gradients:{self.name} carries from"
+                " step to step: make the state with init_state(..., gradients=step.gradients)"
+            )
+        return state.parts[GRADIENTS]
+
     @property
     def num_passes(self) -> float:
         """Cost of a step in forward passes."""
         return 3.0
 
-    def describe(self, problem: Problem) -> str | None:
+    def describe(self, step: Step) -> str | None:
         """Return the cost of a step in words; None for nothing to say.
 
         Args:
-            problem: With the mesh resolved.
+            step: With the mesh resolved.
         """
-        del problem
+        del step
         return None

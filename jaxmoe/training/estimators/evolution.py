@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,21 @@ from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.declarations import MatrixAxes
-from jaxmoe.training.estimators.base import Estimate, Estimator, Problem
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
 from jaxmoe.training.estimators.spsa import Ends, direction_keys, paired_losses
 from jaxmoe.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 VARIANCE = 1e-5
 """Number added to the variance of the fitness."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EvolutionConfig(Estimator):
+class EvolutionConfig(Gradients):
     """Evolution strategies with perturbations of low rank (EGGROLL)."""
 
     name: ClassVar[str] = "evolution"
@@ -66,30 +69,30 @@ class EvolutionConfig(Estimator):
         if not 0.0 < self.sigma < float("inf"):
             raise ValueError(f"training.gradients.sigma={self.sigma} must be above 0, and finite")
 
-    def estimate(
-        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        weight, given = prepare(problem, state, batch, first_row)
+        weight, given = prepare(step, state, batch, first_row)
         draw = partial(low_rank, self.rank)
         keys = direction_keys(given, jnp.arange(self.population // 2, dtype=jnp.int32))
-        found = paired_losses(problem, given, keys, Ends(self.sigma, draw))
+        found = paired_losses(step, given, keys, Ends(self.sigma, draw))
         factors = pair_factors(found.total, self.sigma, self.groups)
-        grads = noise_sum(table_of(problem), state.params, keys, factors, draw)
-        return Estimate(weight, gradients_with(grads, found))
+        grads = noise_sum(table_of(step), state.params, keys, factors, draw)
+        return StepGradients(weight, gradients_with(grads, found))
 
     @property
     def num_passes(self) -> float:
         """Cost of a step in forward passes."""
         return float(self.population)
 
-    def check(self, problem: Problem) -> None:
+    def check(self, step: Step) -> None:
         """Refuse what forward passes of a view cannot compute; see `check_forward`."""
-        check_forward(problem, self.name)
+        check_forward(step, self.name)
 
-    def describe(self, problem: Problem) -> str:
+    def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""
-        del problem
+        del step
         return (
             f"evolution: {self.population} passes a step, perturbations of rank {self.rank},"
             f" {4 * self.population} bytes a step"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,13 @@ from jaxmoe.models.transformer import balance_losses
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.accumulation import Gradients, MicroBatch, split_rows
-from jaxmoe.training.estimators.base import Problem
+from jaxmoe.training.accumulation import GradientSums, MicroBatch, split_rows
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.repeated import check_repeated
 from jaxmoe.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 
 # Records are not checked at run time: tree functions also fill them with shapes and specs.
@@ -67,19 +69,19 @@ class Given:
     total_weight: Float[Array, ""]
 
 
-def check_forward(problem: Problem, name: str) -> None:
+def check_forward(step: Step, name: str) -> None:
     """Refuse what forward passes of a view cannot compute.
 
     Args:
-        problem: With the mesh resolved.
+        step: With the mesh resolved.
         name: Name of the estimator.
 
     Raises:
         ValueError: Pipeline stages, a layout that gathers parameters or cuts them over replicas,
             parameters in host memory, layers that are left out, or detailed telemetry.
     """
-    execution, start = problem.execution, f"training.gradients:{name} has no backward pass"
-    check_repeated(problem.model, has_skipping=False, name=name, is_backward=False)
+    execution, start = step.execution, f"training.gradients:{name} has no backward pass"
+    check_repeated(step.model, has_skipping=False, name=name, is_backward=False)
     if execution.mesh.stage > 1:
         raise ValueError(
             f"{start} and no pipeline: execution.mesh.stage={execution.mesh.stage} must be 1"
@@ -95,11 +97,11 @@ def check_forward(problem: Problem, name: str) -> None:
             f"{start}, and replicas compute by themselves: execution.fold with"
             f" execution.mesh.replica={execution.mesh.replica} is not possible: set replica to 1"
         )
-    if problem.skipping is not None:
+    if step.skipping is not None:
         raise ValueError(
             f"{start}, and training.skipping leaves out layers of a pipeline: set it to None"
         )
-    if problem.has_probes:
+    if step.has_probes:
         raise ValueError(
             f"{start}, and optimizer:mkor reads output gradients: choose another optimizer"
         )
@@ -110,18 +112,18 @@ def check_forward(problem: Problem, name: str) -> None:
         )
 
 
-def table_of(problem: Problem) -> ParameterTable:
+def table_of(step: Step) -> ParameterTable:
     """Return the table of the parameters; without one, that of the model, which trains all."""
-    return parameter_table(problem.model) if problem.table is None else problem.table
+    return parameter_table(step.model) if step.table is None else step.table
 
 
 def prepare(
-    problem: Problem, state: TrainState, batch: Batch, first_row: Any
+    step: Step, state: TrainState, batch: Batch, first_row: Any
 ) -> tuple[Float[Array, ""], Given]:
     """Return the sum of the loss weights, and what passes read.
 
     Args:
-        problem: What is evaluated.
+        step: What is evaluated.
         state: State before the step.
         batch: Rows of the step.
         first_row: Number of the first row.
@@ -134,10 +136,10 @@ def prepare(
             "data.packing levels makes micro-batches for backward passes: with another estimator"
             " in training.gradients set data.packing to best_fit"
         )
-    placement, number = problem.execution.placement, problem.accumulation
-    weight = problem.objective.num_tokens(batch)
+    placement, number = step.execution.placement, step.accumulation
+    weight = step.objective.num_tokens(batch)
     key = jax.random.fold_in(state.rng, state.step)
-    batch = problem.objective.prepare(problem.model, batch, key, placement)
+    batch = step.objective.prepare(step.model, batch, key, placement)
     row_ids = first_row + jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     micro = MicroBatch(batch=jax.tree.map(jnp.asarray, batch), row_ids=row_ids)
     given = Given(
@@ -150,33 +152,33 @@ def prepare(
     return weight, given
 
 
-def summed_pass(problem: Problem, given: Given, view: View) -> Sums:
+def summed_pass(step: Step, given: Given, view: View) -> Sums:
     """Return the sums of one pass over all micro-batches.
 
     Args:
-        problem: What is evaluated.
+        step: What is evaluated.
         given: Parameters and rows.
         view: View of the parameters.
     """
-    layers = [scan.name for scan in problem.model.scans]
+    layers = [scan.name for scan in step.model.scans]
     params, of_layers = view_outside(given.params, view, layers)
     number = given.parts.row_ids.shape[0]
 
     def one(part: MicroBatch) -> Sums:
         nll, _, output = forward_and_row_nll(
-            problem.model,
-            problem.execution,
+            step.model,
+            step.execution,
             params,
             part.batch,
             has_rows=False,
-            objective=problem.objective,
+            objective=step.objective,
             router_state=given.router_state,
             row_ids=part.row_ids,
             train=True,
             key=jax.random.wrap_key_data(given.key),
             view=of_layers,
         )
-        wide = balance_losses(problem.model, output.statistics)
+        wide = balance_losses(step.model, output.statistics)
         losses = {name: x / number for name, x in output.losses.items() if name not in wide}
         return Sums(nll=nll, losses=losses, statistics=output.statistics)
 
@@ -189,23 +191,23 @@ def summed_pass(problem: Problem, given: Given, view: View) -> Sums:
     )[0]
 
 
-def losses_of(problem: Problem, given: Given, sums: Sums, share: float = 1.0) -> Losses:
+def losses_of(step: Step, given: Given, sums: Sums, share: float = 1.0) -> Losses:
     """Return the losses of sums.
 
     Args:
-        problem: What is evaluated.
+        step: What is evaluated.
         given: Weight of the step.
         sums: Sums over rows.
         share: Share of these rows in the losses that are no sums over tokens.
     """
-    losses = sums.losses | balance_losses(problem.model, sums.statistics)
+    losses = sums.losses | balance_losses(step.model, sums.statistics)
     losses = {name: share * value for name, value in losses.items()}
     loss = sums.nll / given.total_weight
     total = loss + sum(losses.values())
     return Losses(total=total, loss=loss, losses=losses, statistics=sums.statistics)
 
 
-def gradients_with(grads: Any, found: Losses) -> Gradients:
+def gradients_with(grads: Any, found: Losses) -> GradientSums:
     """Return gradients with the means over passes of losses and statistics.
 
     Args:
@@ -220,6 +222,6 @@ def gradients_with(grads: Any, found: Losses) -> Gradients:
 
     passes = dataclasses.replace(found, total=None)
     passes = mean(passes, found.total.ndim)
-    return Gradients(
+    return GradientSums(
         grads=grads, loss=passes.loss, losses=passes.losses, statistics=passes.statistics
     )

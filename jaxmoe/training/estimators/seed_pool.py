@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Key
 from jaxmoe.data.batch import Batch
 from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.estimators.base import PLAIN_DESCENT, Estimate, Estimator, Problem
+from jaxmoe.training.estimators.base import PLAIN_DESCENT, Gradients, StepGradients
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
 from jaxmoe.training.estimators.spsa import (
@@ -42,6 +42,9 @@ from jaxmoe.training.estimators.spsa import (
 )
 from jaxmoe.training.state import TrainState
 from sharding.constrain import place_like
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 LARGEST = 1000.0
 """Largest derivative that counts in the history of a seed."""
@@ -62,7 +65,7 @@ class SeedSums:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SeedPoolConfig(Estimator):
+class SeedPoolConfig(Gradients):
     """Derivatives along directions from a fixed pool of seeds (FedKSeed)."""
 
     name: ClassVar[str] = "seed_pool"
@@ -87,7 +90,7 @@ class SeedPoolConfig(Estimator):
 
     def check_update(self, optimizer: Optimizer, clip: float | None) -> None:
         """Refuse what the sums do not hold, too: momentum and weight decay."""
-        Estimator.check_update(self, optimizer, clip)
+        Gradients.check_update(self, optimizer, clip)
         for field in ("momentum", "weight_decay"):
             if value := getattr(optimizer, field):
                 raise ValueError(
@@ -106,39 +109,36 @@ class SeedPoolConfig(Estimator):
             return SeedSums(sums=zeros())
         return SeedSums(sums=zeros(), magnitudes=zeros(), counts=zeros())
 
-    def estimate(
-        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        held: SeedSums | None = state.estimator
-        if held is None:
-            raise ValueError(
-                "training.gradients:seed_pool needs state.estimator, which is None: make the state"
-                " with init_state(..., estimator=lambda: config.init(table))"
-            )
-        weight, given = prepare(problem, state, batch, first_row)
+        held: SeedSums = self.own_state(state)
+        weight, given = prepare(step, state, batch, first_row)
         key = jax.random.fold_in(jax.random.wrap_key_data(given.key), 2)
         logits = jnp.log(probabilities(held))
         drawn = jax.random.categorical(key, logits, shape=(self.directions,))
         keys = seed_keys(state.rng, drawn)
-        found = paired_losses(problem, given, keys, Ends(self.epsilon))
-        slopes = clipped(problem, slopes_of(found.total, self.epsilon))
+        found = paired_losses(step, given, keys, Ends(self.epsilon))
+        slopes = clipped(step, slopes_of(found.total, self.epsilon))
         factors = slopes / self.directions
-        grads = noise_sum(table_of(problem), state.params, keys, factors)
-        return Estimate(weight, gradients_with(grads, found), None, _added(held, drawn, slopes))
+        grads = noise_sum(table_of(step), state.params, keys, factors)
+        return StepGradients(
+            weight, gradients_with(grads, found), None, _added(held, drawn, slopes)
+        )
 
     @property
     def num_passes(self) -> float:
         """Cost of a step in forward passes."""
         return 2.0 * self.directions
 
-    def check(self, problem: Problem) -> None:
+    def check(self, step: Step) -> None:
         """Refuse what forward passes of a view cannot compute; see `check_forward`."""
-        check_forward(problem, self.name)
+        check_forward(step, self.name)
 
-    def describe(self, problem: Problem) -> str:
+    def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""
-        del problem
+        del step
         return (
             f"zeroth order: 2 x {self.directions} passes a step; {self.seeds} sums of"
             f" {4 * self.seeds} bytes are the difference to the initial parameters"

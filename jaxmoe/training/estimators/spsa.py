@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.accumulation import MicroBatch
-from jaxmoe.training.estimators.base import PLAIN_DESCENT, Estimate, Estimator, Problem
+from jaxmoe.training.estimators.base import PLAIN_DESCENT, Gradients, StepGradients
 from jaxmoe.training.estimators.noise import Draw, noise_sum, noise_view, normal
 from jaxmoe.training.estimators.passes import (
     Given,
@@ -52,6 +52,9 @@ from sharding.axes import REPLICA
 from sharding.constrain import surroundings
 from sharding.regions import region, sum_over
 
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
+
 LEVELS = 127
 """Largest 8-bit integer of a byte payload."""
 
@@ -67,7 +70,7 @@ class Ends:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SPSAConfig(Estimator):
+class SPSAConfig(Gradients):
     """Derivatives along random directions, from forward passes only (MeZO)."""
 
     name: ClassVar[str] = "spsa"
@@ -89,45 +92,45 @@ class SPSAConfig(Estimator):
             raise ValueError(f"training.gradients.directions={self.directions} must be at least 1")
         check_epsilon(self.epsilon)
 
-    def estimate(
-        self, problem: Problem, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> Estimate:
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        weight, given = prepare(problem, state, batch, first_row)
+        weight, given = prepare(step, state, batch, first_row)
         if self.payload == "mean":
             keys = direction_keys(given, jnp.arange(self.directions, dtype=jnp.int32))
-            found = paired_losses(problem, given, keys, Ends(self.epsilon))
-            slopes = clipped(problem, slopes_of(found.total, self.epsilon))
+            found = paired_losses(step, given, keys, Ends(self.epsilon))
+            slopes = clipped(step, slopes_of(found.total, self.epsilon))
         else:
-            slopes, found = self._of_workers(problem, given)
+            slopes, found = self._of_workers(step, given)
             keys = direction_keys(given, jnp.arange(slopes.size, dtype=jnp.int32))
         factors = slopes / self.directions
-        grads = noise_sum(table_of(problem), state.params, keys, factors)
-        return Estimate(weight, gradients_with(grads, found))
+        grads = noise_sum(table_of(step), state.params, keys, factors)
+        return StepGradients(weight, gradients_with(grads, found))
 
     @property
     def num_passes(self) -> float:
         """Cost of a step in forward passes."""
         return 2.0 * self.directions
 
-    def check(self, problem: Problem) -> None:
+    def check(self, step: Step) -> None:
         """Refuse what forward passes of a view cannot compute; see `check_forward`."""
-        check_forward(problem, self.name)
+        check_forward(step, self.name)
 
-    def describe(self, problem: Problem) -> str:
+    def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""
-        del problem
+        del step
         sizes = {"mean": 4 * self.directions, "float32": 4 * self.directions}
         sent = sizes.get(self.payload, self.directions + 4)
         return f"zeroth order: 2 x {self.directions} passes a step, {sent} bytes a worker and step"
 
-    def _of_workers(self, problem: Problem, given: Given) -> tuple[Float[Array, " n"], Losses]:
+    def _of_workers(self, step: Step, given: Given) -> tuple[Float[Array, " n"], Losses]:
         """Return the derivatives along all directions of all replicas, and the losses.
 
         Direction i of worker w has number i * W + w.
         """
-        workers = problem.execution.mesh.replica if surroundings() == "explicit" else 1
-        run = partial(worker_slopes, self, problem, workers)
+        workers = step.execution.mesh.replica if surroundings() == "explicit" else 1
+        run = partial(worker_slopes, self, step, workers)
         if workers == 1:
             return run(given)
         return region(run, axis=REPLICA, out_specs=PartitionSpec())(given)
@@ -160,52 +163,52 @@ def slopes_of(totals: Float[Array, "n 2"], epsilon: float) -> Float[Array, " n"]
     return (totals[:, 0] - totals[:, 1]) / (2.0 * epsilon)
 
 
-def clipped(problem: Problem, slopes: Float[Array, " n"]) -> Float[Array, " n"]:
+def clipped(step: Step, slopes: Float[Array, " n"]) -> Float[Array, " n"]:
     """Return derivatives along directions limited to [-clip, clip]."""
-    if problem.clip is None:
+    if step.clip is None:
         return slopes
-    return jnp.clip(slopes, -problem.clip, problem.clip)
+    return jnp.clip(slopes, -step.clip, step.clip)
 
 
-def paired_losses(problem: Problem, given: Given, keys: Array, ends: Ends) -> Losses:
+def paired_losses(step: Step, given: Given, keys: Array, ends: Ends) -> Losses:
     """Return the losses of all rows at both ends of directions that all replicas share, [n 2].
 
     Args:
-        problem: What is evaluated.
+        step: What is evaluated.
         given: Parameters and rows.
         keys: PRNG keys of the noise of each direction, [n].
         ends: Points along a direction.
     """
-    replicas = problem.execution.mesh.replica if surroundings() == "explicit" else 1
+    replicas = step.execution.mesh.replica if surroundings() == "explicit" else 1
     data = jax.random.key_data(keys)
     if replicas % 2:
-        return jax.lax.map(partial(_both_ends, problem, given, ends), data)
-    halves = partial(_in_halves, problem, ends, replicas)
+        return jax.lax.map(partial(_both_ends, step, given, ends), data)
+    halves = partial(_in_halves, step, ends, replicas)
     return region(halves, axis=REPLICA, out_specs=PartitionSpec())(given, data)
 
 
-def _in_halves(problem: Problem, ends: Ends, replicas: int, given: Given, data: Array) -> Losses:
+def _in_halves(step: Step, ends: Ends, replicas: int, given: Given, data: Array) -> Losses:
     """Return the losses at both ends of directions in a region over replicas."""
     place = jax.lax.axis_index(REPLICA)
     parts = _rows_of_half(given.parts, place, replicas)
     local = dataclasses.replace(given, parts=parts)
-    return jax.lax.map(partial(_one_end, problem, local, ends, place, replicas), data)
+    return jax.lax.map(partial(_one_end, step, local, ends, place, replicas), data)
 
 
 def end_sums(
-    problem: Problem, given: Given, data: Array, scale: Float[Array, ""], draw: Draw = normal
+    step: Step, given: Given, data: Array, scale: Float[Array, ""], draw: Draw = normal
 ) -> Sums:
     """Return the sums of one pass at a distance along a direction, of which this is key data."""
     key = jax.random.wrap_key_data(data)
-    view = noise_view(table_of(problem), problem.model.scans, key, scale, draw)
-    return summed_pass(problem, given, view)
+    view = noise_view(table_of(step), step.model.scans, key, scale, draw)
+    return summed_pass(step, given, view)
 
 
-def _both_ends(problem: Problem, given: Given, ends: Ends, data: Array) -> Losses:
+def _both_ends(step: Step, given: Given, ends: Ends, data: Array) -> Losses:
     """Return the losses at both ends of a direction, [2 ...]."""
 
     def one(scale: Float[Array, ""]) -> Losses:
-        return losses_of(problem, given, end_sums(problem, given, data, scale, ends.draw))
+        return losses_of(step, given, end_sums(step, given, data, scale, ends.draw))
 
     return jax.lax.map(one, jnp.asarray([ends.epsilon, -ends.epsilon], jnp.float32))
 
@@ -224,7 +227,7 @@ def _rows_of_half(parts: MicroBatch, place: Int[Array, ""], replicas: int) -> Mi
 
 
 def _one_end(
-    problem: Problem,
+    step: Step,
     given: Given,
     ends: Ends,
     place: Int[Array, ""],
@@ -234,7 +237,7 @@ def _one_end(
     """Return the losses at both ends of a direction, [2 ...]; each half computes one."""
     is_first = place < replicas // 2
     scale = jnp.where(is_first, jnp.float32(ends.epsilon), jnp.float32(-ends.epsilon))
-    sums = end_sums(problem, given, data, scale, ends.draw)
+    sums = end_sums(step, given, data, scale, ends.draw)
     # Losses of weights are equal in a half; the others are sums over its rows.
     share = jax.tree.map(lambda x: x / (replicas // 2), sums.losses)
     sums = dataclasses.replace(sums, losses=share)
@@ -245,18 +248,18 @@ def _one_end(
 
     both = sum_over(REPLICA, jax.tree.map(at_its_end, sums))
     apart = [jax.tree.map(lambda x, end=end: x[end], both) for end in range(2)]
-    losses = [losses_of(problem, given, sums) for sums in apart]
+    losses = [losses_of(step, given, sums) for sums in apart]
     return jax.tree.map(lambda *x: jnp.stack(x), *losses)
 
 
 def worker_slopes(
-    config: SPSAConfig, problem: Problem, workers: int, given: Given
+    config: SPSAConfig, step: Step, workers: int, given: Given
 ) -> tuple[Float[Array, " n"], Losses]:
     """Return the derivatives along the directions of all workers, and the losses of all rows.
 
     Args:
         config: Directions and payload.
-        problem: What is evaluated.
+        step: What is evaluated.
         workers: Number of workers; one outside a region.
         given: Parameters, and the rows of this worker.
     """
@@ -265,13 +268,13 @@ def worker_slopes(
 
     def one(data: Array) -> Losses:
         def end(scale: Float[Array, ""]) -> Losses:
-            sums = end_sums(problem, given, data, scale)
-            return losses_of(problem, given, sums, 1.0 / workers)
+            sums = end_sums(step, given, data, scale)
+            return losses_of(step, given, sums, 1.0 / workers)
 
         return jax.lax.map(end, jnp.asarray([config.epsilon, -config.epsilon], jnp.float32))
 
     found = jax.lax.map(one, jax.random.key_data(direction_keys(given, numbers)))
-    slopes = clipped(problem, slopes_of(found.total, config.epsilon))
+    slopes = clipped(step, slopes_of(found.total, config.epsilon))
     shared = exchanged(slopes, config.payload, workers)
     if workers > 1:
         found = sum_over(REPLICA, found)

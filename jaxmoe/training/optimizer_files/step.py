@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import lay_out
-from jaxmoe.training.accumulation import Gradients
+from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.guard import all_finite, select
-from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.metrics import StepMetrics
 from jaxmoe.training.optimizer_files.array import FileArray
 from jaxmoe.training.optimizer_files.part_files import PartFiles, PartLayout, Pass
@@ -42,7 +41,7 @@ from jaxmoe.training.state import Clipped, TrainState, UpdatedParams, UpdatedSta
 from sharding.constrain import place_like
 
 if TYPE_CHECKING:
-    from jaxmoe.training.step import TrainStep
+    from jaxmoe.training.step import Step
 
 
 class OptimizerFilesError(EndRunError):
@@ -54,17 +53,12 @@ class OptimizerFilesError(EndRunError):
 class Begun(NamedTuple):
     """Results of the program that makes the gradients."""
 
-    weight: Float[Array, ""]
-    summed: Gradients
+    gradients: StepGradients
     """Sums over the batch, without gradients."""
     clipped: Clipped
     """Norm of the gradients; these are apart."""
-    worker_loss: Float[Array, " W"] | None
-    levels: dict[str, Float[Array, ""]]
     may_update: Bool[Array, ""]
     """Whether the guard accepts loss and norm, and there is a signal."""
-    has_signal: Bool[Array, ""] | None
-    """See `Objective.has_signal`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +101,7 @@ def parts_of(model: ModelConfig, params: Any, opt_state: Any, number: int) -> tu
     )
 
 
-def open_files(directory: str, step: TrainStep, shapes: TrainState) -> PartFiles:
+def open_files(directory: str, step: Step, shapes: TrainState) -> PartFiles:
     """Return the files of an optimiser state, of full length and without values.
 
     Args:
@@ -150,7 +144,7 @@ class FilesStep:
         step: Fields of the step.
     """
 
-    def __init__(self, step: TrainStep):
+    def __init__(self, step: Step):
         self._step, self._files = step, step.files
         self._begin = jax.jit(self._begun)
         self._update = functools.lru_cache(maxsize=None)(self._updater)
@@ -286,18 +280,14 @@ class FilesStep:
 
     def _begun(self, state: TrainState, batch: Batch) -> tuple[Begun, Any]:
         step = self._step
-        weight, summed, worker_loss = step.gradients(state, batch)
+        gradients = step.begin(state, batch)
+        summed, has_signal = gradients.summed, gradients.has_signal
         clipped = step.clipped(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
-        has_signal = step.objective.has_signal(batch)
         begun = Begun(
-            weight=weight,
-            summed=dataclasses.replace(summed, grads=None),
+            gradients=gradients._replace(summed=dataclasses.replace(summed, grads=None)),
             clipped=clipped._replace(grads=None),
-            worker_loss=worker_loss,
-            levels=level_measures(batch, step.execution, step.accumulation),
             may_update=may_update if has_signal is None else may_update & has_signal,
-            has_signal=has_signal,
         )
         return begun, self._cut(clipped.grads)
 
@@ -356,10 +346,8 @@ class FilesStep:
     def _judged(
         self, state: TrainState, begun: Begun, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
-        state, metrics, _ = self._step.judged(
-            state, *begun[:3], update, begun.worker_loss, has_signal=begun.has_signal
-        )
-        return state, dataclasses.replace(metrics, levels=begun.levels)
+        state, metrics, _ = self._step.guarded(state, begun.gradients, begun.clipped, update)
+        return state, metrics
 
 
 class _Lowered:

@@ -3,6 +3,4 @@
 from jaxmoe.training.pipeline.gradients import held_out_parts as held_out_parts
 from jaxmoe.training.pipeline.gradients import pipeline_forward as pipeline_forward
 from jaxmoe.training.pipeline.gradients import pipeline_gradients as pipeline_gradients
-from jaxmoe.training.pipeline.recovery import mirror_rows as mirror_rows
-from jaxmoe.training.pipeline.recovery import remember_layers as remember_layers
 from jaxmoe.training.pipeline.stages import check_pipeline as check_pipeline

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,16 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import lay_out
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import check_call, token_inputs
-from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import lay_out as lay_out_params
 from jaxmoe.training import ObjectiveConfig
-from jaxmoe.training.accumulation import Gradients, split_rows
+from jaxmoe.training.accumulation import GradientSums, split_rows
 from jaxmoe.training.loss import batch_context, lay_out_batch
 from jaxmoe.training.objective import TokenGiven
 from jaxmoe.training.pipeline.functions import EndSums, MicroBatches, PipelinedModel, staged_scan
 from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens
 from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, check_pipeline
+from jaxmoe.training.repeated import Rows
 from jaxmoe.training.state import TrainState
 from pallas_kernels.backend import platform
 from sharding import axes as ax
@@ -40,6 +40,9 @@ from sharding.constrain import reshape_to
 from sharding.pipeline import Paths, forward_schedule
 from sharding.pipeline.executor import PipelineSums, execute
 from sharding.regions import region
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 
 def check_compiler(execution: ExecutionConfig) -> None:
@@ -63,64 +66,45 @@ def check_compiler(execution: ExecutionConfig) -> None:
 
 
 def pipeline_gradients(
-    state: TrainState,
-    batch: Batch,
-    total_weight: Float[Array, ""],
-    *,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: ObjectiveConfig,
-    accumulation: int,
-    has_two_passes: bool,
-    has_rows: bool,
-    whole: Any,
-    table: ParameterTable | None,
-    paths: Paths | None = None,
-) -> Gradients:
+    step: Step, state: TrainState, rows: Rows, *, has_two_passes: bool, whole: Any
+) -> GradientSums:
     """Return the sums over the micro-batches of one step.
 
     Args:
+        step: Model to train, on a mesh with stages, with its schedule.
         state: Parameters, router state, randomness.
-        batch: Prepared by the objective.
-        total_weight: Divisor of the summed loss.
-        model: Model to train.
-        execution: Mesh with stages, and schedule.
-        objective: What is predicted from what.
-        accumulation: Micro-batches.
+        rows: Rows that the objective prepared, and their division into micro-batches.
         has_two_passes: Whether balance losses are linearized at the statistics of the whole batch.
-        has_rows: Whether the cross-entropy of single rows is kept.
         whole: Gathered parameters, with a layout that gathers them once a step.
-        table: Groups of the parameters; None trains all.
-        paths: Groups of layers that each micro-batch passes through; None for all.
     """
-    check_pipeline(model, execution, accumulation)
+    model, execution, table = step.model, step.execution, step.table
+    check_pipeline(model, execution, rows.accumulation)
     check_compiler(execution)
-    key = jax.random.fold_in(state.rng, state.step)
-    given = {"model": model, "execution": execution, "objective": objective}
-    rows = _micro_batches(batch, accumulation, model, execution)
     run = partial(
         _execute,
         state.params,
         whole,
-        rows,
+        _micro_batches(rows.batch, rows.accumulation, model, execution),
         state.router_state,
-        total_weight,
-        key=key,
-        micro_batches=accumulation,
-        **given,
+        rows.total_weight,
+        key=jax.random.fold_in(state.rng, state.step),
+        micro_batches=rows.accumulation,
+        model=model,
+        execution=execution,
+        objective=step.objective,
     )
     statistics = None
     if has_two_passes:
         statistics = _statistics(run(has_backward=False), model, execution)
+    paths = None if step.skipping is None else step.skipping.paths(rows.accumulation)
     sums = run(has_backward=True, statistics=statistics, paths=paths)
     grads = _gradients(sums, model)
-    losses = _losses(sums)
-    return Gradients(
+    return GradientSums(
         grads=grads if table is None else table.trained(grads),
-        loss=sums.left.head.loss / total_weight,
-        losses=losses,
+        loss=sums.left.head.loss / rows.total_weight,
+        losses=_losses(sums),
         statistics=_statistics(sums, model, execution),
-        row_nll=sums.left.head.row_loss if has_rows else None,
+        row_nll=sums.left.head.row_loss if step.workers > 1 else None,
     )
 
 

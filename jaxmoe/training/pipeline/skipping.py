@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out layers: each micro-batch passes through some groups of layers only (SkipPipe).
+"""Chooses the layers of each micro-batch: some groups only (SkipPipe), or in another order.
 
 The longest scan of equal layers is cut into equal groups, and a micro-batch leaves out the same
 ones in every step (`sharding/pipeline/paths.py`). A layer that is left out passes the stream on. It
@@ -13,42 +13,55 @@ stages there is no work for them in the timetable (`sharding/pipeline/first_come
 Source: arXiv 2502.19913, section 4. It never leaves out the first groups; here any may be, because
 embedding and head belong to no group. A stage whose only group is never left out works on every
 micro-batch, and then no time is saved.
+
+With `order=swapped_ends` half of the micro-batches pass through the first two groups, and through
+the last two, in the other order (CheckFree+, arXiv 2506.15461). A group beside an end then learns
+its place, so that a copy of it costs less where the end is lost with a device
+(`checkpoint.on_lost_stage=average`). Layers keep their routers and their noise in either order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.training.balance import AccumulatedBalance, has_wide_balance
+from jaxmoe.training.balance import has_wide_balance
 from sharding import axes as ax
-from sharding.pipeline import Paths, choose_paths
+from sharding.pipeline import Order, Paths, choose_paths
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SkippingConfig:
-    """Layers that a micro-batch leaves out (SkipPipe)."""
+    """Layers that a micro-batch leaves out (SkipPipe), and their order (CheckFree+)."""
 
     ratio: float = 0.25
-    """Share of the groups that a micro-batch leaves out, rounded to whole groups."""
+    """Share of the groups that a micro-batch leaves out, rounded to whole groups; 0 only where the
+    order is another one."""
     never: tuple[int, ...] = ()
     """Groups, from 0, that no micro-batch leaves out."""
     groups: int = 4
     """Equal groups into which the layers are cut; on a mesh with stages execution.mesh.stage times
     execution.pipeline.chunks."""
+    order: Order = "ascending"
+    """Order of the groups: ascending, or swapped_ends, where half of the micro-batches pass through
+    the first two and the last two in the other order, on a mesh with stages."""
 
     def __post_init__(self):
-        if not 0.0 < self.ratio <= 0.5:
+        is_least = self.ratio == 0.0 and self.order != "ascending"
+        if not (0.0 < self.ratio <= 0.5 or is_least):
             raise ValueError(
                 f"training.skipping.ratio={self.ratio} must be above 0 and at most 0.5"
             )
         if self.groups < 2:
             raise ValueError(f"training.skipping.groups={self.groups} must be at least 2")
-        choose_paths(self.groups, 1, self.ratio, self.never)  # raises where there are none
+        # Raises where there are none.
+        choose_paths(self.groups, 1, self.ratio, self.never, self.order)
 
     @property
     def num_left_out(self) -> int:
@@ -61,34 +74,28 @@ class SkippingConfig:
         return self.num_left_out / self.groups
 
     def paths(self, micro_batches: int) -> Paths | None:
-        """Return the paths of the micro-batches of a step; None if they leave out nothing.
+        """Return the paths of the micro-batches of a step; None if all pass through all in order.
 
         Args:
             micro_batches: Micro-batches of a step.
         """
-        if self.num_left_out == 0:
+        if self.num_left_out == 0 and self.order == "ascending":
             return None
-        return choose_paths(self.groups, micro_batches, self.ratio, self.never)
+        return choose_paths(self.groups, micro_batches, self.ratio, self.never, self.order)
 
-    def check(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        accumulation: int,
-        balance: AccumulatedBalance = "buffer",
-    ) -> None:
+    def check(self, step: Step) -> None:
         """Check, before anything is traced, that a model can be trained with it.
 
         Args:
-            model: Model to train.
-            execution: Mesh with every size filled in, and schedule.
-            accumulation: Micro-batches of a step.
-            balance: Form of the balance losses over micro-batches.
+            step: Model, micro-batches and form of the balance losses, on a mesh with every size
+                filled in.
 
         Raises:
             ValueError: The groups divide neither the layers nor fit the stages, there is one
-                micro-batch, or a feature needs every layer of every micro-batch.
+                micro-batch, stages to swap are missing, or a feature needs every layer of every
+                micro-batch.
         """
+        model, execution, accumulation = step.model, step.execution, step.accumulation
         if accumulation < 2:
             raise ValueError(
                 "training.skipping leaves out other layers in each micro-batch, and"
@@ -110,7 +117,13 @@ class SkippingConfig:
                     f" {stages * chunks}, or other stages or chunks"
                 )
             execution.pipeline.check_paths()
-        if balance == "two_pass" and has_wide_balance(model):
+        elif self.order != "ascending":
+            raise ValueError(
+                f"training.skipping.order={self.order} exchanges stages, and execution.mesh.stage"
+                f" is 1: set execution.mesh.stage to {self.groups}, or training.skipping.order to"
+                " ascending"
+            )
+        if step.accumulated_balance == "two_pass" and has_wide_balance(model):
             raise ValueError(
                 "training.accumulated_balance=two_pass takes balance losses of whole batches, and"
                 " with training.skipping layers see parts of them: set it to buffer"
@@ -132,4 +145,6 @@ def kept_groups(
         accumulation: Micro-batches of a step.
     """
     paths = None if skipping is None else skipping.paths(accumulation)
-    return None if paths is None else jnp.asarray(paths)
+    if skipping is None or paths is None:
+        return None
+    return jnp.asarray([[group in path for group in range(skipping.groups)] for path in paths])

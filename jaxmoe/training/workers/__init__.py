@@ -8,7 +8,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasConfig
 from jaxmoe.replicas.base import ReplicasBase
 from jaxmoe.replicas.gradient_base import GradientBase
-from jaxmoe.training.step import CheckedStep, TrainStep
+from jaxmoe.training.step import CheckedStep, Step
 from jaxmoe.training.workers.gradient_state import GradientTraining as GradientTraining
 from jaxmoe.training.workers.gradient_step import make_gradient_step as make_gradient_step
 from jaxmoe.training.workers.state import WorkerStates as WorkerStates
@@ -19,7 +19,7 @@ from jaxmoe.training.workers.step import make_worker_step as make_worker_step
 def workers_of_run(
     config: ReplicasConfig,
     table: ParameterTable,
-    step: TrainStep,
+    step: Step,
     steps: int,
     island: int | None = None,
 ) -> WorkerTraining | None:
@@ -37,22 +37,13 @@ def workers_of_run(
     """
     if config.exchanges != "parameters":
         return None
-    if step.average is not None:
-        raise ValueError(
-            f"replicas:{config.name} merges the parameters of workers, and training.average"
-            " averages those of one: choose replicas:none, or leave out training.average"
-        )
-    adapter = step.model.adapter
-    if adapter is not None and adapter.has_after_step:
-        raise ValueError(
-            f"replicas:{config.name} merges the parameters of workers, and adapter:{adapter.name}"
-            " changes them after each step: choose replicas:none"
-        )
+    for part in step.chain:
+        part.check_workers(config.name)
     return WorkerTraining.of(cast("ReplicasBase", config), table, step, steps, island)
 
 
 def gradients_of_run(
-    config: ReplicasConfig, table: ParameterTable, step: TrainStep, steps: int
+    config: ReplicasConfig, table: ParameterTable, step: Step, steps: int
 ) -> GradientTraining | None:
     """Return how workers exchange gradients; None for a run in which they do not.
 
@@ -73,7 +64,7 @@ def gradients_of_run(
 def jitted_step(
     config: ReplicasConfig,
     table: ParameterTable,
-    step: TrainStep,
+    step: Step,
     steps: int,
     island: int | None = None,
 ) -> CheckedStep:

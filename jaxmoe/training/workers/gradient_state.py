@@ -18,7 +18,7 @@ from jaxmoe.replicas.fragments import Leaf, flat
 from jaxmoe.replicas.gradient_base import GradientBase
 from jaxmoe.replicas.gradient_method import GradientMethod, begin_gradients
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from jaxmoe.training.workers.places import trained_leaves, workers_of
 from sharding.workers import Workers
 
@@ -31,12 +31,12 @@ class GradientTraining:
     workers: Workers
     leaves: dict[str, Leaf]
     """{path: what is known of a parameter}, of those that are trained."""
-    step: TrainStep
+    step: Step
     """Step of the whole batch, with the optimiser that the method needs."""
 
     @classmethod
     def of(
-        cls, config: GradientBase, table: ParameterTable, step: TrainStep, steps: int
+        cls, config: GradientBase, table: ParameterTable, step: Step, steps: int
     ) -> GradientTraining:
         """Return the method of a config.
 

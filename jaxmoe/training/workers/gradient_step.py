@@ -23,10 +23,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import flat, nested
 from jaxmoe.replicas.gradient_method import Contribution, exchange_gradients
-from jaxmoe.training.accumulation import Gradients
+from jaxmoe.training.accumulation import GradientSums
+from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.state import TrainState, fetch
-from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
+from jaxmoe.training.step import CheckedStep, Step, StepMetrics
 from jaxmoe.training.workers.gradient_state import GradientTraining
 from jaxmoe.training.workers.places import alone
 
@@ -85,13 +86,13 @@ def gradient_step(
     losses = None
     if step.workers == training.workers.number:
         losses = jnp.where(counted[:, 0], found.loss[:, 0], jnp.nan)
-    after, metrics, _ = step.finish(state, weight, summed, losses)
+    after, metrics, _ = step.finish(state, StepGradients(weight, summed, losses))
     return replace(after, local=select(~metrics.is_skipped, talk, state.local)), metrics
 
 
 def worker_gradients(
-    step: TrainStep, training: GradientTraining, state: TrainState, batch: Batch
-) -> tuple[Contribution, Gradients]:
+    step: Step, training: GradientTraining, state: TrainState, batch: Batch
+) -> tuple[Contribution, GradientSums]:
     """Return what the workers bring to the exchange, and their losses and statistics, [R P ...].
 
     Args:
@@ -118,7 +119,7 @@ def worker_gradients(
         def part(total: Any, one: Any) -> tuple[Any, Any]:
             place, rows, factor = one
             first = (number + place) % workers.number * rows.tokens.shape[0]
-            tokens, found, _ = step.gradients(before, rows, first)
+            tokens, found, *_ = step.gradients.compute(step, before, rows, first)
             grads = training.trained(found.grads)
             is_finite = jnp.isfinite(found.loss) & all_finite(grads)
             weight = factor * tokens
@@ -156,8 +157,8 @@ def _state(shared: Any) -> TrainState:
 
 
 def _combine(
-    found: Gradients, tokens: Float[Array, "R P"], counted: Bool[Array, "R P"]
-) -> tuple[Float[Array, ""], Gradients]:
+    found: GradientSums, tokens: Float[Array, "R P"], counted: Bool[Array, "R P"]
+) -> tuple[Float[Array, ""], GradientSums]:
     """Return the tokens of the parts that count, and the losses and statistics of these parts."""
 
     def chosen(x: Array, otherwise: float = 0.0) -> Array:
@@ -179,7 +180,7 @@ def _combine(
                 lambda x: jnp.max(chosen(x, -jnp.inf), axis=(0, 1)), indicators.peaks
             ),
         )
-    return total, Gradients(
+    return total, GradientSums(
         grads=None,
         loss=added(found.loss * share),
         losses={name: added(loss * share) for name, loss in found.losses.items()},

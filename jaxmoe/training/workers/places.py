@@ -10,7 +10,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas.base import WorkersBase
 from jaxmoe.replicas.fragments import SEPARATOR, Leaf
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from sharding.workers import Workers
 
 
@@ -59,7 +59,7 @@ def workers_of(
     return Workers(number, places > 1)
 
 
-def alone(step: TrainStep) -> TrainStep:
+def alone(step: Step) -> Step:
     """Return a step as one worker takes it, whose devices are those of one place of `replica`."""
     execution = step.execution
     return replace(step, execution=replace(execution, mesh=replace(execution.mesh, replica=1)))

@@ -22,10 +22,10 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing import RouterStatistics
-from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.accumulation import MicroBatch
 from jaxmoe.training.gradients import batch_statistics
 from jaxmoe.training.state import TrainState, update_routers
+from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.constrain import without_mesh
 from sharding.workers import Workers
@@ -36,38 +36,28 @@ Total = RouterStatistics
 """Statistics of the last H steps, [H L ...], the oldest first; zeros before the last exchange."""
 
 
-def begin_past(
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: ObjectiveConfig,
-    state: TrainState,
-    every: int,
-    workers: Workers,
-) -> Past | None:
+def begin_past(step: Step, state: TrainState, every: int, workers: Workers) -> Past | None:
     """Return statistics of no step; None for routers without state.
 
     Args:
-        model: Model to train.
-        execution: Execution, of which precision and telemetry matter.
-        objective: What is predicted from what.
+        step: Step of one worker; of its execution precision and telemetry matter.
         state: State of one worker.
         every: Steps between exchanges (H).
         workers: Workers.
     """
     if not jax.tree.leaves(state.router_state):
         return None
-    alone = ExecutionConfig(
-        mesh=MeshConfig(), precision=execution.precision, telemetry=execution.telemetry
-    )
+    precision, telemetry = step.execution.precision, step.execution.telemetry
+    execution = ExecutionConfig(mesh=MeshConfig(), precision=precision, telemetry=telemetry)
+    step = dataclasses.replace(step, execution=execution)
     ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)
     weights = jax.ShapeDtypeStruct((1, 4), jnp.float32)
     rows = Batch(tokens=ids, targets=ids, loss_weights=weights)  # pyright: ignore[reportArgumentType]
 
     def of_rows(state: TrainState, rows: Batch) -> RouterStatistics:
-        batch = objective.prepare(model, rows, state.rng, alone.placement)
+        batch = step.objective.prepare(step.model, rows, state.rng, execution.placement)
         micro = MicroBatch(batch=batch, row_ids=jnp.zeros((1,), jnp.int32))
-        given: Any = {"model": model, "execution": alone, "objective": objective}
-        return batch_statistics(state, micro, **given)
+        return batch_statistics(step, state, micro)
 
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     with without_mesh():

@@ -23,7 +23,7 @@ from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.fragments import Fragment, Leaf, flat
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from jaxmoe.training.workers.own_rows import OwnRows
 from jaxmoe.training.workers.places import alone, trained_leaves, workers_of
 from jaxmoe.training.workers.routers import Past, Total, begin_past, total_of
@@ -78,7 +78,7 @@ class WorkerTraining:
     leaves: dict[str, Leaf]
     """{path: what is known of a parameter}."""
     fragments: tuple[Fragment, ...]
-    step: TrainStep | None = None
+    step: Step | None = None
     """Step of a worker; None in tests without a model."""
     first_worker: int = 0
     """Number of the first worker of this job, in the order in which workers share a batch."""
@@ -88,7 +88,7 @@ class WorkerTraining:
         cls,
         config: ReplicasBase,
         table: ParameterTable,
-        step: TrainStep,
+        step: Step,
         steps: int,
         island: int | None = None,
     ) -> WorkerTraining:
@@ -139,9 +139,7 @@ class WorkerTraining:
         )
         past, step, zeros = None, self.step, stack(jnp.zeros(()))
         if method.is_shared and step is not None:
-            past = begin_past(
-                step.model, step.execution, step.objective, state, method.timing.every, self.workers
-            )
+            past = begin_past(step, state, method.timing.every, self.workers)
         arrived = None
         if method.timing.delay:
             arrived = tuple(self._nothing(fragment, params, past) for fragment in self.fragments)

@@ -4,17 +4,19 @@
 
 Without delay, fragments are exchanged and merged after the step. With delay they are sent and
 merged before it: a message is made of the parameters that enter the step, and what arrives is
-merged before a later one, so that no product of a step needs a message that is under way. After
-the last step of a run all fragments are exchanged and merged, whatever their turn and delay.
+merged before a later one, so that no product of a step needs a message that is under way. With
+delay the steps that send a fragment are programs of their own: see `programs.py`. After the last
+step of a run all fragments are exchanged and merged, whatever their turn and delay.
 
-A step without exchange has no collective between workers.
+A step without exchange runs no collective between workers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import Fragment, flat, nested
 from jaxmoe.replicas.method import Talk, mask_foreign, merge, send
+from jaxmoe.training.estimators.base import StepGradients
+from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
+from jaxmoe.training.step import CheckedStep, Step, StepMetrics
+from jaxmoe.training.workers.programs import ScheduledStep
 from jaxmoe.training.workers.routers import remember_statistics, replay, total_of
 from jaxmoe.training.workers.state import Arrived, WorkerStates, WorkerTraining
 
@@ -39,12 +44,15 @@ def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> Che
     Returns:
         (state, batch) -> (state, metrics). Metrics of workers have a leading [R].
     """
-    step, has_delay = training.step, training.method.timing.delay > 0
+    step, timing = training.step, training.method.timing
+    has_delay = timing.delay > 0
     assert step is not None  # only tests without a model have none
 
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def run(
+        state: TrainState, batch: Batch, sent: Collection[int] = ()
+    ) -> tuple[TrainState, StepMetrics]:
         if has_delay and exchanges:
-            state = exchange_late(training, state)
+            state = exchange_late(training, state, sent)
         state, metrics = local_steps(step, training, state, batch)
         if exchanges:
             state = exchange_now(training, state)
@@ -53,11 +61,14 @@ def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> Che
         metrics = replace(metrics, skipped_in_a_row=in_a_row, exchange=measured)
         return state, metrics
 
-    return CheckedStep(jax.jit(run, donate_argnums=0), step.model.vocab_size)
+    jitted: Any = jax.jit(run, donate_argnums=0, static_argnums=2)
+    if has_delay and exchanges:
+        jitted = ScheduledStep(jitted, timing.sent, timing.turns)
+    return CheckedStep(jitted, step.model.vocab_size)
 
 
 def local_steps(
-    step: TrainStep, training: WorkerTraining, state: TrainState, batch: Batch
+    step: Step, training: WorkerTraining, state: TrainState, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
     """Return the state after each worker's own step, and their metrics, [R ...].
 
@@ -113,31 +124,49 @@ def count_step(
     )
 
 
-def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) -> Any:
-    """Return a step that leaves parameters as they are that other workers train, without moments.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForeignRows(StepPart):
+    """Leaves parameters as they are that other workers train, without moments."""
+
+    name: ClassVar[str] = "foreign_rows"
+
+    training: WorkerTraining
+    number: Int[Array, ""]
+    """Number of the worker that takes the step."""
+
+    def update(
+        self, step: Step, state: TrainState, batch: Batch, gradients: StepGradients
+    ) -> StepGradients:
+        """Return the gradients with zeros in the rows of other workers."""
+        del step, state, batch
+        summed = gradients.summed
+        grads = self._own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
+        return gradients._replace(summed=replace(summed, grads=grads))
+
+    def settle(self, step: Step, before: TrainState, after: TrainState) -> TrainState:
+        """Return the training state with the rows of other workers as they were."""
+        del step
+        return replace(after, params=self._own(after.params, before.params))
+
+    def _own(self, tree: Any, otherwise: Any) -> Any:
+        arrays, others = flat(tree), flat(otherwise)
+        training = self.training
+        trained = {path: arrays[path] for path in training.leaves}
+        masked = mask_foreign(training.method, training.leaves, self.number, trained, others)
+        return nested(arrays | masked)
+
+
+def own_step(step: Step, training: WorkerTraining, number: Int[Array, ""]) -> Step:
+    """Return a step that leaves parameters as they are that other workers train.
 
     Args:
         step: Step of one worker.
         training: Method.
         number: Number of the worker.
     """
-
     if (own_rows := training.own_rows) is not None:
         step = replace(step, optimizer=own_rows.of(number))
-
-    def own(tree: Any, otherwise: Any) -> Any:
-        arrays, others = flat(tree), flat(otherwise)
-        trained = {path: arrays[path] for path in training.leaves}
-        masked = mask_foreign(training.method, training.leaves, number, trained, others)
-        return nested(arrays | masked)
-
-    def run(state: TrainState, rows: Batch, first: Any) -> Any:
-        weight, summed, losses = step.gradients(state, rows, first)
-        grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
-        after, *rest = step.finish(state, weight, replace(summed, grads=grads), losses)
-        return replace(after, params=own(after.params, state.params)), *rest
-
-    return run
+    return replace(step, parts=(*step.parts, ForeignRows(training=training, number=number)))
 
 
 def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
@@ -178,41 +207,49 @@ def _exchange_last(training: WorkerTraining, state: TrainState) -> TrainState:
     return state
 
 
-def exchange_late(training: WorkerTraining, state: TrainState) -> TrainState:
-    """Return the state before a step with the fragments sent and merged that are due."""
+def exchange_late(training: WorkerTraining, state: TrainState, sent: Collection[int]) -> TrainState:
+    """Return the state before a step with the fragments sent and merged that are due.
+
+    Args:
+        training: Method.
+        state: State before the step.
+        sent: Numbers of the fragments that are sent, without a conditional: nothing keeps the
+            compiler from running their collectives beside the products of the step.
+    """
     timing, before = training.method.timing, state
     for fragment in training.fragments:
         number = fragment.number
-        waiting = before.local.arrived[number]
-        # A message is made of what enters the step, not of what is merged beside it.
-        arrived, sent = jax.lax.cond(
-            timing.sends(number, before.step),
-            partial(_send, training, fragment),
-            lambda state, waiting=waiting: (waiting, state),
-            before,
-        )
-        state = replace(
-            _with_talk(state, number, sent.local.talks[number]),
-            skipped=sent.skipped,
-            skipped_in_a_row=sent.skipped_in_a_row,
-        )
-        if not number:
-            state = replace(state, local=replace(state.local, past=sent.local.past))
+        waiting = arrived = before.local.arrived[number]
+        if number in sent:
+            # A message is made of what enters the step, not of what is merged beside it.
+            arrived, after = _send(training, fragment, before, is_beside=True)
+            state = _with_exchange(state, number, after)
         state = jax.lax.cond(
             timing.merges(number, before.step) & (waiting.last == before.step - timing.delay),
             partial(merge_arrived, training, fragment, waiting),
             lambda state: state,
             state,
         )
-        local, measured = state.local, (sent.local.spread, sent.local.outer_norm)
-        news = tuple(arrived if i == number else a for i, a in enumerate(local.arrived))
-        local = replace(local, arrived=news, spread=measured[0], outer_norm=measured[1])
-        state = replace(state, local=local)
+        news = tuple(arrived if i == number else a for i, a in enumerate(state.local.arrived))
+        state = replace(state, local=replace(state.local, arrived=news))
     return state
 
 
+def _with_exchange(state: TrainState, number: int, after: TrainState) -> TrainState:
+    """Return a state with what an exchange of a fragment has changed beside what it brings."""
+    state = replace(
+        _with_talk(state, number, after.local.talks[number]),
+        skipped=after.skipped,
+        skipped_in_a_row=after.skipped_in_a_row,
+    )
+    local = replace(state.local, spread=after.local.spread, outer_norm=after.local.outer_norm)
+    if not number:
+        local = replace(local, past=after.local.past)
+    return replace(state, local=local)
+
+
 def _send(
-    training: WorkerTraining, fragment: Fragment, state: TrainState
+    training: WorkerTraining, fragment: Fragment, state: TrainState, is_beside: bool = False
 ) -> tuple[Arrived, TrainState]:
     """Return what an exchange of a fragment brings, and the state after it."""
     method, local, number = training.method, state.local, fragment.number
@@ -227,6 +264,7 @@ def _send(
         training.workers,
         number=method.timing.round(number, state.step),
         key=jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number),
+        is_beside=is_beside,
     )
     total, past = None, local.past
     if past is not None and not number:

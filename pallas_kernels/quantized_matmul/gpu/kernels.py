@@ -60,30 +60,35 @@ def kernel_for(capability: tuple[int, int] | None, x: Any, w: QuantizedArray) ->
     Raises:
         ValueError: No kernel runs on this GPU or takes these factors.
     """
-    against_gpu = reason_against_gpu(capability)
-    if capability is None or against_gpu is not None:
-        raise ValueError(
-            f"quantized_matmul: implementation='pallas_gpu': {against_gpu}: choose 'xla'."
-        )
-    if not isinstance(x, QuantizedArray) and x.dtype not in _FLOATING:
-        raise ValueError(
-            f"quantized_matmul: the kernels of 'pallas_gpu' take an x in {', '.join(_FLOATING)} or "
-            f"quantised, not {x.dtype}: cast it, or choose 'xla'."
-        )
-    block = blocks_of(x, w)
-    if block is not None and block % _STEP:
-        near = sorted({max(1, round(block / _STEP)) * _STEP, -(-block // _STEP) * _STEP})
-        raise ValueError(
-            f"quantized_matmul: the kernels of 'pallas_gpu' take blocks of scales of a multiple of "
-            f"{_STEP}, not of {block}: quantize with block_size={' or '.join(map(str, near))}, or "
-            "choose 'xla'."
-        )
+    refusal = _refusal(capability, x, w)
+    if capability is None or refusal is not None:
+        raise ValueError(refusal)
     against = reason_against(x, w)
     if is_widened(x, w):
         why = "has WGMMA, and reading w takes the time"
         return choose_kernel(capability, against, hopper="widened", because=why)
     why = "has WGMMA, and multiplying takes the time"
     return choose_kernel(capability, against, hopper="few_bits", because=why)
+
+
+def _refusal(capability: tuple[int, int] | None, x: Any, w: QuantizedArray) -> str | None:
+    """Return why no kernel runs on this GPU or takes these factors; None if one does."""
+    if (against_gpu := reason_against_gpu(capability)) is not None:
+        return f"quantized_matmul: implementation='pallas_gpu': {against_gpu}: choose 'xla'."
+    if not isinstance(x, QuantizedArray) and x.dtype not in _FLOATING:
+        return (
+            f"quantized_matmul: the kernels of 'pallas_gpu' take an x in {', '.join(_FLOATING)} or "
+            f"quantised, not {x.dtype}: cast it, or choose 'xla'."
+        )
+    block = blocks_of(x, w)
+    if block is not None and block % _STEP:
+        near = sorted({max(1, round(block / _STEP)) * _STEP, -(-block // _STEP) * _STEP})
+        return (
+            f"quantized_matmul: the kernels of 'pallas_gpu' take blocks of scales of a multiple of "
+            f"{_STEP}, not of {block}: quantize with block_size={' or '.join(map(str, near))}, or "
+            "choose 'xla'."
+        )
+    return None
 
 
 def reason_against_default(*factors: Any) -> str | None:
@@ -100,11 +105,7 @@ def reason_against_default(*factors: Any) -> str | None:
     w = w.weights if isinstance(w, MixedArray) else w
     if not isinstance(w, QuantizedArray):
         return None
-    try:
-        kernel_for(device_capability("quantized_matmul"), x, w)
-    except ValueError as error:
-        return str(error)
-    return None
+    return _refusal(device_capability("quantized_matmul"), x, w)
 
 
 _FLOATING = ("bfloat16", "float16", "float32")

@@ -46,7 +46,7 @@ def first_state(params):
         rng=jax.random.key(0),
         skipped=number,
         skipped_in_a_row=number,
-        adapter=CONFIG.first_state(params, TABLE, jax.random.key(0)),
+        parts={"adapter": CONFIG.first_state(params, TABLE, jax.random.key(0))},
     )
 
 
@@ -115,7 +115,7 @@ def test_scores_and_masks_equal_those_of_peft():
             ("sensitivity", allocates.exp_avg_ipt),
             ("uncertainty", allocates.exp_avg_unc),
         ):
-            found = dict(as_theirs(state.adapter[kind]))
+            found = dict(as_theirs(state.parts["adapter"][kind]))
             assert found.keys() == averages.keys()
             for name in found:
                 np.testing.assert_allclose(found[name], averages[name], rtol=2e-6, atol=1e-7)
@@ -147,8 +147,8 @@ def test_live_triplets_are_the_budget_and_stay_in_the_end():
         else:
             assert live(state) == CONFIG.budgets(TABLE)[0]
         if step == 9:
-            chosen = jax.tree.map(np.asarray, state.adapter)
-    jax.tree.map(np.testing.assert_array_equal, state.adapter, chosen)
+            chosen = jax.tree.map(np.asarray, state.parts["adapter"])
+    jax.tree.map(np.testing.assert_array_equal, state.parts["adapter"], chosen)
 
 
 def test_layers_without_an_addition_take_nothing_of_the_budget():

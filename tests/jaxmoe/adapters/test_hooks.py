@@ -54,7 +54,8 @@ def trained(adapter, *, steps=3, execution=None, accumulation=1, bad=()):
         else:
             with jax.set_mesh(mesh):
                 state, metrics = step(state, global_batch(rows, mesh))
-        states.append(jax.tree.map(np.asarray, (state.params, state.opt_state, state.adapter)))
+        seen = (state.params, state.opt_state, state.parts.get("adapter"))
+        states.append(jax.tree.map(np.asarray, seen))
     assert metrics is not None
     return states, metrics
 

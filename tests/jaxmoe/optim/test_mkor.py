@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
@@ -17,10 +18,9 @@ from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, MKORConfig
 from jaxmoe.optim.mkor import directions, scale_by_mkor, updated
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.state import init_state
-from jaxmoe.training.step import TrainStep, make_train_step
+from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from sharding.products.probed import ProbedArray, means, probed_product
@@ -93,17 +93,15 @@ def test_probes_change_no_value_and_measure_sums():
 def _measured(mesh=None, parts=1, has_probes=True):
     """Gradients of one step of FULL with probes."""
     execution = ExecutionConfig(mesh=MeshConfig() if mesh is None else mesh)
-    run = jax.jit(
-        functools.partial(
-            batch_gradients,
-            model=FULL,
-            execution=execution,
-            objective=NextTokenConfig(),
-            accumulation=parts,
-            accumulated_balance="two_pass",
-            has_probes=has_probes,
-        )
+    probing = MKORConfig().build(parameter_table(FULL), SCHEDULE)
+    step = Step(
+        model=FULL,
+        optimizer=probing if has_probes else optax.sgd(1.0),
+        execution=execution,
+        accumulation=parts,
+        accumulated_balance="two_pass",
     )
+    run = jax.jit(functools.partial(batch_gradients, step))
     state, rows = state_of(FULL), jax.tree.map(jnp.asarray, batch())
     if math.prod(execution.mesh.sizes) == 1:
         return run(state, rows)[1]
@@ -213,7 +211,7 @@ def test_updates_without_statistics_are_refused():
 def test_executions_without_probes_are_refused(execution, text):
     optimizer = MKORConfig().build(parameter_table(TINY), SCHEDULE)
     with pytest.raises(ValueError, match=text):
-        TrainStep(model=TINY, optimizer=optimizer, execution=execution)
+        Step(model=TINY, optimizer=optimizer, execution=execution)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_step_does_not_wait_for_a_message_that_overlaps_it(delay):
     config = StreamingConfig(every=4, fragments=2, delay=delay)
     workers = Workers(4, is_spread=True)
     training = dataclasses.replace(wr.training_of(config), workers=workers)
-    exchange = exchange_late if delay else exchange_now
+    exchange = functools.partial(exchange_late, sent=(0, 1)) if delay else exchange_now
 
     def read_by_the_step(state):
         after = exchange(training, state)

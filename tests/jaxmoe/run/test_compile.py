@@ -3,9 +3,10 @@
 """Options of XLA for the train step: on a GPU alone, and never over those of the user."""
 
 import jax
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxmoe.run.compile import GPU_OPTIONS, compiler_options
+from jaxmoe.run.compile import GPU_OPTIONS, compile_with, compiler_options
 
 DEVICE = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
 MESH = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=DEVICE)
@@ -24,3 +25,29 @@ def test_others_have_none():
 def test_xla_knows_the_options():
     lowered = jax.jit(lambda x: x + 1.0).lower(1.0)
     assert lowered.compile(GPU_OPTIONS)(1.0) == 2.0
+
+
+class LoweredProgram:
+    """A program that XLA refuses with the options of GPUs."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def compile(self, options=None):
+        if options is not None:
+            raise jax.errors.JaxRuntimeError(self.words)
+        return "compiled"
+
+
+def test_a_step_that_the_options_do_not_allow_compiles_without_them():
+    """Seen on an H100: a product of bfloat16 with float32."""
+    lowered = LoweredProgram("INTERNAL: GEMM is not supported by cublasLt")
+    with pytest.warns(
+        UserWarning, match="without xla_gpu_enable_triton_gemm=False: INTERNAL: GEMM"
+    ):
+        assert compile_with(lowered, GPU_OPTIONS) == "compiled"
+
+
+def test_a_lack_of_memory_is_not_tried_again():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compile_with(LoweredProgram("RESOURCE_EXHAUSTED: out of memory"), GPU_OPTIONS)

@@ -67,6 +67,12 @@ def test_the_report_shows_the_schedule_of_what_is_left(tmp_path):
             "25% of 8 groups of layers: 0% less time in layers planned",
         ),
         (SkippingConfig(), 1, "25% of 4 groups of layers, masked: no time saved without stages"),
+        (
+            SkippingConfig(ratio=0.0, order="swapped_ends"),
+            4,
+            "0% of 4 groups of layers, swapped_ends in half of the micro-batches: 1% more time in"
+            " layers planned",
+        ),
         (SkippingConfig(ratio=0.1), 4, "0% of 4 groups of layers: 0% less time in layers planned"),
     ],
 )

@@ -3,6 +3,7 @@
 """Lost layers are means of their neighbours, and everything that survives is bitwise the same."""
 
 import dataclasses
+import functools
 import logging
 import shutil
 
@@ -32,9 +33,11 @@ from jaxmoe.run.assemble import assemble
 from jaxmoe.run.recovery import restore_averaged, restore_averaged_snapshot, with_raised_rate
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.guard import no_norms
-from jaxmoe.training.pipeline import mirror_rows, remember_layers
+from jaxmoe.training.parts.base import run_after
+from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.recovery import sources_of
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from tests.support.meshes import mesh_of
 from tests.support.runs import flags
@@ -51,6 +54,7 @@ MODEL = ModelConfig(
 )
 EXECUTION = ExecutionConfig(mesh=MeshConfig(stage=STAGES, data=2))
 TABLE = parameter_table(MODEL, rules=EXECUTION.axis_rules)
+STEP = Step(model=MODEL, optimizer=optax.sgd(1.0), execution=EXECUTION)
 NORMS = np.asarray([3.0, 100.0, 1.0, 2.0], np.float32)
 CONFIG = {"execution": {"mesh": {"stage": STAGES}}}
 WEIGHTS = (3.0 + 1e-4) / (4.0 + 2e-4), (1.0 + 1e-4) / (4.0 + 2e-4)
@@ -74,11 +78,13 @@ def _state(seed: int, step: int) -> TrainState:
         skipped=jnp.int32(0),
         skipped_in_a_row=jnp.int32(0),
         recent_norms=no_norms(),
-        layer_norms=jnp.asarray(NORMS),
-        mirror={name: params[name] for name in ("embedding", "head")},
+        parts={
+            "layer_norms": jnp.asarray(NORMS),
+            "mirror": {name: params[name] for name in ("embedding", "head")},
+        },
     )
     with jax.set_mesh(mesh):
-        state = jax.jit(mirror_rows)(state)
+        state = jax.jit(functools.partial(VocabularyMirror().settle, STEP))(state, state)
     whole = NamedSharding(mesh, jax.P())
     return jax.tree.map(lambda x: x if len(x.devices()) > 1 else jax.device_put(x, whole), state)
 
@@ -157,10 +163,10 @@ def test_rows_are_new_where_their_copy_is_lost_too(shelf, saved, caplog):
     found, new = survey(shelf / "7"), _state(1, 0)
     boxes = found.lost["params/embedding/weight"]
     assert {box[0] for box in boxes} == {(4, 8)}
-    mirrored = found.lost["mirror/embedding/weight"]
+    mirrored = found.lost["parts/mirror/embedding/weight"]
     assert {box[0] for box in mirrored} == {(4, 8)}  # rows 0 to 3
     half = ((8, 10), (0, 8))
-    path = "mirror/embedding/weight"
+    path = "parts/mirror/embedding/weight"
     found = dataclasses.replace(found, lost=found.lost | {path: (*mirrored, half)})
 
     class Fewer(Survivors):
@@ -169,7 +175,7 @@ def test_rows_are_new_where_their_copy_is_lost_too(shelf, saved, caplog):
 
         def read(self, path, box, instead):
             values = self._rest.read(path, box, instead)
-            if path == "mirror/embedding/weight" and (both := overlap(box, half)) is not None:
+            if path == "parts/mirror/embedding/weight" and (both := overlap(box, half)) is not None:
                 values[inside(both, box)] = instead[inside(both, box)]
             return values
 
@@ -184,18 +190,18 @@ def test_rows_are_new_where_their_copy_is_lost_too(shelf, saved, caplog):
 
 def test_a_state_with_copies_is_restored_where_none_are_kept_and_back(caplog):
     state = _state(0, 7)
-    assert state.mirror is not None
-    for stage, rows in enumerate(np.split(np.asarray(state.mirror["embedding"]["weight"]), STAGES)):
+    mirror = np.asarray(state.parts["mirror"]["embedding"]["weight"])
+    for stage, rows in enumerate(np.split(mirror, STAGES)):
         whole = np.split(np.asarray(state.params["embedding"]["weight"]), STAGES)
         np.testing.assert_array_equal(rows, whole[stage - 1])
-    bare = dataclasses.replace(state, mirror=None)
+    bare = dataclasses.replace(state, parts={"layer_norms": state.parts["layer_norms"]})
     for kept, target in ((state, bare), (bare, state)):
         manifest = make_manifest(kept, step=7, config=CONFIG, data={})
         wanted = without_later(manifest, target)
         check_target(manifest, wanted, "the step")
         found = with_later(manifest, kept, target, "the step")
         assert jax.tree.structure(found) == jax.tree.structure(target)
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.mirror))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.parts.get("mirror")))
     assert "rows of the vocabulary of the stages before" in caplog.text
 
 
@@ -313,9 +319,11 @@ def test_norms_of_layers_are_those_of_the_gradients():
         if "blocks" in path
     )
     with jax.set_mesh(mesh_of(EXECUTION)):
-        keep = jax.jit(lambda state, grads, good: remember_layers(MODEL, state, grads, good))
-        good, bad = (keep(state, grads, is_good).layer_norms for is_good in (True, False))
+        keep = jax.jit(functools.partial(run_after, (LayerNorms(),), STEP, state))
+        good, bad = (
+            keep(state, grads, is_good).parts["layer_norms"]
+            for is_good in (jnp.bool_(True), jnp.bool_(False))
+        )
     np.testing.assert_allclose(good, np.sqrt(total), rtol=1e-6)
     np.testing.assert_array_equal(bad, NORMS)
-    assert state.layer_norms is not None
-    assert good.sharding.is_equivalent_to(state.layer_norms.sharding, 1)
+    assert good.sharding.is_equivalent_to(state.parts["layer_norms"].sharding, 1)

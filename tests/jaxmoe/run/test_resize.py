@@ -223,10 +223,11 @@ def test_a_refused_resize_is_explained_and_the_run_goes_on(moves):
     assert not moves[0].directory.resize_file.exists()
 
 
+WAY_OUT = 'write an object such as {"mesh": {"data": 6}}, or remove the file'
 REFUSALS = {
     "{": "resize.json is not JSON (Expecting property name enclosed in double quotes: line 1 column"
-    " 2 (char 1))",
-    "[]": 'resize.json must be an object such as {"mesh": {"data": 6}}',
+    f" 2 (char 1)): {WAY_OUT}",
+    "[]": f"resize.json holds a list, and must hold an object: {WAY_OUT}",
     "{}": "a resize changes nothing: give the size of an axis, such as mesh.data=6, or devices to"
     " leave out, such as without=7",
     '{"mesh": {"date": 6}}': "mesh.date is not a field of AxisSizes: did you mean 'data'?",

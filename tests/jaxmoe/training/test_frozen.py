@@ -17,10 +17,9 @@ from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.scaling import StandardConfig, standard
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.state import init_state
-from jaxmoe.training.step import make_train_step
+from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig, make_mesh
 from sharding.distributed import global_batch
 from tests.support.models import TINY
@@ -90,16 +89,14 @@ def test_frozen_parameters_stay_bitwise_and_have_no_state(name, mesh):
 def test_gradients_of_trained_parameters_are_those_of_the_full_step():
     table = parameter_table(TINY, _rules())
     state = init_state(TINY, optax.sgd(1.0), jax.random.key(0))
-    given = {
-        "model": TINY,
-        "execution": ExecutionConfig(),
-        "objective": NextTokenConfig(),
-        "accumulation": 2,
-    }
+    step = Step(model=TINY, optimizer=optax.sgd(1.0), accumulation=2)
 
     @jax.jit
     def both(state, batch):
-        full, part = (batch_gradients(state, batch, table=t, **given)[1] for t in (None, table))
+        full, part = (
+            batch_gradients(dataclasses.replace(step, table=t), state, batch)[1]
+            for t in (None, table)
+        )
         return full.loss, part.loss, full.grads, part.grads
 
     full_loss, part_loss, full, part = both(state, batch())

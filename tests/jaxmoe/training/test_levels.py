@@ -19,11 +19,11 @@ from jaxmoe.data.source import Row
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
 from jaxmoe.planning.hlo import collectives
-from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.state import init_state
+from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.sequence_parallel import LevelsConfig, RingConfig
 from tests.support.hlo_branches import branch_collectives
@@ -68,16 +68,16 @@ def packed(name, seed):
 def compute(execution, accumulation, *, is_levelled):
     """Loss and gradients of a batch; the state is the same on every mesh."""
 
+    one_step = Step(
+        model=TINY,
+        optimizer=adamw(1e-2),
+        execution=execution,
+        accumulation=accumulation,
+        accumulated_balance="two_pass",
+    )
+
     def both(state, batch):
-        _, summed, _ = batch_gradients(
-            state,
-            batch,
-            model=TINY,
-            execution=execution,
-            objective=NextTokenConfig(),
-            accumulation=accumulation,
-            accumulated_balance="two_pass",
-        )
+        _, summed, _ = batch_gradients(one_step, state, batch)
         return summed.loss, summed.losses, summed.statistics, summed.grads
 
     mesh = mesh_of(execution)

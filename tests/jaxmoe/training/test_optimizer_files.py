@@ -23,7 +23,7 @@ from jaxmoe.training.optimizer_files import part_files
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import OptimizerFilesError, open_files
 from jaxmoe.training.state import init_state
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from tests.support.tolerances import assert_close
 
@@ -75,7 +75,7 @@ class Training:
         self.model, table = model, parameter_table(model, standard(model))
         self.optimizer = AdamWConfig().build(table, LinearConfig().build(8))
         self.execution, self.table = execution, table
-        step = TrainStep(model=model, optimizer=self.optimizer, execution=execution)
+        step = Step(model=model, optimizer=self.optimizer, execution=execution)
         self.files: PartFiles | None = None
         if directory is not None:
             self.files = open_files(str(directory), step, self.state())

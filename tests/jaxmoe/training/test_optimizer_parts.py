@@ -14,8 +14,9 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, MuonConfig, MuonHConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from jaxmoe.training.state import TrainState, put_away
-from jaxmoe.training.step import make_train_step, update_params
+from jaxmoe.training.accumulation import GradientSums
+from jaxmoe.training.state import Clipped, TrainState, put_away
+from jaxmoe.training.step import Step, make_train_step, update_params
 from sharding import MeshConfig
 from tests.support.models import FULL, in_groups
 from tests.support.tolerances import assert_close
@@ -44,6 +45,8 @@ def values_like(tree, seed):
 def update(execution, optimizer, is_good=True):
     """Function from parameters, state and gradients to new parameters, updates and state."""
 
+    step = Step(model=MODEL, optimizer=optimizer, execution=execution)
+
     def run(params, opt_state, grads):
         state = TrainState(
             step=jnp.int32(0),
@@ -55,7 +58,8 @@ def update(execution, optimizer, is_good=True):
             skipped_in_a_row=jnp.int32(0),
         )
         norm = optax.tree.norm(grads)
-        new = update_params(MODEL, optimizer, execution, grads, state, after=(norm, norm))
+        summed = GradientSums(grads=None, loss=norm, losses={}, statistics=None)
+        new = update_params(step, state, summed, Clipped(grads, norm, jnp.ones(())))
         kept = new.opt_state.kept(is_good & new.opt_state.is_finite)
         return new.params, new.updates, kept
 

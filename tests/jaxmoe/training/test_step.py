@@ -26,7 +26,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import SoftmaxTopKConfig
 from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.accumulation import Gradients, accumulate
+from jaxmoe.training.accumulation import GradientSums, accumulate
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
@@ -245,7 +245,7 @@ def test_micro_batches_take_every_nth_row():
         tokens = micro.batch.tokens[jnp.argsort(micro.row_ids)]
         rows = jnp.zeros((ROWS, LENGTH), jnp.int32).at[: len(tokens)].set(tokens)
         zero = jnp.zeros((), jnp.float32)
-        return Gradients(grads={"rows": rows}, loss=zero, losses={}, statistics=None)
+        return GradientSums(grads={"rows": rows}, loss=zero, losses={}, statistics=None)
 
     batch = jax.tree.map(jnp.asarray, BATCH)
     total = accumulate(gradients_of, batch, 4, ExecutionConfig().placement).grads["rows"]

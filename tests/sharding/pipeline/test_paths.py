@@ -34,18 +34,22 @@ def test_loads_are_equal_and_no_two_neighbours_are_left_out(step):
     groups, micro_batches, ratio, never = step
     paths = choose_paths(*step)
     assert len(paths) == micro_batches
-    assert {sum(path) for path in paths} == {groups - round(ratio * groups)}
+    assert {len(path) for path in paths} == {groups - round(ratio * groups)}
     for path in paths:
-        assert all(path[group] for group in never)
-        assert all(one or other for one, other in zip(path, path[1:], strict=False))
-    loads = [sum(path[group] for path in paths) for group in range(groups) if group not in never]
+        assert set(never) <= set(path)
+        assert list(path) == sorted(path)
+        assert all(group in path or group + 1 in path for group in range(groups - 1))
+    loads = [sum(group in path for path in paths) for group in range(groups) if group not in never]
     assert max(loads) - min(loads) <= 1
     assert min(loads) >= 1
     assert paths == choose_paths(*step)
 
 
 def test_each_micro_batch_leaves_out_the_groups_after_those_of_the_one_before():
-    rows = ["".join("x" if has else "." for has in path) for path in choose_paths(8, 6, 0.25)]
+    rows = [
+        "".join("x" if group in path else "." for group in range(8))
+        for path in choose_paths(8, 6, 0.25)
+    ]
     assert rows == [".xxx.xxx", "x.xxx.xx", "xx.xxx.x", "xxx.xxx.", ".xxx.xxx", "x.xxx.xx"]
 
 
@@ -59,8 +63,33 @@ def test_partial_tables_read_the_right_slots_and_the_fewest(stages, chunks, micr
     slots = assert_slots_execute(schedule)
     left_out = round(step[2] * groups)
     assert schedule.num_hops <= 1 + (left_out > 0)
-    assert len(slots.arrives) == len(slots.enters) == schedule.num_hops
+    assert len(slots.enters) == schedule.num_hops
+    assert len(slots.arrives) == len(schedule.hops) <= 1 + (left_out > 0)
     assert len(schedule.when) == 2 * micro_batches * (groups - left_out)
+    assert_keeps_order(schedule, slots)
+
+
+def test_half_of_the_micro_batches_pass_through_the_ends_in_the_other_order():
+    assert choose_paths(6, 3, 0.0, order="swapped_ends") == (
+        (0, 1, 2, 3, 4, 5),
+        (0, 1, 2, 3, 4, 5),
+        (1, 0, 2, 3, 5, 4),
+    )
+    assert choose_paths(4, 2, 0.25, order="swapped_ends") == ((1, 2, 3), (0, 3, 2))
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(2, 24), st.data())
+def test_tables_with_swapped_ends_read_the_right_slots(stages, chunks, micro_batches, data):
+    groups = max(stages * chunks, 4)
+    stages, chunks = (stages, chunks) if stages * chunks > 3 else (4, 1)
+    step = data.draw(paths_of(groups, micro_batches))
+    paths = choose_paths(*step, order="swapped_ends")
+    schedule = first_come_schedule("swap", stages, chunks, paths)
+    slots = assert_slots_execute(schedule)
+    assert stages - 1 in schedule.hops or round(step[2] * groups)
+    assert len(slots.arrives) == len(schedule.hops)
+    assert len(slots.enters) == schedule.num_hops
     assert_keeps_order(schedule, slots)
 
 
@@ -123,6 +152,18 @@ def test_paths_through_all_groups_give_the_ordinary_table():
     assert dataclasses.replace(found, paths=None) == ordinary
 
 
+@pytest.mark.parametrize(("stages", "more"), [(4, 1.053), (8, 1.026)])
+def test_swapped_ends_take_little_more_time(stages, more):
+    """Every stage does the same work, and waits where the order changes."""
+    pipeline, micro_batches = InterleavedConfig(), 4 * stages
+    paths = choose_paths(stages, micro_batches, 0.0, order="swapped_ends")
+    swapped, whole = (pipeline.schedule(stages, micro_batches, some) for some in (paths, None))
+    assert swapped.num_hops == 2
+    assert swapped.hops == ((1, 3) if stages == 4 else (1, 2, stages - 1))
+    assert swapped.seconds() / whole.seconds() == pytest.approx(more, abs=1e-3)
+    assert max(swapped.kept()) <= max(whole.kept()) + 1
+
+
 def test_timetable_of_four_stages():
     schedule = InterleavedConfig().schedule(4, 6, choose_paths(4, 6, 0.25))
     assert schedule.text().splitlines() == [
@@ -149,6 +190,11 @@ WRONG = {
         (3, 4, 0.3, (0, 2)),
         f"training.skipping.ratio=0.3 {GROUPS.format(1, 3, 1)} (training.skipping.never=(0, 2)),"
         " and no two neighbours at once: choose a smaller ratio, or fewer groups in never",
+    ),
+    "too few to swap": (
+        (3, 4, 0.0, (), "swapped_ends"),
+        "training.skipping.order=swapped_ends exchanges the first two groups and the last two, and"
+        " training.skipping.groups=3: set it to 4 or more",
     ),
 }
 
@@ -183,15 +229,20 @@ def test_schedules_without_partial_tables_refuse_paths(pipeline, message):
 
 def test_tables_beside_their_paths_are_refused():
     times: dict[tuple[Kind, int, int, int], int] = {("F", 0, 0, 0): 0, ("B", 0, 0, 0): 0}
-    build = from_times("t", 2, 1, 1, times, ((True, False),))
+    build = from_times("t", 2, 1, 1, times, ((0,),))
     assert (build.before(0, 0), build.after(0, 0), build.num_hops) == (-1, 2, 2)
     for paths, message in [
-        (((True, True),), "t: F of group 1, micro-batch 0 is missing"),
-        (((False, True),), "t: F of group 0, micro-batch 0 is not on its path"),
-        (((False, False),), "t: the path of micro-batch 0 has no group"),
-        (
-            ((True,),),
-            "t: paths must say for 1 micro-batches and 2 groups which of them are passed",
+        (((0, 1),), "t: F of group 1, micro-batch 0 is missing"),
+        (((1,),), "t: F of group 0, micro-batch 0 is not on its path"),
+        (((),), "t: the path of micro-batch 0 has no group"),
+        (((0,), (0,)), "t: there are paths of 2 micro-batches, and 1 micro-batches"),
+        *(
+            (
+                (path,),
+                f"t: the path of micro-batch 0, {path}, must have each of the groups 0 to 1 at"
+                " most once",
+            )
+            for path in ((0, 2), (1, 1))
         ),
     ]:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

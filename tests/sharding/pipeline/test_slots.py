@@ -36,11 +36,10 @@ class Buffers:
         return label
 
 
-def hops(arrays, tick, stage):
+def by_hop(hops, arrays, tick, stage):
     """Hop and slot of what happens in a tick on a stage."""
-    return [
-        (hop, array[tick, stage]) for hop, array in enumerate(arrays, 1) if array[tick, stage] >= 0
-    ]
+    pairs = zip(hops, arrays, strict=True)
+    return [(hop, array[tick, stage]) for hop, array in pairs if array[tick, stage] >= 0]
 
 
 def execute(schedule, slots):
@@ -49,7 +48,7 @@ def execute(schedule, slots):
     Returns:
         Everything done as (kind, group, micro-batch), and the buffers X, G, H and R.
     """
-    p = schedule.stages
+    p, ends = schedule.stages, range(1, schedule.num_hops + 1)
     x = Buffers(p, slots.num_inputs)
     g = Buffers(p, slots.num_gradients)
     h = Buffers(p, slots.num_heads)
@@ -58,9 +57,9 @@ def execute(schedule, slots):
     made = [None] * p  # gradients made in the tick before
     for t in range(len(schedule.ticks)):
         for s in range(p):
-            for hop, slot in hops(slots.g_arrives, t, s):
+            for hop, slot in by_hop(schedule.hops, slots.g_arrives, t, s):
                 g.store(s, slot, made[(s + hop) % p])
-            for hop, slot in hops(slots.enter_slot, t, s):
+            for hop, slot in by_hop(ends, slots.enter_slot, t, s):
                 x.store(s, slot, (hop - 1, int(slots.enters[hop - 1][t])))
         made, sent, heads = [None] * p, [None] * p, {}
         for s in range(p):
@@ -76,7 +75,7 @@ def execute(schedule, slots):
         for hop, leaves in enumerate(slots.leaves, 1):
             assert leaves[t] == heads.get(hop, (None, -1))[1]
         for s in range(p):
-            for hop, slot in hops(slots.head_in, t, s):
+            for hop, slot in by_hop(ends, slots.head_in, t, s):
                 h.store(s, slot, heads[hop])
             if slots.b_input[t, s] >= 0:
                 label = x.read(s, slots.b_input[t, s], is_last=True)
@@ -99,7 +98,7 @@ def execute(schedule, slots):
                 assert label[0] == schedule.group(s, int(slots.w_chunk[t, s]))
                 done.append(("W", *label))
         for s in range(p):
-            for hop, slot in hops(slots.arrives, t, s):
+            for hop, slot in by_hop(schedule.hops, slots.arrives, t, s):
                 x.store(s, slot, sent[(s - hop) % p])
     return done, (x, g, h, r)
 

@@ -17,13 +17,12 @@ from jaxmoe.contrib.adapters.remix import draw, log_prob
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixing import ADVANTAGE, MixingInputs
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.estimators import SPSAConfig
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.repeated import advantages
 from jaxmoe.training.state import state_around
-from jaxmoe.training.step import make_train_step
+from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from tests.support.meshes import mesh_of
@@ -104,15 +103,14 @@ def state_of(ups):
 
 
 def gradients_of(state, rows, execution, accumulation):
-    _, summed, _ = batch_gradients(
-        state,
-        rows,
+    step = Step(
         model=MODEL,
+        optimizer=SGD,
         execution=execution,
-        objective=NextTokenConfig(),
         accumulation=accumulation,
         table=parameter_table(MODEL),
     )
+    _, summed, _ = batch_gradients(step, state, rows)
     return summed.loss, traverse_util.flatten_dict(summed.grads, sep="/")
 
 

@@ -98,7 +98,7 @@ def test_vectors_and_candidates_change_places():
     state = begun(CONFIG)
     after = followed(CONFIG, state)
     (path,) = [path for path in flat(state.params) if path.endswith("attention/q:down")]
-    own, new = flat(state.adapter), flat(after.adapter)
+    own, new = flat(state.parts["adapter"]), flat(after.parts["adapter"])
     for layer in range(2):
         both = [
             np.concatenate(
@@ -118,7 +118,7 @@ def test_counterparts_lose_their_moments_and_wait_five_steps():
             assert not np.any(np.asarray(leaf)), keys
     still = dataclasses.replace(CONFIG, rate=0.0)
     for left in range(5, 0, -1):
-        pauses = [x for path, x in flat(after.adapter).items() if path.endswith("paused")]
+        pauses = [x for path, x in flat(after.parts["adapter"]).items() if path.endswith("paused")]
         assert all(np.all(np.asarray(x) == left) for x in pauses)
         moved = jax.tree.map(lambda x: x + 1.0, after.params)
         after = followed(still, dataclasses.replace(after, params=moved), before=after)

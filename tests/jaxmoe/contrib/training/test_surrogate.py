@@ -19,11 +19,11 @@ from jaxmoe.models import presets
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.estimators import BackpropConfig, SurrogateConfig
 from jaxmoe.training.state import init_state
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from tests.jaxmoe.training.estimators.test_spsa import DENSE
-from tests.support.estimators import estimated, problem_of, state_of
+from tests.support.estimators import estimated, state_of, step_of
 from tests.support.meshes import mesh_of
 from tests.support.models import TINY
 from tests.support.one_step import batch
@@ -75,7 +75,7 @@ def test_cosine_rises_with_the_trajectory():
 def test_message_is_the_weights_of_the_features():
     config = SurrogateConfig(features=32, queries=4)
     assert config.init(parameter_table(TINY)).shape == (32,)
-    said = config.describe(problem_of(TINY))
+    said = config.describe(step_of(TINY))
     assert said.startswith("zeroth order: 2 x 4 passes a step, 128 bytes a worker and step")
 
 
@@ -83,7 +83,7 @@ def test_large_models_are_refused():
     model = presets.tiny()
     text = "at most 100000 values, and there are .*: train an adapter, such as model.adapter:lora"
     with pytest.raises(ValueError, match=text):
-        TrainStep(model=model, optimizer=optax.sgd(1.0), estimator=SurrogateConfig())
+        Step(model=model, optimizer=optax.sgd(1.0), gradients=SurrogateConfig())
     for field in ("features", "queries", "length", "ridge", "epsilon"):
         with pytest.raises(ValueError, match=rf"training.gradients.{field}=0 must be "):
             SurrogateConfig(**{field: 0})
@@ -93,12 +93,12 @@ def test_large_models_are_refused():
 def test_gradient_of_a_model_nears_that_of_backpropagation():
     """The cosine is that of n of d directions, seen through M features of uneven sensitivity."""
     model = dataclasses.replace(DENSE, num_layers=1, embed_dim=8, dense_dim=8)
-    problem, found, numbers = problem_of(model), [], (8, 64, 256)
-    wanted = flat(estimated(BackpropConfig(), problem, state_of(model)).summed.grads)
+    step, found, numbers = step_of(model), [], (8, 64, 256)
+    wanted = flat(estimated(BackpropConfig(), step, state_of(model)).summed.grads)
     for queries in numbers:
         config = SurrogateConfig(features=2048, queries=queries, epsilon=1e-2)
         state = state_of(model, config.init(parameter_table(model)))
-        found.append(cosine(flat(estimated(config, problem, state).summed.grads), wanted))
+        found.append(cosine(flat(estimated(config, step, state).summed.grads), wanted))
     through = math.sqrt(1.0 + 1.5 * wanted.size / 2048)
     expected = [math.sqrt(min(n / wanted.size, 1.0)) / through for n in numbers]
     seen = (found, expected, wanted.size)
@@ -110,22 +110,22 @@ def test_workers_send_their_weights_and_stay_equal():
     config, optimizer = SurrogateConfig(features=100, queries=1), optax.sgd(1e-3)
     table, mesh = parameter_table(DENSE), MeshConfig(replica=2, data=2)
     execution = ExecutionConfig(mesh=mesh, rules="data_parallel")
-    step = TrainStep(
-        model=DENSE, optimizer=optimizer, execution=execution, table=table, estimator=config
+    step = Step(
+        model=DENSE, optimizer=optimizer, execution=execution, table=table, gradients=config
     )
     made = mesh_of(execution)
     state = init_state(
         *(DENSE, optimizer, jax.random.key(0)),
         execution=execution,
         mesh=made,
-        estimator=functools.partial(config.init, table),
+        gradients=config,
     )
     with jax.set_mesh(made):
         rows = global_batch(batch(), made)
         compiled = step.jitted().lower(state, rows).compile()
         text = compiled.as_text()
         state, metrics = compiled(state, rows)
-    assert not metrics.is_skipped and np.asarray(state.estimator).any()
+    assert not metrics.is_skipped and np.asarray(state.parts["gradients"]).any()
     sizes = []
     for line in text.splitlines():
         result = re.search(r"= (.*) all-(?:reduce|gather)(?:-start)?\(", line)
@@ -139,6 +139,5 @@ def test_workers_send_their_weights_and_stay_equal():
 
 
 def test_missing_weights_are_refused():
-    state = dataclasses.replace(state_of(DENSE), estimator=None)
-    with pytest.raises(ValueError, match=r"surrogate needs state.estimator, which is None"):
-        SurrogateConfig().estimate(problem_of(DENSE), state, batch())
+    with pytest.raises(ValueError, match=r"state.parts has no gradients, .*:surrogate carries"):
+        SurrogateConfig().compute(step_of(DENSE), state_of(DENSE), batch())

@@ -21,8 +21,8 @@ from jaxmoe.training.estimators import (
     SPSAConfig,
     SurrogateConfig,
 )
-from jaxmoe.training.step import TrainStep
-from tests.support.estimators import problem_of
+from jaxmoe.training.step import Step
+from tests.support.estimators import step_of
 from tests.support.models import TINY
 
 
@@ -53,7 +53,7 @@ from tests.support.models import TINY
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_cost_of_a_step_in_words(config, text):
-    assert config.describe(problem_of(TINY)) == text
+    assert config.describe(step_of(TINY)) == text
 
 
 def test_flops_count_the_passes_of_the_estimator():
@@ -99,8 +99,8 @@ def test_sums_of_derivatives_hold_no_momentum():
 def test_mkor_needs_a_backward_pass():
     optimizer = MKORConfig().build(parameter_table(TINY), lambda count: count)
     with pytest.raises(ValueError, match=r"optimizer:mkor reads output gradients"):
-        TrainStep(model=TINY, optimizer=optimizer, estimator=SPSAConfig())
-    assert not TrainStep(model=TINY, optimizer=optax.sgd(0.1)).problem.has_probes
+        Step(model=TINY, optimizer=optimizer, gradients=SPSAConfig())
+    assert not Step(model=TINY, optimizer=optax.sgd(0.1)).has_probes
 
 
 def test_configs_without_an_estimator_mean_backpropagation():

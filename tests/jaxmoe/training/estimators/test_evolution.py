@@ -12,7 +12,6 @@ import optax
 import pytest
 
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.estimators import EvolutionConfig
 from jaxmoe.training.estimators.evolution import low_rank, pair_factors
 from jaxmoe.training.estimators.noise import noise_sum
@@ -20,7 +19,7 @@ from jaxmoe.training.estimators.passes import prepare
 from jaxmoe.training.estimators.spsa import Ends, direction_keys, paired_losses
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.step import make_train_step
-from tests.support.estimators import estimated, problem_of, state_of
+from tests.support.estimators import estimated, state_of, step_of
 from tests.support.models import TINY
 from tests.support.one_step import batch, params_of
 
@@ -31,27 +30,25 @@ MATRIX = ((-2,), (-1,))
 def test_members_equal_dense_perturbed_models():
     """Losses of all members, through the view, and the gradient made of them."""
     sigma, pairs = 0.05, 2
-    problem, draw = problem_of(TINY), partial(low_rank, 1)
+    step, draw = step_of(TINY), partial(low_rank, 1)
     rows, table = jax.tree.map(jnp.asarray, batch()), parameter_table(TINY)
-    _, given = prepare(problem, state_of(TINY), rows, 0)
+    _, given = prepare(step, state_of(TINY), rows, 0)
     keys = direction_keys(given, jnp.arange(pairs))
-    found = jax.jit(lambda given: paired_losses(problem, given, keys, Ends(sigma, draw)))(given)
+    found = jax.jit(lambda given: paired_losses(step, given, keys, Ends(sigma, draw)))(given)
 
     @jax.jit
     def loss(key, sign):
         noise = noise_sum(table, params_of(TINY), key[None], jnp.ones(1), draw)
         moved = jax.tree.map(lambda p, e: p + sign * sigma * e, params_of(TINY), noise)
         state = dataclasses.replace(state_of(TINY), params=moved)
-        _, summed, _ = batch_gradients(
-            state, rows, model=TINY, execution=problem.execution, objective=NextTokenConfig()
-        )
+        _, summed, _ = batch_gradients(step, state, rows)
         return summed.loss + sum(summed.losses.values())
 
     dense = [[loss(key, sign) for sign in (1.0, -1.0)] for key in keys]
     np.testing.assert_allclose(found.total, np.asarray(dense), rtol=1e-5)
     assert np.ptp(np.asarray(dense)) > 1e-3
     config = EvolutionConfig(population=2 * pairs, sigma=sigma)
-    grads = estimated(config, problem, state_of(TINY)).summed.grads
+    grads = estimated(config, step, state_of(TINY)).summed.grads
     expected = noise_sum(table, params_of(TINY), keys, pair_factors(found.total, sigma), draw)
     for one, other in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

@@ -26,9 +26,7 @@ def _trained(choice, steps=4):
     """Parameters before and after some steps, and the last state."""
     table, optimizer = parameter_table(TINY), optax.sgd(RATE)
     config = SeedPoolConfig(seeds=8, directions=2, choice=choice)
-    state = init_state(
-        TINY, optimizer, jax.random.key(0), estimator=functools.partial(config.init, table)
-    )
+    state = init_state(TINY, optimizer, jax.random.key(0), gradients=config)
     base = jax.tree.map(np.asarray, state.params)
     step = make_train_step(TINY, optimizer, table=table, gradients=config)
     for _ in range(steps):
@@ -44,7 +42,9 @@ def _trained(choice, steps=4):
 def test_replay_of_the_sums_is_the_live_model():
     base, state, _ = _trained("weighted")
     table = parameter_table(TINY)
-    found = replay(table, jax.tree.map(jnp.asarray, base), state.estimator.sums, state.rng, RATE)
+    found = replay(
+        table, jax.tree.map(jnp.asarray, base), state.parts["gradients"].sums, state.rng, RATE
+    )
     for one, live, old in zip(*map(jax.tree.leaves, (found, state.params, base)), strict=True):
         assert np.max(np.abs(live - old)) > 1e-5
         np.testing.assert_allclose(one, live, atol=3e-7)
@@ -53,9 +53,9 @@ def test_replay_of_the_sums_is_the_live_model():
 @pytest.mark.slow
 def test_refused_step_leaves_the_sums():
     _, state, after = _trained("weighted")
-    for one, other in zip(*map(jax.tree.leaves, (state.estimator, after.estimator)), strict=True):
+    for one, other in zip(*map(jax.tree.leaves, (state.parts, after.parts)), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert float(state.estimator.counts.sum()) == 8.0
+    assert float(state.parts["gradients"].counts.sum()) == 8.0
 
 
 def test_message_is_below_18_kilobytes():
@@ -83,5 +83,5 @@ def test_probabilities_sum_to_one_and_follow_the_history():
 def test_a_state_without_sums_is_refused():
     state = init_state(TINY, optax.sgd(RATE), jax.random.key(0))
     step = make_train_step(TINY, optax.sgd(RATE), gradients=SeedPoolConfig(seeds=8))
-    with pytest.raises(ValueError, match=r"needs state.estimator, which is None"):
+    with pytest.raises(ValueError, match=r"state.parts has no gradients, .*:seed_pool carries"):
         step(state, batch())

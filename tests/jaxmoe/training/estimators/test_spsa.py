@@ -15,17 +15,16 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.estimators import SPSAConfig
 from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.estimators.passes import Given
 from jaxmoe.training.estimators.spsa import direction_keys, exchanged, slopes_of
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.state import init_state
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
-from tests.support.estimators import estimated, noise_of, problem_of, state_of
+from tests.support.estimators import estimated, noise_of, state_of, step_of
 from tests.support.meshes import mesh_of
 from tests.support.models import TINY
 from tests.support.one_step import batch, params_of
@@ -103,20 +102,14 @@ def test_noise_differs_by_path_layer_and_key():
 @pytest.mark.slow
 def test_step_of_the_model_equals_dense_perturbation():
     """Passes through the view against parameters that are perturbed as a whole."""
-    config, problem = SPSAConfig(directions=2), problem_of(TINY)
-    found = estimated(config, problem, state_of(TINY))
+    config, step = SPSAConfig(directions=2), step_of(TINY)
+    found = estimated(config, step, state_of(TINY))
     slopes, losses = [], []
 
     @jax.jit
     def loss(params):
         state = dataclasses.replace(state_of(TINY), params=params)
-        _, summed, _ = batch_gradients(
-            state,
-            jax.tree.map(jnp.asarray, batch()),
-            model=TINY,
-            execution=problem.execution,
-            objective=NextTokenConfig(),
-        )
+        _, summed, _ = batch_gradients(step, state, jax.tree.map(jnp.asarray, batch()))
         return summed.loss, summed.loss + sum(summed.losses.values())
 
     for key in _keys(2):
@@ -138,9 +131,9 @@ def test_step_of_the_model_equals_dense_perturbation():
 
 @pytest.mark.large
 def test_clip_limits_each_derivative():
-    free = estimated(SPSAConfig(), problem_of(DENSE), state_of(DENSE)).summed.grads
+    free = estimated(SPSAConfig(), step_of(DENSE), state_of(DENSE)).summed.grads
     limit = 0.01
-    held = estimated(SPSAConfig(), problem_of(DENSE, clip=limit), state_of(DENSE)).summed.grads
+    held = estimated(SPSAConfig(), step_of(DENSE, clip=limit), state_of(DENSE)).summed.grads
     z = noise_of(DENSE, _keys(1)[0])
     slope = float(free["head"]["weight"][0, 0] / z["head"]["weight"][0, 0])
     assert abs(slope) > limit
@@ -161,8 +154,8 @@ def test_clip_limits_each_derivative():
 def test_every_mesh_equals_one_device(mesh):
     """A mesh with an even number of replicas has each half compute one end."""
     config = SPSAConfig(directions=2, epsilon=0.1)
-    one = estimated(config, problem_of(TINY), state_of(TINY))
-    several = estimated(config, problem_of(TINY, mesh), state_of(TINY))
+    one = estimated(config, step_of(TINY), state_of(TINY))
+    several = estimated(config, step_of(TINY, mesh), state_of(TINY))
     np.testing.assert_allclose(several.summed.loss, one.summed.loss, rtol=1e-6)
     # The slope is a difference of losses of 3.5, known to 1e-6, over 0.2.
     assert _largest(several.summed.grads, one.summed.grads) < 5e-5
@@ -174,8 +167,8 @@ def test_every_mesh_equals_one_device(mesh):
 @pytest.mark.large
 def test_accumulation_equals_one_pass():
     config = SPSAConfig(epsilon=0.1)
-    one = estimated(config, problem_of(TINY), state_of(TINY))
-    parts = estimated(config, problem_of(TINY, accumulation=4), state_of(TINY))
+    one = estimated(config, step_of(TINY), state_of(TINY))
+    parts = estimated(config, step_of(TINY, accumulation=4), state_of(TINY))
     np.testing.assert_allclose(parts.summed.loss, one.summed.loss, rtol=1e-6)
     assert _largest(parts.summed.grads, one.summed.grads) < 5e-5
 
@@ -183,7 +176,7 @@ def test_accumulation_equals_one_pass():
 @pytest.mark.large
 def test_one_worker_with_its_own_noise_equals_plain_spsa():
     plain, own = (
-        estimated(SPSAConfig(directions=2, payload=payload), problem_of(TINY), state_of(TINY))
+        estimated(SPSAConfig(directions=2, payload=payload), step_of(TINY), state_of(TINY))
         for payload in ("mean", "float32")
     )
     assert _largest(plain.summed.grads, own.summed.grads) == 0.0
@@ -213,8 +206,8 @@ def test_workers_send_one_byte_each_and_stay_equal():
     mesh, directions = MeshConfig(replica=2, data=2), 3
     config, table = SPSAConfig(directions=directions, payload="byte"), parameter_table(TINY)
     execution = ExecutionConfig(mesh=mesh, rules="data_parallel")
-    step = TrainStep(
-        model=TINY, optimizer=optax.sgd(1e-3), execution=execution, table=table, estimator=config
+    step = Step(
+        model=TINY, optimizer=optax.sgd(1e-3), execution=execution, table=table, gradients=config
     )
     made = mesh_of(execution)
     state = init_state(TINY, optax.sgd(1e-3), jax.random.key(0), execution=execution, mesh=made)
@@ -241,7 +234,7 @@ def test_estimate_needs_the_memory_of_a_few_layers_beside_the_gradient():
         optax.sgd(1e-3),
     )
     table, rows = parameter_table(model), batch()
-    step = TrainStep(model=model, optimizer=optimizer, table=table, estimator=SPSAConfig())
+    step = Step(model=model, optimizer=optimizer, table=table, gradients=SPSAConfig())
     state = jax.eval_shape(lambda: init_state(model, optimizer, jax.random.key(0)))
 
     def temp(function, **given):
@@ -249,11 +242,11 @@ def test_estimate_needs_the_memory_of_a_few_layers_beside_the_gradient():
         return compiled.memory_analysis().temp_size_in_bytes
 
     def grads(state):
-        return SPSAConfig().estimate(step.problem, state, rows).summed.grads
+        return SPSAConfig().compute(step, state, rows).summed.grads
 
     whole = 4 * table.total
     layer = sum(4 * row.size // row.shape[0] for row in table if row.declaration.is_stacked)
-    passes = temp(lambda state: SPSAConfig().estimate(step.problem, state, rows).summed.loss)
+    passes = temp(lambda state: SPSAConfig().compute(step, state, rows).summed.loss)
     assert passes < 6 * layer < 0.4 * whole
     updated = temp(lambda state: jax.tree.map(lambda p, g: p - g, state.params, grads(state)))
     assert updated < whole + 6 * layer
@@ -287,4 +280,4 @@ def test_wrong_numbers_are_refused(given, text):
 )
 def test_executions_without_a_forward_pass_are_refused(execution, text):
     with pytest.raises(ValueError, match=text):
-        TrainStep(model=TINY, optimizer=optax.sgd(1.0), execution=execution, estimator=SPSAConfig())
+        Step(model=TINY, optimizer=optax.sgd(1.0), execution=execution, gradients=SPSAConfig())

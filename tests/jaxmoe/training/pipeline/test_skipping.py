@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxmoe.data.batch import Batch
@@ -18,7 +19,7 @@ from jaxmoe.routing import BALANCERS, RouterStatistics
 from jaxmoe.routing.balancers import LoadBalanceConfig, RouterZConfig
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import make_train_step
+from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig
 from tests.support import one_step
@@ -61,7 +62,7 @@ def _state(params, model):
 def test_a_step_is_the_mean_of_those_of_models_without_the_layers():
     """Micro-batch 0 leaves out layer 0, and micro-batch 1 layer 1."""
     params = one_step.params_of(TWO)
-    assert HALF.paths(2) == ((False, True), (True, False))
+    assert HALF.paths(2) == ((1,), (0,))
     found = one_step.step_once(TWO, _batch(slice(None)), parts=2, skipping=HALF)
     step = make_train_step(ONE, one_step.SGD, clip=None)
     losses, balance, gradients, loads = [], [], [], []
@@ -83,6 +84,42 @@ def test_a_step_is_the_mean_of_those_of_models_without_the_layers():
         close(value, np.mean([one[name] for one in balance]))
     close(found["load"], np.concatenate(loads[::-1]))
     jax.tree.map(close, found["gradient"], wanted)
+
+
+SWAPPED = SkippingConfig(groups=4, ratio=0.0, order="swapped_ends")
+EXCHANGED = np.asarray([1, 0, 3, 2])
+
+
+@pytest.mark.slow
+def test_a_step_with_swapped_ends_is_the_mean_of_those_of_models_with_exchanged_layers():
+    """The second of two micro-batches passes through layers 1, 0, 3 and 2 of four stages."""
+    model = dataclasses.replace(TWO, num_layers=4)
+    params, execution = one_step.params_of(model), ExecutionConfig(mesh=MeshConfig(stage=4))
+    assert SWAPPED.paths(2) == ((0, 1, 2, 3), tuple(EXCHANGED.tolist()))
+    found = one_step.step_once(
+        model, _batch(slice(None)), parts=2, execution=execution, skipping=SWAPPED
+    )
+    step = make_train_step(model, one_step.SGD, clip=None)
+    losses, balance, gradients, loads = [], [], [], []
+    for micro, order in ((0, np.arange(4)), (1, EXCHANGED)):
+        layers = jax.tree.map(lambda leaf, order=order: leaf[order], params["moe_blocks_0"])
+        before = params | {"moe_blocks_0": layers}
+        state, metrics = step(_state(before, model), _batch(slice(micro, None, 2)))
+        change = jax.tree.map(lambda old, new: np.asarray(old - new) / 2, before, state.params)
+        # The exchange is its own inverse.
+        back = jax.tree.map(lambda leaf, order=order: leaf[order], change["moe_blocks_0"])
+        losses.append(metrics.loss)
+        balance.append(metrics.losses)
+        gradients.append(change | {"moe_blocks_0": back})
+        loads.append(np.asarray(metrics.load)[order])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(found["loss"], np.mean(losses))
+    for name, value in found["losses"].items():
+        close(value, np.mean([one[name] for one in balance]))
+    close(found["load"], np.mean(loads, axis=0))
+    jax.tree.map(close, found["gradient"], jax.tree.map(np.add, *gradients))
+    plain = one_step.step_once(model, _batch(slice(None)), parts=2)
+    assert abs(plain["loss"] - found["loss"]) > 1e-4, "the order matters"
 
 
 def test_a_ratio_that_leaves_out_nothing_is_the_ordinary_step():
@@ -122,6 +159,11 @@ def test_balance_losses_of_no_tokens_are_zero_without_a_gradient(name):
     [
         ({"ratio": 0.0}, "training.skipping.ratio=0.0 must be above 0 and at most 0.5"),
         ({"ratio": 0.6}, "training.skipping.ratio=0.6 must be above 0 and at most 0.5"),
+        (
+            {"groups": 2, "ratio": 0.0, "order": "swapped_ends"},
+            "training.skipping.order=swapped_ends exchanges the first two groups and the last two,"
+            " and training.skipping.groups=2: set it to 4 or more",
+        ),
         ({"groups": 1}, "training.skipping.groups=1 must be at least 2"),
         (
             {"never": (4,)},
@@ -143,6 +185,16 @@ def test_configs_without_paths_are_refused(fields, message):
 
 FOUR = dataclasses.replace(TINY, num_layers=4)
 STAGES = {"mesh": MeshConfig(stage=4)}
+
+
+def _step(execution, accumulation, form="buffer", model=FOUR):
+    return Step(
+        model=model,
+        optimizer=optax.identity(),
+        execution=execution,
+        accumulation=accumulation,
+        accumulated_balance=form,
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,16 +229,22 @@ STAGES = {"mesh": MeshConfig(stage=4)}
             "execution.telemetry=detailed observes every layer, and training.skipping leaves out"
             " some: set it to brief",
         ),
+        (
+            *(SkippingConfig(ratio=0.0, order="swapped_ends"), {}, 4, "buffer"),
+            "training.skipping.order=swapped_ends exchanges stages, and execution.mesh.stage is 1:"
+            " set execution.mesh.stage to 4, or training.skipping.order to ascending",
+        ),
     ],
-    ids=["one micro-batch", "layers", "stages", "gpipe", "two passes", "telemetry"],
+    ids=["one micro-batch", "layers", "stages", "gpipe", "two passes", "telemetry", "no stages"],
 )
 def test_steps_that_cannot_skip_are_refused(skipping, given, accumulation, form, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        skipping.check(FOUR, ExecutionConfig(**given), accumulation, form)
+        skipping.check(_step(ExecutionConfig(**given), accumulation, form))
 
 
 def test_chunks_on_stages_are_accepted():
     pipeline = {"mesh": MeshConfig(stage=2), "pipeline": InterleavedConfig(chunks=2)}
-    SkippingConfig().check(FOUR, ExecutionConfig(**pipeline), 4)
+    SkippingConfig().check(_step(ExecutionConfig(**pipeline), 4))
     # Without balance losses of the whole batch both forms are the same.
-    SkippingConfig().check(dataclasses.replace(FOUR, moe=None), ExecutionConfig(), 4, "two_pass")
+    dense = dataclasses.replace(FOUR, moe=None)
+    SkippingConfig().check(_step(ExecutionConfig(), 4, "two_pass", model=dense))

@@ -16,7 +16,7 @@ from jaxmoe.replicas import DiLoCoConfig, NoLoCoConfig, SparseConfig, StreamingC
 from jaxmoe.routing import METHODS
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import state_around
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from jaxmoe.training.workers import WorkerTraining
 from jaxmoe.training.workers.between_jobs import (
     BetweenJobs,
@@ -132,7 +132,7 @@ def test_routers_of_islands_equal_those_of_one_program():
     """A model whose experts have biases: statistics of all islands are added up and replayed."""
     moe = dataclasses.replace(MOE, **METHODS["loss_free"].parts())
     model, inner = dataclasses.replace(TINY, moe=moe), optax.sgd(0.1)
-    step = TrainStep(model=model, optimizer=inner)
+    step = Step(model=model, optimizer=inner)
     given = parameter_table(model), step, 10
     whole = WorkerTraining.of(DiLoCoConfig(every=1, workers=WORKERS), *given)
     alone = WorkerTraining.of(DiLoCoConfig(every=1), *given, island=2)

@@ -19,8 +19,9 @@ from jaxmoe.optim import AdamWConfig
 from jaxmoe.replicas import CodedConfig, EControlConfig, OneBitAdamConfig, RobustConfig
 from jaxmoe.replicas.gradient_method import Agreed, Contribution, exchange_gradients
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.estimators import StepGradients
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from jaxmoe.training.workers import GradientTraining
 from jaxmoe.training.workers.gradient_step import gradient_step
 from sharding import MeshConfig
@@ -46,7 +47,7 @@ def parts_of(config, execution):
     params_of(TINY)  # made here, since arrays that are made under a mesh have it in their types
     table = parameter_table(TINY, rules=execution.axis_rules)
     optimizer = config.adapt(ADAMW, STEPS).build(table, lambda step: jnp.ones(()))
-    step = TrainStep(model=TINY, optimizer=optimizer, execution=execution, table=table)
+    step = Step(model=TINY, optimizer=optimizer, execution=execution, table=table)
     return GradientTraining.of(config, table, step, STEPS), step
 
 
@@ -100,14 +101,14 @@ def by_hand():
         found = []
         for worker in range(WORKERS):
             mine = jax.tree.map(lambda x, w=worker: jnp.asarray(x)[w * 4 : w * 4 + 4], rows)
-            found.append(step.gradients(state, mine, worker * 4))
+            found.append(step.gradients.compute(step, state, mine, worker * 4)[:3])
         total = found[0][0] + found[1][0]
         shares = [weight / total for weight, *_ in found]
         grads = [jax.tree.map(lambda g, s=s: s * g, f.grads) for s, (_, f, _) in zip(shares, found)]  # noqa: B905
         whole = found[0][1] + found[1][1]
         loss = sum(s * f.loss for s, (_, f, _) in zip(shares, found))  # noqa: B905
         whole = whole.replace(grads=jax.tree.map(jnp.add, *grads), loss=loss)
-        state, metrics, _ = step.finish(state, total, whole, None)
+        state, metrics, _ = step.finish(state, StepGradients(total, whole))
         return state, metrics
 
     losses = []

@@ -20,7 +20,7 @@ from jaxmoe.routing import METHODS
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.metrics import fetch_metrics
 from jaxmoe.training.state import state_around
-from jaxmoe.training.step import TrainStep
+from jaxmoe.training.step import Step
 from jaxmoe.training.workers import WorkerTraining, make_worker_step
 from sharding import MeshConfig, make_mesh
 from sharding import axes as ax
@@ -55,7 +55,7 @@ def _part(rows, worker):
 def _by_hand(name):
     """Slow and own parameters after separate runs on one device, the outer step between them."""
     rows, inner = one_step.batch(), OPTIMIZERS[name]
-    step = TrainStep(model=TINY, optimizer=inner)
+    step = Step(model=TINY, optimizer=inner)
     params = one_step.params_of(TINY)
     jitted = jax.jit(lambda state, rows, first: step(state, rows, first)[0])
     slow, outer = params, OUTER.init(params)
@@ -91,7 +91,7 @@ class Trained:
         **fields,
     ):
         execution = ExecutionConfig(mesh=mesh or MeshConfig(), **fields)
-        step = TrainStep(model=model, optimizer=inner, execution=execution, clip=clip)
+        step = Step(model=model, optimizer=inner, execution=execution, clip=clip)
         table = parameter_table(model, None, execution.axis_rules)
         self.training = WorkerTraining.of(config, table, step, steps=last)
         rows = one_step.batch() if rows is None else rows
@@ -135,7 +135,7 @@ def _sizes(tree):
 
 def test_workers_begin_with_the_moments_of_their_own_experts():
     """Half of them each; without workers there would be all, twice."""
-    step = TrainStep(model=TINY, optimizer=ADAM, execution=ExecutionConfig())
+    step = Step(model=TINY, optimizer=ADAM, execution=ExecutionConfig())
     training = WorkerTraining.of(SPES, parameter_table(TINY), step, steps=100)
     params = one_step.params_of(TINY)
     state = jax.eval_shape(
@@ -258,7 +258,7 @@ def test_router_state_of_a_round_is_that_of_the_summed_statistics(every):
     rows = dataclasses.replace(rows, loss_weights=np.ones_like(rows.loss_weights))
     trained = Trained(config=config, model=model, inner=inner, rows=rows, clip=None, last=STEPS)
     state, _ = trained.steps(trained.state, rows=rows)
-    alone = TrainStep(model=model, optimizer=inner, clip=None).jitted()
+    alone = Step(model=model, optimizer=inner, clip=None).jitted()
     wanted = state_around(model, inner, ExecutionConfig(), one_step.params_of(model), KEY)
     wanted = jax.tree.map(jnp.array, wanted)
     for _ in range(STEPS):
@@ -281,6 +281,6 @@ def test_router_state_of_a_round_is_that_of_the_summed_statistics(every):
     ],
 )
 def test_meshes_that_do_not_fit_the_workers_are_refused(mesh, config, fields, message):
-    step = TrainStep(model=TINY, optimizer=ADAM, execution=ExecutionConfig(mesh=mesh, **fields))
+    step = Step(model=TINY, optimizer=ADAM, execution=ExecutionConfig(mesh=mesh, **fields))
     with pytest.raises(ValueError, match=message):
         WorkerTraining.of(config, parameter_table(TINY), step, steps=100)

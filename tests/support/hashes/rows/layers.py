@@ -170,7 +170,7 @@ def _estimator(config: Any, directory: pathlib.Path) -> dict[str, str]:
     small = {"seeds": 8, "directions": 2, "population": 8, "features": 16, "queries": 4}
     model, estimator = steps.with_parts(), steps.fitting(config, small)
     table = parameter_table(model)
-    begin = {"estimator": lambda: estimator.init(table)}
+    begin = {"gradients": estimator}
     return steps.two_steps(model, state_fields=begin, gradients=estimator, table=table)
 
 

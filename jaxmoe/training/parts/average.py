@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jaxmoe.adapters.base import State
 from jaxmoe.adapters.factors import batch_of
 from jaxmoe.catalog import Registry
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.parameters import ParameterSpec
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.parts.base import Start, StepPart
+
+if TYPE_CHECKING:
+    from jaxmoe.training.state import TrainState
+    from jaxmoe.training.step import Step
 
 _OTHERWISE = 0.01
 
@@ -56,7 +60,7 @@ class Average(abc.ABC):
         """
 
     def begin(self, trained: Any) -> Any:
-        """Return `TrainState.average` before the first step.
+        """Return the state of an average before the first step.
 
         Args:
             trained: Parameters that are trained.
@@ -115,70 +119,70 @@ AVERAGES = Registry("average")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Averaging:
+class Averaging(StepPart):
     """An average of the parameters of a run."""
+
+    name: ClassVar[str] = "average"
 
     config: Average
     steps: int | None = None
     """Step after which the average takes the place of the parameters; None for never."""
 
-    def check_execution(self, execution: ExecutionConfig) -> None:
-        """Refuse parameters or gradients in other memory.
-
-        Args:
-            execution: How the run is computed.
-
-        Raises:
-            ValueError: They are not on the device.
-        """
+    def check(self, step: Step) -> None:
+        """Refuse parameters or gradients in other memory than the device's."""
         for field in ("optimizer_memory", "parameter_memory"):
-            if (where := getattr(execution, field)) != "device":
+            if (where := getattr(step.execution, field)) != "device":
                 raise ValueError(
                     f"execution.{field}={where}: training.average:{self.config.name} reads"
                     f" parameters and gradients after each step: set execution.{field} to device,"
                     " or leave out training.average"
                 )
 
-    def after_step(
-        self, state: State, grads: Any, is_good: Bool[Array, ""], table: ParameterTable
-    ) -> State:
-        """Return the training state with the average after a step.
+    def check_workers(self, replicas: str) -> None:
+        """Refuse all: the average is that of one model."""
+        raise ValueError(
+            f"replicas:{replicas} merges the parameters of workers, and training.average"
+            " averages those of one: choose replicas:none, or leave out training.average"
+        )
 
-        Args:
-            state: State after the update, or after a refusal.
-            grads: Gradients, a tree like the trained parameters.
-            is_good: Whether the guard accepted the step.
-            table: Parameter table.
-        """
-        now: Any = state
-        trained, average = table.trained(now.params), now.average
+    def init(self, start: Start) -> Any:
+        """Return the average, which begins as the trained parameters."""
+        return self.config.begin(start.trained)
+
+    def after(self, step: Step, before: TrainState, after: TrainState, grads: Any) -> TrainState:
+        """Return the training state with the average after an accepted step."""
+        del before
+        table = step.table or parameter_table(step.model)
+        trained, average = table.trained(after.params), self.own_state(after)
         rows = table.trained(table.tree(lambda row: row))
-        before = average.get("grads")
-        earlier = jax.tree.map(lambda _: None, trained) if before is None else before
+        slopes = average.get("grads")
+        earlier = jax.tree.map(lambda _: None, trained) if slopes is None else slopes
 
         def moved(row: ParameterSpec, mean: Array, new: Array, slope: Array, last: Any) -> Array:
             far = new.astype(jnp.float32) - mean
             weight = self.config.weight(row, far, slope.astype(jnp.float32), last)
             # The same sum as in `optax.ema`.
-            after = weight * new.astype(jnp.float32) + (1.0 - weight) * mean
-            return jnp.where(is_good, after, mean)
+            return weight * new.astype(jnp.float32) + (1.0 - weight) * mean
 
-        given = (average["params"], trained, grads, earlier)
-        found = {"params": jax.tree.map(moved, rows, *given, is_leaf=_is_row)}
-        if before is not None:
-            found["grads"] = jax.tree.map(
-                lambda new, old: jnp.where(is_good, new.astype(jnp.float32), old), grads, before
-            )
-        params = now.params
-        if self.steps is not None:
-            is_last = now.step >= self.steps
-            ended = jax.tree.map(
-                lambda mean, new: jnp.where(is_last, mean.astype(new.dtype), new),
-                found["params"],
-                trained,
-            )
-            params = table.merged(ended, params)
-        return dataclasses.replace(now, params=params, average=found)
+        trees = (average["params"], trained, grads, earlier)
+        state = {"params": jax.tree.map(moved, rows, *trees, is_leaf=_is_row)}
+        if slopes is not None:
+            state["grads"] = jax.tree.map(lambda new: new.astype(jnp.float32), grads)
+        return self.with_state(after, state)
+
+    def settle(self, step: Step, before: TrainState, after: TrainState) -> TrainState:
+        """Return the training state with the average as its parameters, after the last step."""
+        del before
+        if self.steps is None:
+            return after
+        table = step.table or parameter_table(step.model)
+        is_last = after.step >= self.steps
+        params = jax.tree.map(
+            lambda mean, new: jnp.where(is_last, mean.astype(new.dtype), new),
+            self.own_state(after)["params"],
+            table.trained(after.params),
+        )
+        return dataclasses.replace(after, params=table.merged(params, after.params))
 
 
 def _is_row(node: Any) -> bool:

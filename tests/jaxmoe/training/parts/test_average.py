@@ -12,18 +12,19 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxmoe.adapters.average import (
+from jaxmoe.declarations import Declaration
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.optim import adamw
+from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
+from jaxmoe.training.parts.average import (
     AVERAGES,
     Averaging,
     BalancedAverageConfig,
     FixedAverageConfig,
 )
-from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.optim import adamw
-from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
+from jaxmoe.training.parts.base import run_after
 from jaxmoe.training.state import TrainState, init_state
-from jaxmoe.training.step import make_train_step
+from jaxmoe.training.step import Step, make_train_step
 from tests.support.models import TINY
 from tests.support.one_step import batch
 
@@ -56,13 +57,14 @@ def state_of(params, average):
         rng=jax.random.key(0),
         skipped=zero,
         skipped_in_a_row=zero,
-        average=average,
+        parts={"average": average},
     )
 
 
 def followed(averaging, state, table, params, grads, is_good=True):
-    state = dataclasses.replace(state, params=params, step=state.step + 1)
-    return averaging.after_step(state, grads, jnp.asarray(is_good), table)
+    step = Step(model=TINY, optimizer=OPTIMIZER, table=table, parts=(averaging,))
+    after = dataclasses.replace(state, params=params, step=state.step + 1)
+    return run_after(step.parts, step, state, after, grads, jnp.asarray(is_good))
 
 
 def scalar(value):
@@ -78,7 +80,7 @@ def test_balanced_weight_of_a_scalar_is_the_closed_form():
         weight = 2 * (1 + abs(slope)) / (abs(new - mean) * abs(slope - before))
         assert 0 < weight < 1
         mean, before = (1 - weight) * mean + weight * new, slope
-        assert float(state.average["params"]["w"]) == pytest.approx(mean, rel=1e-5)
+        assert float(state.parts["average"]["params"]["w"]) == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +116,19 @@ def test_a_fixed_weight_is_the_exponential_average_of_optax():
         new = {"w": jnp.asarray(rng.standard_normal(3), jnp.float32)}
         state = followed(averaging, state, table, new, new)
         _, theirs = ema.update(new, theirs)
-        np.testing.assert_allclose(state.average["params"]["w"], theirs.ema["w"], rtol=1e-6)
+        np.testing.assert_allclose(
+            state.parts["average"]["params"]["w"], theirs.ema["w"], rtol=1e-6
+        )
 
 
 def trained(config, steps=3, bad=()):
-    averaging = None if config is None else Averaging(config=config, steps=3)
-    state = init_state(TINY, OPTIMIZER, jax.random.key(0), average=averaging)
-    step = make_train_step(TINY, OPTIMIZER, average=averaging)
+    parts = () if config is None else (Averaging(config=config, steps=3),)
+    state = init_state(TINY, OPTIMIZER, jax.random.key(0), parts=parts)
+    step = make_train_step(TINY, OPTIMIZER, parts=parts)
     states = []
     for number in range(steps):
         state, _ = step(state, batch(math.nan if number in bad else 1.0))
-        states.append(jax.tree.map(np.asarray, (state.params, state.average)))
+        states.append(jax.tree.map(np.asarray, (state.params, state.parts.get("average"))))
     return states
 
 
@@ -153,5 +157,5 @@ def test_what_cannot_be_averaged_is_refused():
             TINY,
             OPTIMIZER,
             execution=ExecutionConfig(optimizer_memory="host"),
-            average=Averaging(config=FixedAverageConfig()),
+            parts=(Averaging(config=FixedAverageConfig()),),
         )
