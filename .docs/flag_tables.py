@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmoe.configs import alternatives, field_types, registry_name
+from jaxmoe.configs import alternatives, config_classes, field_types, is_config, registry_name
 from jaxmoe.field_docs import field_docs
 
 COMMANDS = {
@@ -139,6 +139,8 @@ def _leaves(hint: Any) -> Iterator[Any]:
             for item in typing.get_args(option):
                 if item is not Ellipsis:
                     yield from _leaves(item)
+        elif is_config(option):
+            yield from config_classes(option).values()
         else:
             yield option
 

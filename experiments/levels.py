@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from experiments.cli.output import say
 from experiments.cli.tables import text_table
 from experiments.plan.config import step_plan
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
-from jaxmoe.data.levels import AssignConfig
+from jaxmoe.data.levels import ASSIGNERS
 from jaxmoe.data.levels.rows import Forecast
 from jaxmoe.data.packing import best_fit
 from jaxmoe.planning.hardware import parse_topology
@@ -128,7 +128,7 @@ def compare(config: LevelsStudyConfig) -> tuple[list[tuple[str, ...]], dict[str,
     rows = draw_rows(config.lengths, plan.sequence_length, plan.batch_size)
     found: dict[str, Forecast] = {}
     table: list[tuple[str, ...]] = [HEADINGS]
-    for assigner in get_args(AssignConfig):
+    for assigner in ASSIGNERS.values():
         packing, begun = level_packing(plan, assigner(), topology.chip), time.perf_counter()
         found[assigner.name] = mean = _mean([packing.forecast(step) for step in rows])
         if len(table) == 1:

@@ -29,6 +29,7 @@ import functools
 import sys
 from collections.abc import Sequence
 
+import jaxmoe.run  # its names are loaded when a run begins, not for --help
 from experiments.cli import flags
 from experiments.cli.continuation import WORDS, named_fields, parse_continuation
 from experiments.cli.exit import run_command
@@ -40,10 +41,7 @@ from jaxmoe.errors import ConfigurationError, printable
 from jaxmoe.optional import MissingPackageError
 from jaxmoe.resilience.stop import Reason, StopRequest
 from jaxmoe.resilience.watchdog import JAX_LATER, Ending, Watchdog
-from jaxmoe.run import Run
 from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.reporter import check_packages
-from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import START, Stopwatch, process_age
 
 
@@ -94,12 +92,12 @@ def train(
         )
     )
     with flags.exit_on_bad_configuration():
-        check_packages(config.tracking)
+        jaxmoe.run.check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.
         start_process(
             start=config.processes.start, heartbeat=config.processes.heartbeat + JAX_LATER
         )
-    run = Run(config, name=name, extends=extends)
+    run = jaxmoe.run.Run(config, name=name, extends=extends)
     with (
         Watchdog(config.processes, exit_code) as watchdog,
         StopRequest(functools.partial(_end_before_steps, run, watchdog), end_unsaved) as stop,
@@ -108,14 +106,16 @@ def train(
         flags.exit_on_bad_configuration(ConfigurationError, MissingPackageError),
     ):
         result = run.train(
-            Supervision(watchdog=watchdog, stop=stop, stopwatch=stopwatch, resources=resources)
+            jaxmoe.run.Supervision(
+                watchdog=watchdog, stop=stop, stopwatch=stopwatch, resources=resources
+            )
         )
     if result.message:
         print(printable(f"error: {result.message}", kept="\n"), file=sys.stderr)
     return exit_code(result.status)
 
 
-def _end_before_steps(run: Run, watchdog: Watchdog, reason: Reason) -> None:
+def _end_before_steps(run: jaxmoe.run.Run, watchdog: Watchdog, reason: Reason) -> None:
     """End the process on a signal that comes before the first step."""
     say(f"{reason} before the first step: nothing to save; run the same command to start again")
     run.directory.release()

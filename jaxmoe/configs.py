@@ -3,9 +3,10 @@
 """Converts configs to JSON and back, and provides registries, differences and fingerprints.
 
 A config is a frozen, keyword-only dataclass whose fields are numbers, strings, booleans, None,
-`Literal`s, tuples, other configs, or unions of them. A member of a union has `name: ClassVar[str]`,
-its key in the registry. In JSON a config is an object with one key per field, a tuple is a list,
-and a class with a registry name is tagged with it under `kind` (which no field may be called):
+`Literal`s, tuples, other configs, or unions of them. A field whose type is the base class of a kind
+in `jaxmoe/catalog` holds any member of that kind. A member has `name: ClassVar[str]`, its key in
+the registry. In JSON a config is an object with one key per field, a tuple is a list, and a class
+with a registry name is tagged with it under `kind` (which no field may be called):
 
     Model(moe=MoE(top_k=2, router=SoftmaxTopK(order="before")))
     {"moe": {"top_k": 2, "router": {"kind": "softmax_topk", "order": "before"}}}
@@ -31,23 +32,51 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from jaxmoe import catalog
+
 Config = TypeVar("Config")
 
 TAG = "kind"
 """JSON key of the registry name of a class."""
 
 
-def registry_of(union: Any) -> dict[str, type]:
-    """Return the members of a union of config classes by their `name`.
+def registry_of(union: Any) -> Mapping[str, Any]:
+    """Return the members of a union of config classes, or of a kind, by their `name`.
 
     Args:
-        union: `A | B | ...`, or a single config class.
+        union: `A | B | ...`, a single config class, or the base class of a kind.
 
     Returns:
         `{name: class}`, in the order of the union.
     """
+    if (kind := catalog.kind_of(union)) is not None:
+        return catalog.Registry(kind)
     members = typing.get_args(union) or (union,)
     return {member.name: member for member in members}
+
+
+def is_config(hint: Any) -> bool:
+    """Return whether an annotation is a config class, or the base class of a kind of them."""
+    return dataclasses.is_dataclass(hint) or catalog.kind_of(hint) is not None
+
+
+def config_classes(hint: Any) -> Mapping[Any, Any]:
+    """Return the config classes that a value of an annotation may have, by registry name.
+
+    The members of a kind are imported when they are looked up. The name of a class that is in no
+    registry is None.
+
+    Args:
+        hint: Annotation of a field.
+    """
+    classes = [option for option in alternatives(hint) if is_config(option)]
+    kinds = [catalog.kind_of(cls) for cls in classes]
+    if len(kinds) == 1 and kinds[0] is not None:
+        return catalog.Registry(kinds[0])
+    members: dict[Any, Any] = {}
+    for cls, kind in zip(classes, kinds, strict=True):
+        members.update({registry_name(cls): cls} if kind is None else catalog.Registry(kind))
+    return members
 
 
 def registry_name(cls: Any) -> str | None:
@@ -95,7 +124,7 @@ def from_json(cls: type[Config], data: Any) -> Config:
         ValueError: A field is unknown, missing or of another type, or the class rejects its value;
             the message has the dotted path of the field and the closest existing name.
     """
-    return _decode_config((cls,), data, "")
+    return _decode_config(config_classes(cls), data, "")
 
 
 def differences(
@@ -183,9 +212,8 @@ def _encode(value: Any, hint: Any, path: str) -> Any:
 
 def _decode(hint: Any, data: Any, path: str) -> Any:
     options = alternatives(hint)
-    classes = tuple(option for option in options if dataclasses.is_dataclass(option))
-    if classes and isinstance(data, Mapping):
-        return _decode_config(classes, data, path)
+    if isinstance(data, Mapping) and any(map(is_config, options)):
+        return _decode_config(config_classes(hint), data, path)
     if isinstance(data, list) and (items := _item_types(hint, len(data))):
         return tuple(
             _decode(item, value, f"{path}.{i}")
@@ -204,11 +232,10 @@ def _decode(hint: Any, data: Any, path: str) -> Any:
     raise ValueError(f"{path}={json.dumps(data)} must be {wanted}")
 
 
-def _decode_config(classes: tuple[Any, ...], data: Any, path: str) -> Any:
+def _decode_config(registry: Mapping[Any, Any], data: Any, path: str) -> Any:
     where = path or "the config"
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} must be an object, not {json.dumps(data)}")
-    registry = {registry_name(cls): cls for cls in classes}
     tag = data.get(TAG) if None not in registry else None
     if tag is None and None not in registry:
         # Saved before the field was a union: the one member with exactly these fields.
@@ -254,6 +281,8 @@ def _spell(hint: Any) -> str:
         return " or ".join(json.dumps(value) for value in typing.get_args(hint))
     if hint is type(None):
         return "null"
+    if (kind := catalog.kind_of(hint)) is not None:
+        return f"an object of {TAG} {', '.join(catalog.names(kind))}"
     return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
 
 

@@ -25,65 +25,9 @@ Functions have the names of their packages. To import from such a package, name 
 `from pallas_kernels.flash_attention import reference`.
 
 To add an operation: `pallas_kernels/<name>/api.py` with its `OPERATION`,
-`pallas_kernels/<name>/reference.py`, a line in `OPERATIONS` of `pallas_kernels/__init__.py`.
+`pallas_kernels/<name>/reference.py`, a line in `OPERATIONS` of `pallas_kernels/operations.py`.
 """
 
-from pallas_kernels.backend import Choice, Implementation, Operation
-from pallas_kernels.flash_attention import OPERATION as _FLASH_ATTENTION
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.grouped_matmul import OPERATION as _GROUPED_MATMUL
-from pallas_kernels.grouped_matmul import OUTER as _GROUPED_OUTER
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
-from pallas_kernels.grouped_swiglu import OPERATION as _GROUPED_SWIGLU
-from pallas_kernels.grouped_swiglu import grouped_swiglu
-from pallas_kernels.halo.hadamard import hadamard
-from pallas_kernels.paged_attention import OPERATION as _PAGED_ATTENTION
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized_array import QuantizedArray, dequantize, quantize
-from pallas_kernels.quantized_matmul import OPERATION as _QUANTIZED_MATMUL
-from pallas_kernels.quantized_matmul import quantized_matmul
-from pallas_kernels.quantized_matmul.mixed_array import MixedArray, quantize_mixed
-from pallas_kernels.ring_attention import ring_attention
-from pallas_kernels.selective_scan import OPERATION as _SELECTIVE_SCAN
-from pallas_kernels.selective_scan import STATE_SPACE_DUAL as _STATE_SPACE_DUAL
-from pallas_kernels.selective_scan import selective_scan, state_space_dual
-from pallas_kernels.sequence_layout import sequence_order
-from pallas_kernels.token_ring_attention import token_ring_attention
+from pallas_kernels.public_names import load_when_used
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        _FLASH_ATTENTION,
-        _GROUPED_MATMUL,
-        _GROUPED_OUTER,
-        _GROUPED_SWIGLU,
-        _PAGED_ATTENTION,
-        _QUANTIZED_MATMUL,
-        _SELECTIVE_SCAN,
-        _STATE_SPACE_DUAL,
-    )
-}
-
-__all__ = [
-    "OPERATIONS",
-    "Choice",
-    "Implementation",
-    "MixedArray",
-    "Operation",
-    "QuantizedArray",
-    "dequantize",
-    "flash_attention",
-    "grouped_matmul",
-    "grouped_outer",
-    "grouped_swiglu",
-    "hadamard",
-    "paged_attention",
-    "quantize",
-    "quantize_mixed",
-    "quantized_matmul",
-    "ring_attention",
-    "selective_scan",
-    "sequence_order",
-    "state_space_dual",
-    "token_ring_attention",
-]
+load_when_used(__name__)

@@ -21,12 +21,12 @@ CHEAP = ("data/markov", "simulated/cache_lru", "router/forced_balance")
 GATE = "gate/softmax"
 
 AREAS = {
-    "jaxmoe.adapters:Adapters": "adapter/",
-    "jaxmoe.training.parts.average:AverageConfig": "run/average_",
+    "jaxmoe.adapters:ADAPTERS": "adapter/",
+    "jaxmoe.training.parts.average:AVERAGES": "run/average_",
     "jaxmoe.data:DATA_SOURCES": "data/",
     "jaxmoe.data.tokenizer:TOKENIZERS": "tokenizer/",
-    "jaxmoe.layers.feed_forwards:FeedForwards": "feed_forward/",
-    "jaxmoe.layers.mixers:Mixers": "mixer/",
+    "jaxmoe.layers.feed_forwards:FEED_FORWARDS": "feed_forward/",
+    "jaxmoe.layers.mixers:MIXERS": "mixer/",
     "jaxmoe.layers.residual:Residuals": "residual/",
     "jaxmoe.optim.schedules:SCHEDULES": "schedule/",
     "jaxmoe.planning.placement:PLACERS": "placer/",
@@ -151,7 +151,7 @@ def test_every_member_of_a_registry_has_a_row(registry):
 def test_every_registry_of_the_library_is_looked_at():
     elsewhere = {
         "experiments.launch.config:CLUSTERS": "writes scripts",
-        "jaxmoe.data.levels:AssignConfig": "sequence_parallel/levels",
+        "jaxmoe.data.levels:ASSIGNERS": "sequence_parallel/levels",
         "jaxmoe.optim:OPTIMIZERS": "parameterization/ and optimizer/",
         "jaxmoe.precision:MatmulConfig": "step/",
         "jaxmoe.rl.rewards:REWARDS": "run/reinforced",

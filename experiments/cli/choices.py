@@ -15,7 +15,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
-from jaxmoe.configs import alternatives, closest, field_types, registry_name
+from jaxmoe.configs import (
+    alternatives,
+    closest,
+    config_classes,
+    field_types,
+    is_config,
+    registry_name,
+)
 
 Config = TypeVar("Config")
 
@@ -43,9 +50,8 @@ def find_choices(config: Any, prefix: str = "") -> Iterator[Choice]:
         value, path = getattr(config, key), prefix + key
         options = alternatives(hint)
         items = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
-        classes = alternatives(hint if items is None else items)
-        members = {_member_name(cls): cls for cls in classes if dataclasses.is_dataclass(cls)}
-        if members and (len(options) > 1 or all(map(registry_name, members.values()))):
+        members = _members(hint if items is None else items)
+        if members and (len(options) > 1 or None not in config_classes(items or hint)):
             yield Choice(path, members, items is not None, type(None) in options)
         for index, item in enumerate(value if items is not None else ()):
             if dataclasses.is_dataclass(item):
@@ -53,6 +59,14 @@ def find_choices(config: Any, prefix: str = "") -> Iterator[Choice]:
                 yield from find_choices(item, f"{path}.{index}.")
         if dataclasses.is_dataclass(value):
             yield from find_choices(value, f"{path}.")
+
+
+def _members(hint: Any) -> Mapping[str, Any]:
+    """Return the config classes of an annotation by name; a lone class has one of its own."""
+    classes = config_classes(hint)
+    if None not in classes:
+        return classes
+    return {_member_name(cls): cls for cls in filter(dataclasses.is_dataclass, alternatives(hint))}
 
 
 def nested_configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -66,17 +80,31 @@ def nested_configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from nested_configs(item, name)
 
 
+def own_paths(config: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted names of the fields of a config and of the configs in it.
+
+    Args:
+        config: Config; any other value has no fields.
+        path: Dotted path of the config.
+    """
+    if dataclasses.is_dataclass(config):
+        for above, value in nested_configs(config, path):
+            prefix = f"{above}." if above else ""
+            yield from (prefix + key for key in field_types(type(value)))
+
+
 def field_paths(cls: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all fields, of all members of unions."""
     for key, hint in field_types(cls).items():
         yield prefix + key
         for option in alternatives(hint):
             if get_origin(option) is tuple:
-                for member in filter(dataclasses.is_dataclass, alternatives(get_args(option)[0])):
+                for member in config_classes(get_args(option)[0]).values():
                     for index in range(_LONGEST_TUPLE):
                         yield from field_paths(member, f"{prefix}{key}.{index}.")
-            elif dataclasses.is_dataclass(option):
-                yield from field_paths(option, f"{prefix}{key}.")
+            elif is_config(option):
+                for member in config_classes(option).values():
+                    yield from field_paths(member, f"{prefix}{key}.")
 
 
 def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
@@ -112,7 +140,7 @@ def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
             continue
         chosen, rest = _take_member(choice, rest)
         current = _member_name(type(old)) if dataclasses.is_dataclass(old) else "none"
-        name = _implied(choice, chosen, current, named)
+        name = _implied(choice, chosen, current, old, named)
         if name != current:
             member = None if name == "none" else choice.members[name]
             config = with_value(config, keys, None if member is None else member())
@@ -190,18 +218,28 @@ def _name_of(choice: Choice, word: str, where: str) -> str:
     raise ValueError(f"{where} has no {word!r}{closest(name, choice.members)}\nchoices: {names}")
 
 
-def _implied(choice: Choice, chosen: str | None, current: str, named: Mapping[str, str]) -> str:
+def _implied(
+    choice: Choice, chosen: str | None, current: str, value: Any, named: Mapping[str, str]
+) -> str:
     """Return the member that has the fields which the arguments name.
+
+    The other members are imported only if the arguments name a field that the value does not have.
 
     Args:
         choice: A choice that is no tuple.
         chosen: The member that the arguments name; None if they leave it open.
         current: The member of the config, kept if it has the fields.
+        value: The value of the config.
         named: The arguments by field, for messages.
 
     Raises:
         ValueError: It has not all of them, or several other members have.
     """
+    beneath = {field for field in named if field.startswith(f"{choice.path}.")}
+    if chosen in (None, current) and beneath <= set(own_paths(value, choice.path)):
+        return current
+    if chosen is not None and not beneath:
+        return chosen
     fields = {
         name: set(field_paths(member, f"{choice.path}.")) for name, member in choice.members.items()
     }

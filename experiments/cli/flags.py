@@ -33,6 +33,7 @@ from experiments.cli.local_paths import check_local_paths
 from experiments.cli.output import open_closed_streams, without_advice, write
 from experiments.cli.spelling import check_words, stray_word
 from experiments.cli.warmup import fit_warmup
+from jaxmoe import catalog
 from jaxmoe.configs import closest
 from jaxmoe.disk import is_text
 from jaxmoe.errors import printable
@@ -118,7 +119,7 @@ def parse_flags(
         tyro = require("tyro")
         check_words(config, flags, prog, recipes)
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as page:
+        with contextlib.redirect_stderr(io.StringIO()) as page, _bases_as_groups(tyro):
             config = tyro.cli(
                 type(config),
                 default=config,
@@ -133,6 +134,22 @@ def parse_flags(
     with exit_on_bad_configuration():
         check_local_paths(config)
     return fit_warmup(config, flags)
+
+
+def _bases_as_groups(tyro: Any) -> contextlib.AbstractContextManager[Any]:
+    """Tell tyro that the base class of a choice stands for a group of flags.
+
+    tyro reads the fields of the chosen member; without this it takes `Base | None` for a value.
+    """
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.struct_rule
+    def _base_rule(info: Any) -> Any:
+        if catalog.kind_of(info.type) is None:
+            return None
+        return tyro.constructors.StructConstructorSpec(instantiate=info.type, fields=())
+
+    return registry
 
 
 @contextlib.contextmanager

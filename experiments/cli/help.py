@@ -13,7 +13,6 @@ To add a field to the commonest: _COMMON in experiments/cli/help.py
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import shutil
 import textwrap
@@ -21,7 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, get_args, get_origin
 
 from experiments.cli.choices import find_choices, nested_configs
-from jaxmoe.configs import alternatives, closest, field_types, registry_name
+from jaxmoe.configs import (
+    alternatives,
+    closest,
+    config_classes,
+    field_types,
+    is_config,
+    registry_name,
+)
 from jaxmoe.field_docs import field_docs
 
 _COMMON: Final = (
@@ -147,11 +153,7 @@ def _class_with(hint: Any, value: Any, key: str) -> Any:
     """Return the class of a value, else the first alternative of its annotation with a field."""
     if hasattr(value, key):
         return type(value)
-    for option in alternatives(hint):
-        if isinstance(option, type) and dataclasses.is_dataclass(option):
-            if key in field_types(option):
-                return option
-    return None
+    return next((cls for cls in config_classes(hint).values() if key in field_types(cls)), None)
 
 
 def _flags(value: Any, path: str) -> Iterator[tuple[str, Any, Any, str]]:
@@ -161,7 +163,7 @@ def _flags(value: Any, path: str) -> Iterator[tuple[str, Any, Any, str]]:
         options = alternatives(hint)
         items = [i for o in options if get_origin(o) is tuple for i in get_args(o)]
         inner = [c for item in items for c in alternatives(item)]
-        if not any(map(dataclasses.is_dataclass, (*options, *inner))):
+        if not any(map(is_config, (*options, *inner))):
             yield f"{path}.{key}" if path else key, hint, getattr(value, key), docs.get(key, "")
 
 

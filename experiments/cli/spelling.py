@@ -84,8 +84,6 @@ def check_words(
     Raises:
         ValueError: A word names no field; the message has the nearest spelling.
     """
-    known = tuple(field_paths(type(config)))
-    fields = frozenset(known)
     hints = {
         f"{path}.{key}" if path else key: hint
         for path, value in nested_configs(config)
@@ -96,7 +94,8 @@ def check_words(
         if word.startswith("--"):
             flag, equals, _ = word.partition("=")
             name = flag[2:].replace("-", "_")
-            if name not in fields:
+            # Fields of members that are not chosen are read for a message only.
+            if name not in hints and name not in (known := tuple(field_paths(type(config)))):
                 raise ValueError(_unknown_flag(flag[2:], known, prog, recipes))
             expected = 0 if equals else _most_values(hints.get(name))
         elif expected:

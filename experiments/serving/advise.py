@@ -43,7 +43,7 @@ from jaxmoe.serve.facts import Part
 from jaxmoe.serve.policies.batching import SplitFuseConfig
 from jaxmoe.serve.policies.dispatch.dist_serve import DistServeConfig
 from jaxmoe.serve.requests import Objective
-from jaxmoe.serve.simulation import ModelSizes, Roofline, Simulation, WorkloadConfig, measure
+from jaxmoe.serve.simulation import ModelSizes, Roofline, Simulation, Workload, measure
 from jaxmoe.serve.simulation.advice import advise
 from jaxmoe.serve.simulation.search import Phases, pareto_cuts, place_phases
 from jaxmoe.serve.simulation.test_time import AnswerCost, conformal_threshold, round_seconds
@@ -82,7 +82,7 @@ class AdviseConfig:
     """Devices in a pipeline, at most."""
     instances: int = 0
     """Instances to divide between prompts and answers; 0 skips the simulation."""
-    workload: WorkloadConfig = GammaConfig(requests=100)
+    workload: Workload = GammaConfig(requests=100)
     """Requests for that."""
     rates: tuple[float, float] = (0.5, 16.0)
     """Smallest and largest rate per instance for that."""

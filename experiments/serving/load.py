@@ -34,7 +34,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.serve.http.client import Client
 from jaxmoe.serve.http.load import LoadReport, report_load, send_load
 from jaxmoe.serve.requests import Objective
-from jaxmoe.serve.simulation import WorkloadConfig
+from jaxmoe.serve.simulation import Workload
 from jaxmoe.serve.simulation.workload import GammaConfig
 
 _KEY = "JAXMOE_API_KEY"
@@ -51,7 +51,7 @@ class LoadConfig:
     """Address of the server, with or without /v1."""
     model: str | None = None
     """Name of the model; the first that the server lists when None."""
-    workload: WorkloadConfig = GammaConfig()
+    workload: Workload = GammaConfig()
     """Requests over time."""
     requests: int | None = None
     """Number of requests; that of the workload when None."""

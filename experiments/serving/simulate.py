@@ -53,7 +53,7 @@ from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.run.serving.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
-from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchUnion
+from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchConfig
 from jaxmoe.serve.policies.retention import RETENTION
 from jaxmoe.serve.policies.scaling import SCALING
 from jaxmoe.serve.requests import Objective
@@ -62,7 +62,7 @@ from jaxmoe.serve.simulation import (
     ModelSizes,
     Roofline,
     Simulation,
-    WorkloadConfig,
+    Workload,
     measure,
 )
 from jaxmoe.serve.simulation.workload import GammaConfig
@@ -104,7 +104,7 @@ class SimulateConfig:
     """Retention policies: what becomes of the pages of preempted sequences."""
     scaling: tuple[str, ...] = ("fixed",)
     """Scaling policies: instances, devices and clocks over time."""
-    workload: WorkloadConfig = GammaConfig()
+    workload: Workload = GammaConfig()
     """Requests; `rates` replaces its rate."""
     rates: tuple[float, ...] = (4.0, 8.0, 12.0)
     """Requests per second and instance."""
@@ -321,7 +321,7 @@ def _simulation(
     names: tuple[str, ...],
     cost: Roofline,
     instances: int,
-    dispatch: DispatchUnion | None = None,
+    dispatch: DispatchConfig | None = None,
 ) -> Simulation:
     """Return the simulation of named policies.
 

@@ -10,50 +10,13 @@ A config has `table(base)`: the parameter table of the adapted model, with the r
 the groups of those that are not trained. Initialisation, optimisers, sharding and checkpoints read
 the table.
 
-To add an adapter: a file in jaxmoe/adapters with its config, a member of `Adapters` in
-jaxmoe/adapters/__init__.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapters.py.
+To add an adapter: a file in jaxmoe/adapters with its config, a row under `adapter` in
+jaxmoe/catalog/layers.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapters.py.
 """
 
-from jaxmoe.adapters.adalora import AdaLoraConfig as AdaLoraConfig
-from jaxmoe.adapters.base import Adapter as Adapter
-from jaxmoe.adapters.base import StepGiven as StepGiven
-from jaxmoe.adapters.base import TargetsConfig as TargetsConfig
-from jaxmoe.adapters.fold import folded as folded
-from jaxmoe.adapters.fold import is_factor as is_factor
-from jaxmoe.adapters.fold import plain as plain
-from jaxmoe.adapters.fold import with_base as with_base
-from jaxmoe.adapters.lora import LoraConfig as LoraConfig
-from jaxmoe.adapters.select import SelectConfig as SelectConfig
-from jaxmoe.adapters.task_lora import TaskLoraConfig as TaskLoraConfig
-from jaxmoe.adapters.together import check_together as check_together
-from jaxmoe.adapters.together import together as together
-from jaxmoe.contrib.adapters.lift import LiftConfig as LiftConfig
-from jaxmoe.contrib.adapters.lora_mixer import LoraMixerConfig as LoraMixerConfig
-from jaxmoe.contrib.adapters.mixture_of_shards import (
-    MixtureOfShardsConfig as MixtureOfShardsConfig,
-)
-from jaxmoe.contrib.adapters.multi_head_routing import (
-    MultiHeadRoutingConfig as MultiHeadRoutingConfig,
-)
-from jaxmoe.contrib.adapters.quantised_choices import (
-    QuantisedChoicesConfig as QuantisedChoicesConfig,
-)
-from jaxmoe.contrib.adapters.remix import RemixConfig as RemixConfig
-from jaxmoe.contrib.adapters.shared_store import SharedStoreConfig as SharedStoreConfig
-from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig as SwitchLoraConfig
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-Adapters = (
-    LoraConfig
-    | SelectConfig
-    | AdaLoraConfig
-    | SwitchLoraConfig
-    | MixtureOfShardsConfig
-    | LiftConfig
-    | QuantisedChoicesConfig
-    | TaskLoraConfig
-    | LoraMixerConfig
-    | MultiHeadRoutingConfig
-    | RemixConfig
-    | SharedStoreConfig
-)
-"""Union of the adapters, the registry that the command line reads."""
+load_when_used(__name__)
+
+ADAPTERS = Registry("adapter")

@@ -5,14 +5,6 @@
 `from_huggingface` and `to_huggingface` exchange weights with `transformers`.
 """
 
-from jaxmoe.checkpoint.commit import LeaseLostError as LeaseLostError
-from jaxmoe.checkpoint.commit import SavesFailedError as SavesFailedError
-from jaxmoe.checkpoint.huggingface import from_huggingface as from_huggingface
-from jaxmoe.checkpoint.huggingface import read_huggingface as read_huggingface
-from jaxmoe.checkpoint.huggingface import to_huggingface as to_huggingface
-from jaxmoe.checkpoint.manager import CheckpointManager as CheckpointManager
-from jaxmoe.checkpoint.manifest import CheckpointAbandonedError as CheckpointAbandonedError
-from jaxmoe.checkpoint.manifest import CheckpointDamagedError as CheckpointDamagedError
-from jaxmoe.checkpoint.manifest import CheckpointError as CheckpointError
-from jaxmoe.checkpoint.single import load_checkpoint as load_checkpoint
-from jaxmoe.checkpoint.single import save_checkpoint as save_checkpoint
+from pallas_kernels.public_names import load_when_used
+
+load_when_used(__name__)

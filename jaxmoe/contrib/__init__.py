@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of low demand, one file each, kept behind the unions of the library."""
+"""Methods of low demand, one file each, reached by the catalogue alone."""

@@ -8,12 +8,13 @@ rows may change between epochs, their number may not, so that a division gives t
 The entropy of a source, where known, is the lowest loss that any model can reach.
 
 To add a source: a file with a config class (a `SourceKind` with `name` and `build(seed)`) and a
-class with the interface `Source`; `jaxmoe/data/__init__.py` (a place in the union);
+class with the interface `Source`; its row under `data` in `jaxmoe/catalog/runs.py`;
 `tests/test_architecture.py` (its name).
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import pathlib
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -40,11 +41,14 @@ class Row:
     """Number of the part of a mixture that the row is from, where it is asked for."""
 
 
-class SourceKind:
-    """Properties of a data config that do not need the source to be built."""
+class SourceKind(abc.ABC):
+    """Base class of data configs: how to build the source, and what is known without."""
 
     __slots__ = ()
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
     tokenizer: TokenizerConfig | None = None
     """Config of the tokenizer; None where rows are not made from text."""
     takes_tokenizer: ClassVar[bool] = False
@@ -53,6 +57,14 @@ class SourceKind:
     """Whether flags that several sources have may choose it without its name."""
     has_rows: ClassVar[bool] = True
     """Whether there is data to train and evaluate on."""
+
+    @abc.abstractmethod
+    def build(self, seed: int = 0) -> Source:
+        """Return the source of rows.
+
+        Args:
+            seed: Seed of the order of rows.
+        """
 
     @property
     def has_loss_weights(self) -> bool:
@@ -97,8 +109,7 @@ class SourceKind:
         Args:
             seed: Seed of the order of rows.
         """
-        config: Any = self
-        return config.build(seed)
+        return self.build(seed)
 
 
 @runtime_checkable

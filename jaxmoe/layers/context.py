@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+
+from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixing import Mixing
@@ -88,7 +91,120 @@ _HEAD_ARRAYS = 10
 """Arrays [B S N H] that exist at one time in the backward pass of attention."""
 
 
-class AttentionMixer:
+class MixerBase(abc.ABC):
+    """Base class of the configs of mixers."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+    module_name: ClassVar[str]
+    """Name of the module among the parameters of a layer."""
+    operation: ClassVar[str]
+    """Operation of `pallas_kernels` that computes it."""
+    width_fields: ClassVar[tuple[str, ...]]
+    """Fields that grow with the width of a model."""
+    axis_fields: ClassVar[Mapping[str, str]]
+    """Fields that the mesh divides, by logical axis."""
+    is_recurrent: ClassVar[bool]
+    """Whether it carries a state from token to token."""
+    can_quantize: ClassVar[bool]
+    """Whether its matrices may be stored in few bits."""
+    shares_keys: ClassVar[bool] = False
+    """Whether layers may take keys and values of earlier ones."""
+    merges_streams: ClassVar[bool] = False
+    """Whether each sequence runs as several streams, which are merged at the end."""
+    has_pages: ClassVar[bool] = False
+    """Whether its cache can be kept in pages."""
+    can_select_pages: ClassVar[bool] = False
+    """Whether a generated token may read a part of the pages."""
+    num_streams: int = 1
+    """Streams of each sequence."""
+    num_heads: int
+    """N, query heads, or heads of the state."""
+    head_dim: int
+    """H, width of one query, or of one head of the state."""
+    is_causal: bool
+    """Whether a token sees no later one."""
+
+    @property
+    @abc.abstractmethod
+    def key_features(self) -> int:
+        """Features of the keys of one token."""
+
+    @abc.abstractmethod
+    def projection_parameters(self, embed_dim: int) -> int:
+        """Return the number of parameters in the projections of one layer, gates left out.
+
+        Args:
+            embed_dim: D.
+        """
+
+    @abc.abstractmethod
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs per token beyond the parameters', forward and backward.
+
+        Args:
+            length: Positions of a sequence.
+        """
+
+    @abc.abstractmethod
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+
+    @abc.abstractmethod
+    def check_precision(self, precision: PrecisionPolicy) -> None:
+        """Refuse a precision that the layers do not implement.
+
+        Args:
+            precision: Precision of the execution.
+
+        Raises:
+            ValueError: Names the field.
+        """
+
+    @abc.abstractmethod
+    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
+        """Return the bytes that a cache holds of one token of one sequence.
+
+        Args:
+            precision: Format of the cache.
+            layers: Layers with this mixer.
+        """
+
+    @abc.abstractmethod
+    def initial_cache(
+        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
+    ) -> Any:
+        """Return an empty cache, cut as the mesh is.
+
+        Args:
+            execution: Precision and placement of the cache.
+            layers: Layers that the cache is stacked over.
+            batch: Sequences.
+            slots: Positions that it can hold.
+        """
+
+    @abc.abstractmethod
+    def build(
+        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+    ) -> nn.Module:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            name: Name among the parameters.
+        """
+
+
+class AttentionMixer(MixerBase):
     """Base class of the configs of mixers that attend."""
 
     __slots__ = ()
@@ -101,11 +217,6 @@ class AttentionMixer:
     module_name: ClassVar[str] = "attention"
     operation: ClassVar[str] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
-    shares_keys: ClassVar[bool] = False
-    merges_streams: ClassVar[bool] = False
-    has_pages: ClassVar[bool] = False
-    can_select_pages: ClassVar[bool] = False
-    num_streams: int = 1
     window: int | None = None
 
     @property
@@ -147,21 +258,15 @@ class AttentionMixer:
         )
 
 
-class RecurrentMixer:
+class RecurrentMixer(MixerBase):
     """Base class of the configs of mixers that carry a state from token to token."""
 
     __slots__ = ()
 
     is_recurrent: ClassVar[bool] = True
-    shares_keys: ClassVar[bool] = False
-    merges_streams: ClassVar[bool] = False
-    has_pages: ClassVar[bool] = False
-    can_select_pages: ClassVar[bool] = False
     key_features: ClassVar[int] = 0
-    num_streams: ClassVar[int] = 1
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False
-    name: ClassVar[str]
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Refuse products in few bits, which these layers do not implement.
@@ -192,14 +297,72 @@ class RecurrentMixer:
         return 0
 
 
-class UnroutedFeedForward:
+class FeedForwardBase(abc.ABC):
+    """Base class of the configs of feed-forwards."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+    module_name: ClassVar[str]
+    """Name of the module among the parameters of a layer."""
+    width_fields: ClassVar[tuple[str, ...]]
+    """Fields that grow with the width of a model."""
+    is_routed: ClassVar[bool]
+    """Whether a router chooses experts for each token."""
+    num_sizes: int = 1
+    """Sizes of which each token takes one."""
+    keeps_order: bool
+    """Whether rows must be in the order of their tokens."""
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> FeedForwardSizes:
+        """Sizes that plans read."""
+
+    @abc.abstractmethod
+    def check_execution(
+        self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
+    ) -> None:
+        """Refuse an execution that cannot compute the layer.
+
+        Args:
+            execution: How it is computed.
+            sequences: Sequences of a device in one pass.
+            length: Tokens of a sequence.
+            mesh: {axis or piece of one: size}.
+
+        Raises:
+            ValueError: Names the field.
+        """
+
+    @abc.abstractmethod
+    def build(
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool,
+        name: str | None = None,
+    ) -> nn.Module:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            train: Whether the layer behaves as in training.
+            name: Name among the parameters.
+        """
+
+
+class UnroutedFeedForward(FeedForwardBase):
     """Base class of the configs of feed-forwards without routed experts, for every execution."""
 
     __slots__ = ()
 
     is_routed: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
-    num_sizes: int = 1
 
     def check_execution(
         self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]

@@ -14,7 +14,7 @@ import functools
 import warnings
 from typing import Any, ClassVar
 
-from jaxmoe.adapters import Adapters
+from jaxmoe.adapters.base import Adapter
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import ForwardMultipliers as ForwardMultipliers
 from jaxmoe.layers.context import LayerContext, heads_of, require_positive
@@ -76,7 +76,7 @@ class ModelConfig:
     """Whether the output head is the transposed embedding."""
     multipliers: ForwardMultipliers = ForwardMultipliers()
     """Forward multipliers of the parameterisation."""
-    adapter: Adapters | None = None
+    adapter: Adapter | None = None
     """What is trained of a model whose other parameters are those of `checkpoint.initial`; None
     trains all of them."""
 

@@ -14,8 +14,8 @@ so that an independent decay takes `weight_decay * schedule(step)` of w in a ste
 learning rate. On a sphere the same step is followed by the projection. Parameters of the group
 `frozen` have no gradient, state or update.
 
-To add an optimiser: a config that extends `Optimizer` in a file of its own in `jaxmoe/optim`, the
-union `OptimizerConfig` in `jaxmoe/optim/__init__.py`, a row of CASES in
+To add an optimiser: a config that extends `Optimizer` in a file of its own in `jaxmoe/optim`, its
+row under `optimizer` in `jaxmoe/catalog/runs.py`, a row of CASES in
 `tests/jaxmoe/optim/test_optim.py`.
 """
 
@@ -95,10 +95,11 @@ class Members:
 
 
 class Optimizer(abc.ABC):
-    """Base of the optimiser configs; `jaxmoe.optim.OptimizerConfig` is their union."""
+    """Base class of the optimiser configs."""
 
     __slots__ = ()
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     """Key in the registry."""
     groups: ClassVar[Mapping[Group, GroupTraits]]
@@ -115,7 +116,7 @@ class Optimizer(abc.ABC):
     learning_rate: float
 
     def __post_init__(self):
-        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        fields = dataclasses.fields(self)
         check_numbers("optimizer.", **{field.name: getattr(self, field.name) for field in fields})
 
     @abc.abstractmethod

@@ -6,8 +6,8 @@
     cosine   warm-up, then half a cosine to the floor
     wsd      warm-up, stable, then a straight line to the floor over the last `decay_fraction`
 
-To add a schedule: a config that extends `ScheduleBase`, and the union ScheduleConfig, in
-`jaxmoe/optim/schedules.py`.
+To add a schedule: a config that extends `ScheduleBase`, in `jaxmoe/optim/schedules.py`, and its row
+under `schedule` in `jaxmoe/catalog/runs.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar, TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.configs import registry_of
+from jaxmoe.catalog import Registry
 
 Schedule = Callable[[Array], Float[Array, ""]]
 Fitted = TypeVar("Fitted", bound="ScheduleBase")
@@ -155,6 +155,4 @@ class WarmupStableDecayConfig(ScheduleBase):
         return self.first_fall(steps) or None
 
 
-ScheduleConfig = LinearConfig | CosineConfig | WarmupStableDecayConfig
-
-SCHEDULES = registry_of(ScheduleConfig)
+SCHEDULES = Registry("schedule")

@@ -3,47 +3,15 @@
 """Methods of training with workers that communicate rarely or briefly.
 
 To add a method: a file in jaxmoe/replicas/methods/ with a config class, as
-jaxmoe/replicas/methods/diloco.py, its class in `ReplicasConfig` in jaxmoe/replicas/__init__.py, a
+jaxmoe/replicas/methods/diloco.py, its row under `replicas` in jaxmoe/catalog/runs.py, a
 row in REGISTRIES of tests/test_architecture.py, a row in METHODS of
 tests/jaxmoe/replicas/test_methods.py, or of GRADIENT_METHODS in
 tests/jaxmoe/replicas/test_gradient_methods.py.
 """
 
-from jaxmoe.configs import registry_of
-from jaxmoe.replicas.methods.a2cid2 import A2cid2Config as A2cid2Config
-from jaxmoe.replicas.methods.co2 import CO2Config as CO2Config
-from jaxmoe.replicas.methods.coded import CodedConfig as CodedConfig
-from jaxmoe.replicas.methods.diloco import DiLoCoConfig as DiLoCoConfig
-from jaxmoe.replicas.methods.econtrol import EControlConfig as EControlConfig
-from jaxmoe.replicas.methods.heterogeneous import HeterogeneousConfig as HeterogeneousConfig
-from jaxmoe.replicas.methods.noloco import NoLoCoConfig as NoLoCoConfig
-from jaxmoe.replicas.methods.one_bit_adam import OneBitAdamConfig as OneBitAdamConfig
-from jaxmoe.replicas.methods.robust import RobustConfig as RobustConfig
-from jaxmoe.replicas.methods.single_merge import SingleMergeConfig as SingleMergeConfig
-from jaxmoe.replicas.methods.sparse import SparseConfig as SparseConfig
-from jaxmoe.replicas.methods.spes import SpesConfig as SpesConfig
-from jaxmoe.replicas.methods.streaming import StreamingConfig as StreamingConfig
-from jaxmoe.replicas.methods.synchronous import SynchronousConfig as SynchronousConfig
-from jaxmoe.replicas.sequential_codes import Multiplexed as Multiplexed
-from jaxmoe.replicas.sequential_codes import SelectiveReattempt as SelectiveReattempt
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-ReplicasConfig = (
-    SynchronousConfig
-    | DiLoCoConfig
-    | StreamingConfig
-    | SparseConfig
-    | HeterogeneousConfig
-    | NoLoCoConfig
-    | CO2Config
-    | SingleMergeConfig
-    | SpesConfig
-    | A2cid2Config
-    | CodedConfig
-    | EControlConfig
-    | OneBitAdamConfig
-    | RobustConfig
-)
-"""How the workers of a run communicate."""
+load_when_used(__name__)
 
-REPLICAS = registry_of(ReplicasConfig)
-"""{name: config class}."""
+REPLICAS = Registry("replicas")

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 from jaxmoe.optim.groups import Optimizer
 from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.kind import ReplicasKind
 from jaxmoe.replicas.method import Method
 from jaxmoe.replicas.weighting import Weights
 
@@ -27,10 +28,9 @@ class TrainingFacts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WorkersBase(ABC):
-    """Base of the configs of all methods."""
+class WorkersBase(ReplicasKind):
+    """Base of the configs of the methods with workers."""
 
-    name: ClassVar[str]
     exchanges: ClassVar[Literal["nothing", "parameters", "gradients"]] = "parameters"
     """What workers send one another."""
 

@@ -19,8 +19,8 @@ underflows.
 Sources: HyperP (arXiv 2603.28743; ArchScale adds the 1/sqrt(2) for shared experts); for the scale
 DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437, section 4.2).
 
-To add a gate: a config in `jaxmoe/routing/gates.py` that extends `GateBase`, its config in
-GateConfig in `jaxmoe/routing/__init__.py`, its row in `tests/jaxmoe/routing/test_gates.py`.
+To add a gate: a config in `jaxmoe/routing/gates.py` that extends `GateBase`, its row under
+`gate` in `jaxmoe/catalog/layers.py`, its row in `tests/jaxmoe/routing/test_gates.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run as a library object: configuration, assembly, directory, training, report."""
 
-from jaxmoe.generation.text import Sample as Sample
-from jaxmoe.run.results import EvaluateResult as EvaluateResult
-from jaxmoe.run.results import TrainedStep as TrainedStep
-from jaxmoe.run.results import TrainResult as TrainResult
-from jaxmoe.run.run import Run as Run
+from pallas_kernels.public_names import load_when_used
+
+load_when_used(__name__)

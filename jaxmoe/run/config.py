@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jaxmoe.checkpoint.manager import Verify
+from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.data.levels import AssignConfig, BucketsConfig
@@ -38,7 +38,7 @@ from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
 from jaxmoe.training.guard import check_ratio
-from jaxmoe.training.parts.average import AverageConfig, Averaging
+from jaxmoe.training.parts.average import Average, Averaging
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.skipping import SkippingConfig
@@ -125,7 +125,7 @@ class TrainingConfig:
     """Layers that micro-batches leave out (SkipPipe); None for none."""
     gradients: GradientsConfig = BackpropConfig()
     """How a step gets its gradient."""
-    average: AverageConfig | None = None
+    average: Average | None = None
     """Average that takes the place of the trained parameters after the last step; None for none."""
 
     def __post_init__(self):

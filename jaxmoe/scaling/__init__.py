@@ -12,38 +12,13 @@
     hyperp               MuonH with laws of depth, batch and tokens
 
 To add a parameterisation: a config with `build(model, budget, base)` in a file of its own in
-`jaxmoe/scaling`, the union in `jaxmoe/scaling/__init__.py`, a row of CASES in
+`jaxmoe/scaling`, its row under `parameterization` in `jaxmoe/catalog/runs.py`, a row of CASES in
 `tests/jaxmoe/scaling/test_scaling.py`.
 """
 
-from jaxmoe.configs import registry_of
-from jaxmoe.scaling.budget import HYPERP_BASE as HYPERP_BASE
-from jaxmoe.scaling.budget import BasePoint as BasePoint
-from jaxmoe.scaling.budget import Budget as Budget
-from jaxmoe.scaling.completep import CompletePConfig as CompletePConfig
-from jaxmoe.scaling.completep import completep as completep
-from jaxmoe.scaling.hyperp import HyperPConfig as HyperPConfig
-from jaxmoe.scaling.hyperp import hyperp as hyperp
-from jaxmoe.scaling.muonh_vanilla import VanillaMuonHConfig as VanillaMuonHConfig
-from jaxmoe.scaling.muonh_vanilla import muonh_vanilla as muonh_vanilla
-from jaxmoe.scaling.mup import MuPConfig as MuPConfig
-from jaxmoe.scaling.mup import MuPMuonConfig as MuPMuonConfig
-from jaxmoe.scaling.mup import MuPPlusPlusConfig as MuPPlusPlusConfig
-from jaxmoe.scaling.mup import MuPPlusPlusMuonConfig as MuPPlusPlusMuonConfig
-from jaxmoe.scaling.mup import mup as mup
-from jaxmoe.scaling.parameterization import Parameterization as Parameterization
-from jaxmoe.scaling.standard import StandardConfig as StandardConfig
-from jaxmoe.scaling.standard import standard as standard
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-ParameterizationConfig = (
-    StandardConfig
-    | MuPConfig
-    | MuPPlusPlusConfig
-    | CompletePConfig
-    | MuPMuonConfig
-    | MuPPlusPlusMuonConfig
-    | VanillaMuonHConfig
-    | HyperPConfig
-)
+load_when_used(__name__)
 
-PARAMETERIZATIONS = registry_of(ParameterizationConfig)
+PARAMETERIZATIONS = Registry("parameterization")

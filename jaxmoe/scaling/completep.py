@@ -40,12 +40,12 @@ from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.parameters import Hyperparameters
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
 from jaxmoe.scaling.tables import RoleTable, check_exponents, fixed, table_of, with_multipliers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CompletePConfig:
+class CompletePConfig(ParameterizationBase):
     """CompleteP with AdamW: width and depth, with Adam's epsilon and the decay scaled too."""
 
     name: ClassVar[str] = "completep"

@@ -58,7 +58,7 @@ from typing import ClassVar
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
 from jaxmoe.scaling.tables import (
     BASE_HEAD_DIM,
     HEAD_STD,
@@ -74,7 +74,7 @@ from jaxmoe.scaling.tables import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HyperPConfig:
+class HyperPConfig(ParameterizationBase):
     """HyperP (for MuonH): one learning rate for every width, depth, length of run and expert."""
 
     name: ClassVar[str] = "hyperp"

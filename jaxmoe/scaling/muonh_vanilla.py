@@ -28,7 +28,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Hyperparameters
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
 from jaxmoe.scaling.tables import (
     HEAD_STD,
     TiedEmbeddings,
@@ -39,7 +39,7 @@ from jaxmoe.scaling.tables import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class VanillaMuonHConfig:
+class VanillaMuonHConfig(ParameterizationBase):
     """MuonH alone, without laws of depth and tokens: HyperP's control."""
 
     name: ClassVar[str] = "muonh_vanilla"

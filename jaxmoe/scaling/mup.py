@@ -60,7 +60,7 @@ from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.parameters import Hyperparameters
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
 from jaxmoe.scaling.tables import (
     BASE_HEAD_DIM,
     HEAD_STD,
@@ -76,7 +76,7 @@ from jaxmoe.scaling.tables import (
 )
 
 
-class MuPRule:
+class MuPRule(ParameterizationBase):
     """Base of the configs of `mup`; what a config has no field for keeps the value here."""
 
     __slots__ = ()

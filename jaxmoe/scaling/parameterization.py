@@ -1,14 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Record of what a scaling rule decides for a model."""
+"""Base class of scaling rules, and the record of what one decides for a model."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from typing import Any, ClassVar
 
 from jaxmoe.declarations import Role
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Hyperparameters
+from jaxmoe.scaling.budget import BasePoint, Budget
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,3 +42,23 @@ class Parameterization:
                 f" (it has {', '.join(table)})"
             )
         return table[role]
+
+
+class ParameterizationBase(abc.ABC):
+    """Base class of the configs of parameterisations."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+
+    @abc.abstractmethod
+    def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
+        """Return the hyperparameters of each role, and the model with its multipliers.
+
+        Args:
+            model: Model.
+            budget: Tokens and batch of the run.
+            base: Point at which the learning rate was tuned.
+        """

@@ -33,7 +33,7 @@ from jaxmoe.optim import OPTIMIZERS
 from jaxmoe.parameters import Group, Hyperparameters
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
 from jaxmoe.scaling.tables import ROLE_CLASSES, check_exponents
 
 EMBEDDING_STD = 0.02
@@ -45,7 +45,7 @@ else:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StandardConfig:
+class StandardConfig(ParameterizationBase):
     """Variance 1/fan_in, one learning rate for every role."""
 
     name: ClassVar[str] = "standard"

@@ -15,14 +15,14 @@ import numpy as np
 
 from jaxmoe.disk import DiskGuard
 from jaxmoe.optional import require
-from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker
+from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker, TrackerBase
 
 DIRECTORY = "tensorboard"
 """Folder of the event files in the run directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TensorBoardConfig:
+class TensorBoardConfig(TrackerBase):
     """Event files for `tensorboard --logdir runs`."""
 
     name: ClassVar[str] = "tensorboard"

@@ -6,16 +6,18 @@ A tracker takes what the training loop has computed anyway. It never decides any
 several processes only the first one has trackers (the others have a `NullTracker`).
 
 To add a tracker: a file beside this one with a class of these methods and its config (`name`,
-`check`, `build`), which goes into `TrackerConfig` in `jaxmoe/tracking/__init__.py`.
+`check`, `build`), which extends `TrackerBase`, and its row under `tracker` in
+`jaxmoe/catalog/runs.py`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -204,3 +206,29 @@ class CompositeTracker:
         """Close each tracker."""
         for tracker in self._trackers:
             tracker.close()
+
+
+class TrackerBase(abc.ABC):
+    """Base class of the configs of trackers."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise if the tracker cannot be made.
+
+        Raises:
+            MissingPackageError: A package that it needs is not installed.
+        """
+
+    @abc.abstractmethod
+    def build(self, run: TrackedRun) -> Tracker:
+        """Return the tracker.
+
+        Args:
+            run: Directory, names and configuration of the run.
+        """

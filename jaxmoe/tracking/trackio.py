@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.optional import require
-from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker
+from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker, TrackerBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrackioConfig:
+class TrackioConfig(TrackerBase):
     """Trackio, on this machine or in a Hugging Face space."""
 
     name: ClassVar[str] = "trackio"

@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxmoe.optional import require
-from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker
+from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker, TrackerBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WandbConfig:
+class WandbConfig(TrackerBase):
     """Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY."""
 
     name: ClassVar[str] = "wandb"

@@ -2,35 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the base class of objectives, and what they read beside the likelihood of a token.
 
-An objective is a member of `ObjectiveConfig` that extends `Objective`, with these members:
-
-    num_examined                    passes over a held-out batch
-    check(model)                    raises if the model cannot be trained with it
-    num_predicted(model)            ids below this number may be predicted
-    num_tokens(batch)               divisor of the summed loss
-    row_tokens(batch)               the part of each row in `num_tokens`, [B]
-    prepare(model, batch, key, placement)     the batch of a training step
-    examine(model, batch, index, placement)   pass `index` over a held-out batch
-    token_loss(nll, given)          loss of each token, [B S]
-    further_loss(...)               a term of training passes beside it, or None
-    has_signal(batch)               whether there is anything to learn from a batch, or None
-
-To add an objective: a config in a file beside `jaxmoe/training/next_token.py`, and a line in the
-union of `jaxmoe/training/__init__.py`.
+To add an objective: a config in a file beside `jaxmoe/training/next_token.py`, and its row under
+`objective` in `jaxmoe/catalog/runs.py`.
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import typing
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from flax import struct
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.data.source import Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from sharding.constrain import Placement
 
 
 # Not checked at run time: tree functions also fill records with shapes and specs.
@@ -45,13 +36,83 @@ class TokenGiven:
     """`Batch.extra`."""
 
 
-class Objective:
+class Objective(abc.ABC):
     """Base class of the configs of objectives: the loss of a token is its weighted likelihood."""
 
     __slots__ = ()
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+    reads_loss_weights: ClassVar[bool]
+    """Whether weights of tokens that the data gives change the loss."""
+    floor_note: ClassVar[str | None]
+    """Condition under which `entropy_floor` differs from the entropy of the next token."""
     reads_answers: ClassVar[bool] = False
     """Whether it trains on sampled answers and their rewards, which rollouts make."""
+
+    @property
+    @abc.abstractmethod
+    def num_examined(self) -> int:
+        """Passes over a held-out batch."""
+
+    @abc.abstractmethod
+    def check(self, model: ModelConfig) -> None:
+        """Raise if the model cannot be trained with it.
+
+        Args:
+            model: Model to train.
+
+        Raises:
+            ValueError: Names the field.
+        """
+
+    @abc.abstractmethod
+    def num_predicted(self, model: ModelConfig) -> int:
+        """Return the number of ids that may be predicted: those below it."""
+
+    @abc.abstractmethod
+    def num_tokens(self, batch: Batch) -> Float[Array, ""]:
+        """Return the divisor of the summed loss."""
+
+    @abc.abstractmethod
+    def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
+        """Return the part of each row in `num_tokens`."""
+
+    @abc.abstractmethod
+    def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
+        """Return the lowest held-out loss in bits per token; None where it is not known.
+
+        Args:
+            source: Data source.
+            sequence_length: Tokens of a row.
+        """
+
+    @abc.abstractmethod
+    def prepare(
+        self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
+    ) -> Batch:
+        """Return the batch of a training step.
+
+        Args:
+            model: Model to train.
+            batch: Rows of the step.
+            key: Key of the step.
+            placement: Where the arrays are.
+        """
+
+    @abc.abstractmethod
+    def examine(
+        self, model: ModelConfig, batch: Batch, index: Int[Array, ""], placement: Placement
+    ) -> Batch:
+        """Return the batch of one pass over a held-out batch.
+
+        Args:
+            model: Model to evaluate.
+            batch: Held-out rows.
+            index: Number of the pass, below `num_examined`.
+            placement: Where the arrays are.
+        """
 
     def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
         """Return the loss of each token from its negative log-likelihood, for some positions.

@@ -6,27 +6,12 @@ At level l the devices of a row form groups of 2^l, and each group attends to do
 (`sharding/sequence_parallel/by_level.py`). An assigner chooses the level of every document.
 
 To add an assigner: a file in `jaxmoe/data/levels/` with a subclass of `Assigner` (plan.py), its
-class in `AssignConfig`, a row in REGISTRIES of tests/test_architecture.py.
+row under `assign` in `jaxmoe/catalog/runs.py`.
 """
 
-from jaxmoe.data.levels.buckets import BucketsConfig
-from jaxmoe.data.levels.cost import LevelCost
-from jaxmoe.data.levels.milp import MilpConfig
-from jaxmoe.data.levels.plan import Assigner, LevelPlan, Room
-from jaxmoe.data.levels.rows import LevelPacking
-from jaxmoe.data.levels.zones import ZonesConfig
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-AssignConfig = BucketsConfig | MilpConfig | ZonesConfig
-"""How the level of each document is chosen."""
+load_when_used(__name__)
 
-__all__ = [
-    "AssignConfig",
-    "Assigner",
-    "BucketsConfig",
-    "LevelCost",
-    "LevelPacking",
-    "LevelPlan",
-    "MilpConfig",
-    "Room",
-    "ZonesConfig",
-]
+ASSIGNERS = Registry("assign")

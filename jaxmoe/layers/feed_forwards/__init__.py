@@ -3,14 +3,13 @@
 """Feed-forwards: the half of a layer that computes on each token.
 
 To add a feed-forward: a file jaxmoe/layers/feed_forwards/<name>.py with its config and its module,
-a member of `FeedForwards` in jaxmoe/layers/feed_forwards/__init__.py, and its name in
+its row under `feed_forward` in jaxmoe/catalog/layers.py, and its name in
 tests/test_architecture.py. jaxmoe/layers/feed_forwards/dense.py shows what a config has.
 """
 
-from jaxmoe.contrib.layers.two_sizes import TwoSizesConfig as TwoSizesConfig
-from jaxmoe.contrib.layers.ultra_mem import UltraMemConfig as UltraMemConfig
-from jaxmoe.layers.feed_forwards.dense import DenseConfig as DenseConfig
-from jaxmoe.layers.feed_forwards.moe import MoEConfig as MoEConfig
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-FeedForwards = DenseConfig | MoEConfig | UltraMemConfig | TwoSizesConfig
-"""The feed-forward configs."""
+load_when_used(__name__)
+
+FEED_FORWARDS = Registry("feed_forward")

@@ -8,10 +8,11 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from jaxmoe.optim.groups import Optimizer
+from jaxmoe.replicas.kind import ReplicasKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SynchronousConfig:
+class SynchronousConfig(ReplicasKind):
     """Sums gradients over all devices in every step."""
 
     name: ClassVar[str] = "none"

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Balancers: losses that even the load of the experts or limit the router's logits.
 
-To add a balancer: a file in `jaxmoe/routing/balancers/` with its config (see `base.py`), its config
-in BalancerConfig below, a row in BALANCER_CASES of `tests/jaxmoe/routing/test_balancers.py`.
+To add a balancer: a file in `jaxmoe/routing/balancers/` with its config (see `base.py`), its row
+under `balancer` in `jaxmoe/catalog/layers.py`, a row in BALANCER_CASES of
+`tests/jaxmoe/routing/test_balancers.py`.
 """
 
 from jaxmoe.routing.balancers.base import BalanceScope as BalanceScope
@@ -27,13 +28,3 @@ from jaxmoe.routing.balancers.load_variation import squared_variation as squared
 from jaxmoe.routing.balancers.router_z import RouterZConfig as RouterZConfig
 from jaxmoe.routing.balancers.router_z import router_z as router_z
 from jaxmoe.routing.balancers.top_one import TopOneBalanceConfig as TopOneBalanceConfig
-
-BalancerConfig = (
-    LoadBalanceConfig
-    | RouterZConfig
-    | ImportanceVariationConfig
-    | LoadVariationConfig
-    | HeterogeneousBalanceConfig
-    | TopOneBalanceConfig
-    | CouplingConfig
-)

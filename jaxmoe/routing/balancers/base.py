@@ -14,6 +14,7 @@ To add a balancer: see `jaxmoe/routing/balancers/__init__.py`.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +31,7 @@ class Balancer(abc.ABC):
 
     __slots__ = ()
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     reads: ClassVar[Literal["statistics", "weights"]]
     evens_load: ClassVar[bool] = False

@@ -29,7 +29,7 @@ from jaxmoe.routing.base import RouterStatistics
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeterogeneousBalanceConfig(StatisticsBalancer):
-    """Even load among experts that compute, and 1 / computing_share of it for those that do not."""
+    """Even load among experts that compute, and 1 / computing_share of it for others."""
 
     name: ClassVar[str] = "heterogeneous"
 

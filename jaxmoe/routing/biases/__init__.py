@@ -3,12 +3,11 @@
 """Selection biases: numbers added to the scores for the choice of the K best experts.
 
 To add a bias: a file in `jaxmoe/routing/biases/` with its config (see `base.SelectionBias`), its
-config in BiasConfig below, a row in BIAS_CASES of `tests/jaxmoe/routing/test_biases.py`.
+row under `bias` in `jaxmoe/catalog/layers.py`, a row in BIAS_CASES of
+`tests/jaxmoe/routing/test_biases.py`.
 """
 
 from jaxmoe.routing.biases.base import SelectionBias as SelectionBias
 from jaxmoe.routing.biases.bip import BipConfig as BipConfig
 from jaxmoe.routing.biases.loss_free import LossFreeConfig as LossFreeConfig
 from jaxmoe.routing.biases.quantile import QuantileConfig as QuantileConfig
-
-BiasConfig = LossFreeConfig | BipConfig | QuantileConfig

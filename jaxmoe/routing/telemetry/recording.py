@@ -9,7 +9,7 @@ devices like every other statistic and complete on any mesh, stacked over layers
 numbers per layer on each device.
 
 `recorded` wraps the router of a model that is evaluated, not trained or saved; the wrapper is not a
-member of RouterConfig.
+router of the catalogue.
 """
 
 from __future__ import annotations

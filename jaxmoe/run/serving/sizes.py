@@ -12,10 +12,10 @@ from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.diffusion.config import DiffusionSizes, check_steps
 from jaxmoe.serve.plan import Shapes
-from jaxmoe.serve.policies.batching import BatchingUnion, SplitFuseConfig
-from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
-from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
-from jaxmoe.serve.policies.scaling import FixedConfig, ScalingUnion
+from jaxmoe.serve.policies.batching import BatchingConfig, SplitFuseConfig
+from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig
+from jaxmoe.serve.policies.retention import LRUConfig, RetentionConfig
+from jaxmoe.serve.policies.scaling import FixedConfig, ScalingConfig
 
 _LONGEST = 4096
 """Tokens of a request by default, where a model allows more."""
@@ -46,16 +46,16 @@ class EngineSizesConfig:
     has_experts: bool = False
     """Whether a request may ask for the experts of each token, which are then kept in host memory
     for every token in a page."""
-    batching: BatchingUnion = SplitFuseConfig()
+    batching: BatchingConfig = SplitFuseConfig()
     """What a step computes."""
     instances: int = 1
     """Instances of the model, each on devices of its own; all share the devices where there are
     enough for one only."""
-    dispatch: DispatchUnion = LeastLoadedConfig()
+    dispatch: DispatchConfig = LeastLoadedConfig()
     """Which instance answers a request, and what moves between them."""
-    retention: RetentionUnion = LRUConfig()
+    retention: RetentionConfig = LRUConfig()
     """Which pages a request gets, and what becomes of those of a preempted one."""
-    scaling: ScalingUnion = FixedConfig()
+    scaling: ScalingConfig = FixedConfig()
     """How many instances take requests, and on how many devices each is."""
     steps_per_token: float = 1.0
     """Steps of a masked-diffusion model for each token of an answer."""

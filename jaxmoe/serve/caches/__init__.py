@@ -2,35 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches of items: experts, layers, models, prefixes or answers, replayed on traces of uses.
 
-To add a policy: a config that extends `ItemCacheConfig` in a file of its own in this folder, the
-union `ItemCacheUnion` here, its name in the row of ITEM_CACHES in `tests/test_architecture.py`, its
-property in `tests/jaxmoe/serve/caches/test_caches.py`.
+To add a policy: a config that extends `ItemCacheConfig` in a file of its own in this folder, its
+row under `item_cache` in `jaxmoe/catalog/serving.py`, its property in
+`tests/jaxmoe/serve/caches/test_caches.py`.
 """
 
-from jaxmoe.configs import registry_of
-from jaxmoe.serve.caches.base import ItemCacheConfig as ItemCacheConfig
-from jaxmoe.serve.caches.base import Use as Use
-from jaxmoe.serve.caches.belady import BeladyConfig as BeladyConfig
-from jaxmoe.serve.caches.category import CategoryConfig as CategoryConfig
-from jaxmoe.serve.caches.expert_trace import expert_uses as expert_uses
-from jaxmoe.serve.caches.expert_trace import layer_uses as layer_uses
-from jaxmoe.serve.caches.lfu import LFUConfig as LFUConfig
-from jaxmoe.serve.caches.lru import LRUConfig as LRUConfig
-from jaxmoe.serve.caches.predicted import PredictedConfig as PredictedConfig
-from jaxmoe.serve.caches.replay import BoundedCache as BoundedCache
-from jaxmoe.serve.caches.replay import Replayed as Replayed
-from jaxmoe.serve.caches.replay import replay as replay
-from jaxmoe.serve.caches.scores import ScoresConfig as ScoresConfig
-from jaxmoe.serve.caches.window import WindowConfig as WindowConfig
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-ItemCacheUnion = (
-    LRUConfig
-    | LFUConfig
-    | BeladyConfig
-    | ScoresConfig
-    | PredictedConfig
-    | WindowConfig
-    | CategoryConfig
-)
+load_when_used(__name__)
 
-ITEM_CACHES = registry_of(ItemCacheUnion)
+ITEM_CACHES = Registry("item_cache")

@@ -9,19 +9,19 @@ import dataclasses
 
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.policies.batching import Batching, BatchingUnion, SplitFuseConfig
-from jaxmoe.serve.policies.dispatch import DispatchUnion, LeastLoadedConfig
-from jaxmoe.serve.policies.retention import LRUConfig, RetentionUnion
-from jaxmoe.serve.policies.scaling import FixedConfig, ScalingUnion
+from jaxmoe.serve.policies.batching import Batching, BatchingConfig, SplitFuseConfig
+from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig
+from jaxmoe.serve.policies.retention import LRUConfig, RetentionConfig
+from jaxmoe.serve.policies.scaling import FixedConfig, ScalingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InstancesConfig(abc.ABC):
     """What an engine asks about its instances."""
 
-    dispatch: DispatchUnion = LeastLoadedConfig()
+    dispatch: DispatchConfig = LeastLoadedConfig()
     """Which instance serves a request, where there are several."""
-    scaling: ScalingUnion = FixedConfig()
+    scaling: ScalingConfig = FixedConfig()
     """How many instances take requests, and on how many devices each is."""
     max_waiting: int = 256
     """Requests in the queue of an instance at most; further ones are refused."""
@@ -62,9 +62,9 @@ class InstancesConfig(abc.ABC):
 class EngineConfig(InstancesConfig):
     """How requests are queued and batched."""
 
-    batching: BatchingUnion = SplitFuseConfig()
+    batching: BatchingConfig = SplitFuseConfig()
     """What a step computes."""
-    retention: RetentionUnion = LRUConfig()
+    retention: RetentionConfig = LRUConfig()
     """Which pages a request gets, and what becomes of those of a preempted one."""
     shares_prefixes: bool = True
     """Whether requests of one tenant share the pages of equal beginnings."""

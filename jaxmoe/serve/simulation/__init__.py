@@ -9,4 +9,4 @@ from jaxmoe.serve.simulation.run import Simulation as Simulation
 from jaxmoe.serve.simulation.sizes import ModelSizes as ModelSizes
 from jaxmoe.serve.simulation.workload import WORKLOADS as WORKLOADS
 from jaxmoe.serve.simulation.workload import Arrival as Arrival
-from jaxmoe.serve.simulation.workload import WorkloadConfig as WorkloadConfig
+from jaxmoe.serve.simulation.workload import Workload as Workload

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxmoe.configs import registry_of
+from jaxmoe.catalog import Registry
 from jaxmoe.serve.requests import Objective, Request, Sampling
 from jaxmoe.serve.simulation.traces import Traced, read_trace
 
@@ -165,9 +165,7 @@ class FileConfig(Workload):
         return tuple(found)
 
 
-WorkloadConfig = GammaConfig | SessionsConfig | FileConfig
-
-WORKLOADS = registry_of(WorkloadConfig)
+WORKLOADS = Registry("workload")
 
 
 def _lengths(rng: np.random.Generator, median: float, sigma: float, count: int) -> np.ndarray:

@@ -3,19 +3,12 @@
 """Members of the socket `Gradients`: how a step gets its gradient.
 
 To add an estimator: a config that extends `Gradients` in a file of its own in
-`jaxmoe/training/estimators`, the union `GradientsConfig` in its `__init__.py`, its name in the row
-of ESTIMATORS in `tests/test_architecture.py`.
+`jaxmoe/training/estimators`, its row under `gradients` in `jaxmoe/catalog/runs.py`.
 """
 
-from jaxmoe.configs import registry_of
-from jaxmoe.contrib.training.surrogate import SurrogateConfig as SurrogateConfig
-from jaxmoe.training.estimators.backprop import BackpropConfig as BackpropConfig
-from jaxmoe.training.estimators.base import Gradients as Gradients
-from jaxmoe.training.estimators.base import StepGradients as StepGradients
-from jaxmoe.training.estimators.evolution import EvolutionConfig as EvolutionConfig
-from jaxmoe.training.estimators.seed_pool import SeedPoolConfig as SeedPoolConfig
-from jaxmoe.training.estimators.spsa import SPSAConfig as SPSAConfig
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-GradientsConfig = BackpropConfig | SPSAConfig | SeedPoolConfig | EvolutionConfig | SurrogateConfig
+load_when_used(__name__)
 
-ESTIMATORS = registry_of(GradientsConfig)
+ESTIMATORS = Registry("gradients")

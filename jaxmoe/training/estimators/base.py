@@ -57,7 +57,7 @@ class StepGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients(abc.ABC):
-    """Base of the members; `jaxmoe.training.estimators.GradientsConfig` is their union."""
+    """Base class of the members."""
 
     name: ClassVar[str]
     """Key in the registry."""

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.adapters.factors import batch_of
+from jaxmoe.catalog import Registry
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.parts.base import Start, StepPart
@@ -114,8 +115,7 @@ class BalancedAverageConfig(Average):
         return jnp.where((found > 0.0) & (found < 1.0), found, _OTHERWISE)
 
 
-AverageConfig = FixedAverageConfig | BalancedAverageConfig
-"""Union of the averages, the registry that the command line reads."""
+AVERAGES = Registry("average")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ class Averaging(StepPart):
 
     name: ClassVar[str] = "average"
 
-    config: AverageConfig
+    config: Average
     steps: int | None = None
     """Step after which the average takes the place of the parameters; None for never."""
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of a model: stages, gradients of a step, layers left out, recovery of lost layers."""
 
-from jaxmoe.training.pipeline.gradients import held_out_parts as held_out_parts
-from jaxmoe.training.pipeline.gradients import pipeline_forward as pipeline_forward
-from jaxmoe.training.pipeline.gradients import pipeline_gradients as pipeline_gradients
-from jaxmoe.training.pipeline.stages import check_pipeline as check_pipeline
+from pallas_kernels.public_names import load_when_used
+
+load_when_used(__name__)

@@ -12,9 +12,9 @@ import pytest
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
+from jaxmoe import catalog
 from jaxmoe.adapters import (
     AdaLoraConfig,
-    Adapters,
     LiftConfig,
     LoraConfig,
     LoraMixerConfig,
@@ -30,7 +30,6 @@ from jaxmoe.adapters import (
     folded,
     with_base,
 )
-from jaxmoe.configs import registry_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import LatentAttentionConfig
 from jaxmoe.models.flops import flops_per_token
@@ -136,7 +135,7 @@ def loss_and_gradients(model, execution, params, ids, *, is_folded=False):
 
 
 def test_every_adapter_has_a_row():
-    assert set(registry_of(Adapters)) == set(ADAPTERS)
+    assert set(catalog.names("adapter")) == set(ADAPTERS)
 
 
 @pytest.mark.parametrize("name", rows_of(MODELS, "attention, dense, shared, experts"))

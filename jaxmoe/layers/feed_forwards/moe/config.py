@@ -12,31 +12,31 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
-from jaxmoe.routing import (
-    BalancerConfig,
-    CapacityConfig,
-    GateConfig,
-    LoadBalanceConfig,
-    RenormalizedGateConfig,
-    Router,
-    RouterConfig,
-    RouterZConfig,
-    SoftmaxTopKConfig,
-    ZeroComputationConfig,
+from jaxmoe.layers.context import (
+    FeedForwardBase,
+    FeedForwardSizes,
+    LayerContext,
+    require_positive,
 )
+from jaxmoe.routing.balancers.base import Balancer
+from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig
+from jaxmoe.routing.balancers.router_z import RouterZConfig
+from jaxmoe.routing.base import Router, RouterBase
+from jaxmoe.routing.capacity import CapacityConfig
 from jaxmoe.routing.composition import check_parts
+from jaxmoe.routing.gates import GateBase, RenormalizedGateConfig
+from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
+from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MoEConfig:
+class MoEConfig(FeedForwardBase):
     """A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts."""
 
     name: ClassVar[str] = "moe"
     module_name: ClassVar[str] = "moe"
     is_routed: ClassVar[bool] = True
-    num_sizes: ClassVar[int] = 1
     width_fields: ClassVar[tuple[str, ...]] = ("expert_dim",)
 
     num_experts: int = 8
@@ -47,11 +47,11 @@ class MoEConfig:
     """Hidden units of one expert (F)."""
     num_shared_experts: int = 0
     """Experts applied to every token; together one SwiGLU of num_shared_experts * expert_dim."""
-    router: RouterConfig = SoftmaxTopKConfig()
+    router: RouterBase = SoftmaxTopKConfig()
     """Rule by which experts are chosen."""
-    gate: GateConfig = RenormalizedGateConfig()
+    gate: GateBase = RenormalizedGateConfig()
     """Factor of each chosen expert's output."""
-    balancers: tuple[BalancerConfig, ...] = (LoadBalanceConfig(), RouterZConfig())
+    balancers: tuple[Balancer, ...] = (LoadBalanceConfig(), RouterZConfig())
     """Losses that keep the load even and the logits small."""
     capacity: CapacityConfig | None = None
     """Limit of tokens per expert; dropless when None."""

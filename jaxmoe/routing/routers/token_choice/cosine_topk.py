@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Declaration
 from jaxmoe.routing.base import Arrays, Key, RouterInputs
-from jaxmoe.routing.biases import BiasConfig
+from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
@@ -47,7 +47,7 @@ class CosineTopKConfig(TokenChoiceBase):
     """Width R of the space in which directions are compared; E / 2 when None."""
     temperature: float = 0.3
     """Temperature tau at initialisation; it is learned."""
-    bias: BiasConfig | None = None
+    bias: SelectionBias | None = None
     """Added to the probabilities for the choice alone."""
     groups: GroupLimitConfig | None = None
     """Limits a token's experts to few groups of neighbours."""

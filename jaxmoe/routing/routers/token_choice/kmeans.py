@@ -39,7 +39,8 @@ from jaxmoe.routing.base import (
     Traits,
     sum_statistics,
 )
-from jaxmoe.routing.biases import BiasConfig, LossFreeConfig
+from jaxmoe.routing.biases.base import SelectionBias
+from jaxmoe.routing.biases.loss_free import LossFreeConfig
 from jaxmoe.routing.routers.linear import StatelessRouter
 from jaxmoe.routing.routers.token_choice.token_choice import (
     choose,
@@ -59,7 +60,7 @@ class KMeansConfig(RouterBase):
     """Share of the old centroid kept at each step."""
     temperature: float = 0.1
     """Temperature of the softmax of the cosines, which gives the gates."""
-    bias: BiasConfig | None = LossFreeConfig()
+    bias: SelectionBias | None = LossFreeConfig()
     """Added to (1 + cosine) / 2 for the choice alone."""
 
     def __post_init__(self):

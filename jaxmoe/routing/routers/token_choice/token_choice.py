@@ -39,7 +39,7 @@ from jaxmoe.routing.base import (
     sum_statistics,
     token_major,
 )
-from jaxmoe.routing.biases import BiasConfig
+from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.replay import replayed
 from jaxmoe.routing.routers.linear import StatelessRouter, linear_declarations
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig, limit_groups
@@ -72,7 +72,7 @@ class TokenChoiceBase(RouterBase):
 
     __slots__ = ()
 
-    bias: BiasConfig | None = None
+    bias: SelectionBias | None = None
     """Selection bias."""
     groups: GroupLimitConfig | None = None
     """Limit on the groups of experts that a token may use."""
@@ -237,7 +237,7 @@ def log_softplus(z: Float[Array, "*d"]) -> Float[Array, "*d"]:
     return jnp.where(is_low, z, jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, z))))
 
 
-def traits_of(bias: BiasConfig | None, jitter: float = 0.0) -> Traits:
+def traits_of(bias: SelectionBias | None, jitter: float = 0.0) -> Traits:
     """Return the traits of a member whose options are a bias and jitter."""
     sees_others = bias is not None and bias.sees_others
     return Traits(can_replay=True, sees_others=sees_others, needs_key=jitter > 0.0)

@@ -33,7 +33,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from jaxmoe.routing.base import Arrays, Key, RouterInputs, ScoreFunction, Traits
-from jaxmoe.routing.biases import BiasConfig
+from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.routers.linear import check_jitter, linear_logits
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
@@ -48,7 +48,7 @@ from jaxmoe.routing.routers.token_choice.token_choice import (
 class TopKConfig(TokenChoiceBase):
     """Base class: the K experts of highest score."""
 
-    bias: BiasConfig | None = None
+    bias: SelectionBias | None = None
     """Added to the scores for the choice alone."""
     groups: GroupLimitConfig | None = None
     """Limits a token's experts to few groups of neighbours."""

@@ -2,38 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch policies: which instance of a fleet serves a request, and what moves between them.
 
-To add one: a config that extends `DispatchConfig` in a file of its own in this folder, the union
-`DispatchUnion` here, its name in the row of DISPATCH in `tests/test_architecture.py`, its property
+To add one: a config that extends `DispatchConfig` in a file of its own in this folder, its row
+under `dispatch` in `jaxmoe/catalog/serving.py`, its property
 in `tests/jaxmoe/serve/policies/test_dispatch.py`.
 """
 
-from jaxmoe.configs import registry_of
-from jaxmoe.serve.policies.dispatch.base import DispatchConfig as DispatchConfig
-from jaxmoe.serve.policies.dispatch.base import Dispatcher as Dispatcher
-from jaxmoe.serve.policies.dispatch.base import FleetView as FleetView
-from jaxmoe.serve.policies.dispatch.base import Move as Move
-from jaxmoe.serve.policies.dispatch.base import Role as Role
-from jaxmoe.serve.policies.dispatch.base import Route as Route
-from jaxmoe.serve.policies.dispatch.dist_serve import DistServeConfig as DistServeConfig
-from jaxmoe.serve.policies.dispatch.dual_map import DualMapConfig as DualMapConfig
-from jaxmoe.serve.policies.dispatch.least_loaded import LeastLoadedConfig as LeastLoadedConfig
-from jaxmoe.serve.policies.dispatch.llumnix import LlumnixConfig as LlumnixConfig
-from jaxmoe.serve.policies.dispatch.pd_serve import PDServeConfig as PDServeConfig
-from jaxmoe.serve.policies.dispatch.prefix_aware import PrefixAwareConfig as PrefixAwareConfig
-from jaxmoe.serve.policies.dispatch.prfaas import PrfaasConfig as PrfaasConfig
-from jaxmoe.serve.policies.dispatch.round_robin import RoundRobinConfig as RoundRobinConfig
-from jaxmoe.serve.policies.dispatch.saga import SagaConfig as SagaConfig
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-DispatchUnion = (
-    RoundRobinConfig
-    | LeastLoadedConfig
-    | PrefixAwareConfig
-    | DualMapConfig
-    | LlumnixConfig
-    | DistServeConfig
-    | PDServeConfig
-    | PrfaasConfig
-    | SagaConfig
-)
+load_when_used(__name__)
 
-DISPATCH = registry_of(DispatchUnion)
+DISPATCH = Registry("dispatch")

@@ -2,16 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retention policies: which pages a sequence gets, and what becomes of those of a preempted one.
 
-To add one: a config that extends `RetentionConfig` in a file of its own in this folder, the union
-`RetentionUnion` here, its name in the row of RETENTION in `tests/test_architecture.py`, its
+To add one: a config that extends `RetentionConfig` in a file of its own in this folder, its row
+under `retention` in `jaxmoe/catalog/serving.py`, its
 property in `tests/jaxmoe/serve/policies/test_retention.py`.
 """
 
-from jaxmoe.configs import registry_of
-from jaxmoe.serve.policies.retention.base import RetentionConfig as RetentionConfig
-from jaxmoe.serve.policies.retention.lru import LRUConfig as LRUConfig
-from jaxmoe.serve.policies.retention.swap_groups import SwapGroupsConfig as SwapGroupsConfig
+from jaxmoe.catalog import Registry
+from pallas_kernels.public_names import load_when_used
 
-RetentionUnion = LRUConfig | SwapGroupsConfig
+load_when_used(__name__)
 
-RETENTION = registry_of(RetentionUnion)
+RETENTION = Registry("retention")

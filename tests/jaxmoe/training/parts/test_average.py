@@ -12,13 +12,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxmoe.configs import registry_of
 from jaxmoe.declarations import Declaration
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from jaxmoe.training.parts.average import (
-    AverageConfig,
+    AVERAGES,
     Averaging,
     BalancedAverageConfig,
     FixedAverageConfig,
@@ -147,7 +146,7 @@ def test_the_average_takes_the_place_of_the_parameters_at_the_end():
 
 
 def test_averages_are_a_registry():
-    assert set(registry_of(AverageConfig)) == {"fixed", "balanced"}
+    assert set(AVERAGES) == {"fixed", "balanced"}
 
 
 def test_what_cannot_be_averaged_is_refused():

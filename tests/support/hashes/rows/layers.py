@@ -30,7 +30,7 @@ ADAPTER_SIZES = {
 
 def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
-    from jaxmoe.adapters import Adapters
+    from jaxmoe.adapters import ADAPTERS
     from jaxmoe.configs import registry_of
     from jaxmoe.layers.feed_forwards import FeedForwards
     from jaxmoe.layers.mixers import Mixers
@@ -49,7 +49,7 @@ def rows() -> Iterator[tuple[str, Row]]:
     yield from _each("residual", registry_of(Residuals), _residual)
     yield from _each("objective", OBJECTIVES, _objective)
     yield from _each("estimator", ESTIMATORS, _estimator)
-    yield from _each("adapter", registry_of(Adapters), _adapter)
+    yield from _each("adapter", ADAPTERS, _adapter)
     for name, function in _MODELS.items():
         yield f"model/{name}", functools.partial(_model, function)
 

@@ -1,0 +1,70 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Members of the choices of an execution: where tokens and positions go."""
+
+from typing import Final
+
+_DISPATCHER: Final = {
+    "local": (
+        "sharding.expert_parallel.local:LocalConfig",
+        "All experts on every device; tokens stay where they are.",
+    ),
+    "all_gather": (
+        "sharding.expert_parallel.all_gather:AllGatherConfig",
+        "Tokens are gathered to the experts, sums are scattered back.",
+    ),
+    "all_to_all": (
+        "sharding.expert_parallel.all_to_all:AllToAllConfig",
+        "Rows travel to the device of their expert and back; none is dropped.",
+    ),
+    "all_to_all_dropping": (
+        "sharding.expert_parallel.all_to_all_dropping:AllToAllDroppingConfig",
+        "Rows travel to the device of their expert in bounded buffers; the rest is dropped.",
+    ),
+    "least_loaded": (
+        "sharding.expert_parallel.least_loaded:LeastLoadedConfig",
+        "Rows travel to the device of their expert, or to one that borrows it; none is dropped.",
+    ),
+}
+
+_SEQUENCE_PARALLEL: Final = {
+    "none": (
+        "sharding.sequence_parallel.none:NoSequenceParallelConfig",
+        "Whole sequences on every device; mesh.seq must be 1.",
+    ),
+    "auto": (
+        "sharding.sequence_parallel.auto:AutoSequenceParallelConfig",
+        "The form that loads the links least: by heads, devices, lengths and links.",
+    ),
+    "all_gather": (
+        "sharding.sequence_parallel.all_gather:AllGatherKVConfig",
+        "Every device gathers all keys and values.",
+    ),
+    "ulysses": (
+        "sharding.sequence_parallel.ulysses:UlyssesConfig",
+        "Positions exchanged for heads; mesh.seq must divide the key heads of a device.",
+    ),
+    "usp": (
+        "sharding.sequence_parallel.usp:UlyssesRingConfig",
+        "Heads exchanged among few devices, keys sent round between such groups.",
+    ),
+    "ring": ("sharding.sequence_parallel.ring:RingConfig", "Keys and values travel."),
+    "token_ring": (
+        "sharding.sequence_parallel.token_ring:TokenRingConfig",
+        "Queries travel one way, their results the other.",
+    ),
+    "levels": (
+        "sharding.sequence_parallel.by_level:LevelsConfig",
+        "Rings of as many devices as the documents of a micro-batch need.",
+    ),
+}
+
+BASES: Final = {
+    "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
+    "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
+}
+
+MEMBERS: Final = {
+    "dispatcher": _DISPATCHER,
+    "sequence_parallel": _SEQUENCE_PARALLEL,
+}

@@ -1,0 +1,244 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Members of the choices of a model: routing, layers, adapters, precision."""
+
+from typing import Final
+
+_ROUTER: Final = {
+    "softmax_topk": (
+        "jaxmoe.routing.routers.token_choice.topk:SoftmaxTopKConfig",
+        "The K experts of highest softmax probability.",
+    ),
+    "sigmoid_topk": (
+        "jaxmoe.routing.routers.token_choice.topk:SigmoidTopKConfig",
+        "The K experts of highest sigmoid score.",
+    ),
+    "sqrt_softplus_topk": (
+        "jaxmoe.routing.routers.token_choice.topk:SqrtSoftplusTopKConfig",
+        "The K experts of highest sqrt(softplus) score.",
+    ),
+    "noisy_topk": (
+        "jaxmoe.routing.routers.token_choice.noisy_topk:NoisyTopKConfig",
+        "The K experts of highest logit after learned noise.",
+    ),
+    "gshard": (
+        "jaxmoe.routing.routers.token_choice.gshard:GShardConfig",
+        "The two experts of highest logit, the second dropped at random.",
+    ),
+    "cosine_topk": (
+        "jaxmoe.routing.routers.token_choice.cosine_topk:CosineTopKConfig",
+        "The K experts of largest cosine with a projection of the token.",
+    ),
+    "base_layer": (
+        "jaxmoe.routing.routers.assignment.base_layer:BaseLayerConfig",
+        "Sigmoid scores; in training a greedy assignment in which no expert exceeds its share.",
+    ),
+    "sinkhorn": (
+        "jaxmoe.routing.routers.assignment.sinkhorn:SinkhornConfig",
+        "The K experts of largest share in an even transport plan.",
+    ),
+    "selective_sinkhorn": (
+        "jaxmoe.routing.routers.assignment.selective_sinkhorn:SelectiveSinkhornConfig",
+        "Softmax top-k, replaced in a share of the training steps by an even transport plan.",
+    ),
+    "hash": (
+        "jaxmoe.routing.routers.unlearned.hash_routing:HashConfig",
+        "K experts fixed for each token id.",
+    ),
+    "uniform_random": (
+        "jaxmoe.routing.routers.unlearned.uniform_random:UniformRandomConfig",
+        "K random experts for each token.",
+    ),
+    "forced_balance": (
+        "jaxmoe.routing.routers.unlearned.forced_balance:ForcedBalanceConfig",
+        "K experts in turn: an exactly even load, for benchmarks.",
+    ),
+    "progressive_topk": (
+        "jaxmoe.routing.routers.token_choice.progressive_topk:ProgressiveTopKConfig",
+        "Softmax top-k whose K is larger in the lowest layers until a given step.",
+    ),
+    "moe_plus_plus": (
+        "jaxmoe.routing.routers.token_choice.moe_plus_plus:MoEPlusPlusConfig",
+        "Softmax top-k whose logits add those of the previous MoE layer, transformed.",
+    ),
+    "kmeans": (
+        "jaxmoe.routing.routers.token_choice.kmeans:KMeansConfig",
+        "The K experts whose centroids of past tokens are nearest in direction.",
+    ),
+    "expert_choice": (
+        "jaxmoe.routing.routers.expert_choice.expert_choice:ExpertChoiceConfig",
+        "Each expert takes its best tokens: even loads, not causal.",
+    ),
+    "soft_moe": (
+        "jaxmoe.routing.routers.expert_choice.soft_moe:SoftMoEConfig",
+        "Experts read mixtures of all tokens of a row: no choice, not causal.",
+    ),
+}
+_GATE: Final = {
+    "softmax": ("jaxmoe.routing.gates:SoftmaxGateConfig", "The router's own score."),
+    "renormalized": (
+        "jaxmoe.routing.gates:RenormalizedGateConfig",
+        "Scores divided by their sum over the chosen experts of the token.",
+    ),
+    "sqrt": (
+        "jaxmoe.routing.gates:SqrtGateConfig",
+        "Square root of the renormalized score: keeps the RMS of the output for every K.",
+    ),
+}
+_BALANCER: Final = {
+    "load_balance": (
+        "jaxmoe.routing.balancers.load_balance:LoadBalanceConfig",
+        "Load-balancing loss, over the global batch by default.",
+    ),
+    "router_z": (
+        "jaxmoe.routing.balancers.router_z:RouterZConfig",
+        "Router z-loss: penalises large logits.",
+    ),
+    "importance_variation": (
+        "jaxmoe.routing.balancers.load_variation:ImportanceVariationConfig",
+        "Squared coefficient of variation of the experts' summed gates.",
+    ),
+    "load_variation": (
+        "jaxmoe.routing.balancers.load_variation:LoadVariationConfig",
+        "Squared coefficient of variation of the smooth loads of `noisy_topk`.",
+    ),
+    "heterogeneous": (
+        "jaxmoe.routing.balancers.heterogeneous:HeterogeneousBalanceConfig",
+        "Even load among experts that compute, and 1 / computing_share of it for others.",
+    ),
+    "top_one_balance": (
+        "jaxmoe.routing.balancers.top_one:TopOneBalanceConfig",
+        "Even load and confident choices, for one expert per token.",
+    ),
+    "coupling": (
+        "jaxmoe.routing.balancers.coupling:CouplingConfig",
+        "Expert-router coupling loss of the weights; for routers with one matrix `weight`.",
+    ),
+}
+_BIAS: Final = {
+    "loss_free": (
+        "jaxmoe.routing.biases.loss_free:LossFreeConfig",
+        "A bias per expert that rises while the expert has too few tokens, and falls otherwise.",
+    ),
+    "bip": (
+        "jaxmoe.routing.biases.bip:BipConfig",
+        "Expert prices by alternating exact minimisation of the dual of the balanced assignment.",
+    ),
+    "quantile": (
+        "jaxmoe.routing.biases.quantile:QuantileConfig",
+        "The bias that would have given each expert its even share of the step's tokens.",
+    ),
+}
+_ADAPTER: Final = {
+    "lora": (
+        "jaxmoe.adapters.lora:LoraConfig",
+        "A low-rank addition to each target; all else is frozen.",
+    ),
+    "select": (
+        "jaxmoe.adapters.select:SelectConfig",
+        "Train some of the model's own parameters.",
+    ),
+    "adalora": (
+        "jaxmoe.adapters.adalora:AdaLoraConfig",
+        "Low-rank additions whose ranks shrink where they matter least.",
+    ),
+    "switch_lora": (
+        "jaxmoe.contrib.adapters.switch_lora:SwitchLoraConfig",
+        "Low-rank additions whose vectors are swapped all the time; the adapted matrices move.",
+    ),
+    "mixture_of_shards": (
+        "jaxmoe.contrib.adapters.mixture_of_shards:MixtureOfShardsConfig",
+        "Low-rank additions from pools of shards that all layers share.",
+    ),
+    "lift": (
+        "jaxmoe.contrib.adapters.lift:LiftConfig",
+        "Train the largest entries of each target's low-rank approximation; all else is frozen.",
+    ),
+    "quantised_choices": (
+        "jaxmoe.contrib.adapters.quantised_choices:QuantisedChoicesConfig",
+        "Weights in 2, 3 or 4 bits by layer, drawn in each step.",
+    ),
+    "task_lora": (
+        "jaxmoe.adapters.task_lora:TaskLoraConfig",
+        "One LoRA for each part of data:mixture; all else is frozen.",
+    ),
+    "lora_mixer": (
+        "jaxmoe.contrib.adapters.lora_mixer:LoraMixerConfig",
+        "Low-rank additions mixed by a router of the token (LoRA-Mixer); all else is frozen.",
+    ),
+    "multi_head_routing": (
+        "jaxmoe.contrib.adapters.multi_head_routing:MultiHeadRoutingConfig",
+        "Low-rank additions averaged for each task (Poly, multi-head routing); all else is frozen.",
+    ),
+    "remix": (
+        "jaxmoe.contrib.adapters.remix:RemixConfig",
+        "Low-rank additions chosen by a router of the token (ReMix); all else is frozen.",
+    ),
+    "shared_store": (
+        "jaxmoe.contrib.adapters.shared_store:SharedStoreConfig",
+        "Matrices made of fewer trained cells, from the first step on (STABLE-RPS).",
+    ),
+}
+
+_MIXER: Final = {
+    "grouped_query": (
+        "jaxmoe.layers.mixers.attention:AttentionConfig",
+        "Grouped-query attention with rotary positions.",
+    ),
+    "latent": (
+        "jaxmoe.layers.mixers.latent_attention:LatentAttentionConfig",
+        "Multi-head latent attention: keys and values are made from one short vector per token.",
+    ),
+    "mamba": (
+        "jaxmoe.layers.mixers.mamba:MambaConfig",
+        "Mamba: a selective state per channel in place of attention.",
+    ),
+    "mamba2": (
+        "jaxmoe.layers.mixers.mamba2:Mamba2Config",
+        "Mamba-2: a decaying state per head in place of attention.",
+    ),
+    "shared_keys": (
+        "jaxmoe.contrib.layers.shared_keys:SharedKeysConfig",
+        "Grouped-query attention that takes keys and values of earlier layers.",
+    ),
+    "parallel_streams": (
+        "jaxmoe.contrib.layers.parallel_streams:ParallelStreamsConfig",
+        "Grouped-query attention of several streams of each sequence (ParScale).",
+    ),
+}
+
+_FEED_FORWARD: Final = {
+    "dense": ("jaxmoe.layers.feed_forwards.dense:DenseConfig", "A dense SwiGLU feed-forward."),
+    "moe": (
+        "jaxmoe.layers.feed_forwards.moe.config:MoEConfig",
+        "A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts.",
+    ),
+    "ultra_mem": (
+        "jaxmoe.contrib.layers.ultra_mem:UltraMemConfig",
+        "A dense SwiGLU and a memory of looked-up values (UltraMemV2).",
+    ),
+    "two_sizes": (
+        "jaxmoe.contrib.layers.two_sizes:TwoSizesConfig",
+        "A big and a small dense SwiGLU, of which each token takes one (Duo-LLM).",
+    ),
+}
+
+BASES: Final = {
+    "router": "jaxmoe.routing.base:RouterBase",
+    "gate": "jaxmoe.routing.gates:GateBase",
+    "balancer": "jaxmoe.routing.balancers.base:Balancer",
+    "bias": "jaxmoe.routing.biases.base:SelectionBias",
+    "adapter": "jaxmoe.adapters.base:Adapter",
+    "mixer": "jaxmoe.layers.context:MixerBase",
+    "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
+}
+
+MEMBERS: Final = {
+    "router": _ROUTER,
+    "gate": _GATE,
+    "balancer": _BALANCER,
+    "bias": _BIAS,
+    "adapter": _ADAPTER,
+    "mixer": _MIXER,
+    "feed_forward": _FEED_FORWARD,
+}

@@ -1,0 +1,277 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Members of the choices of a run: data, optimisers, objectives, how gradients come about."""
+
+from typing import Final
+
+_DATA: Final = {
+    "corpus": (
+        "jaxmoe.data.corpus:CorpusConfig",
+        "The source code of the running Python's standard library, byte level, no download.",
+    ),
+    "files": (
+        "jaxmoe.data.files:FilesConfig",
+        "Text, JSON lines, Parquet or token ids from files of your own.",
+    ),
+    "mixture": (
+        "jaxmoe.data.mixture:MixtureConfig",
+        "Several collections of files, each with a weight.",
+    ),
+    "huggingface": (
+        "jaxmoe.data.huggingface:HuggingFaceConfig",
+        "A data set of the Hugging Face hub, or one saved to a directory.",
+    ),
+    "chat": (
+        "jaxmoe.data.chat:ChatConfig",
+        "Conversations from files of your own; trains on the answers.",
+    ),
+    "markov": (
+        "jaxmoe.data.synthetic:MarkovConfig",
+        "Markov chain of order k, a language with exactly known entropy.",
+    ),
+    "language_mixture": (
+        "jaxmoe.data.synthetic:LanguageMixtureConfig",
+        "Disjoint languages, one per row: the ideal expert of every token is known.",
+    ),
+    "tokenizer_only": (
+        "jaxmoe.data.text_only:TextOnlyConfig",
+        "No rows, only a tokenizer: for models that generate and are not trained.",
+    ),
+}
+_ASSIGN: Final = {
+    "buckets": (
+        "jaxmoe.data.levels.buckets:BucketsConfig",
+        "The lowest level that holds a document (ByteScale).",
+    ),
+    "milp": ("jaxmoe.data.levels.milp:MilpConfig", "Levels by an integer linear program (FlexSP)."),
+    "zones": (
+        "jaxmoe.data.levels.zones:ZonesConfig",
+        "One device, one host or all hosts, by the length of a document (Zeppelin).",
+    ),
+}
+_OPTIMIZER: Final = {
+    "adamw": ("jaxmoe.optim.adamw:AdamWConfig", "AdamW for every role."),
+    "muon": ("jaxmoe.optim.muon:MuonConfig", "Muon for matrices, AdamW for all else."),
+    "muonh": (
+        "jaxmoe.optim.muonh:MuonHConfig",
+        "Muon on spheres for matrices, Adam on a sphere for the head, AdamW for all else: HyperP.",
+    ),
+    "mkor": (
+        "jaxmoe.optim.mkor:MKORConfig",
+        "AdamW, with the gradients of dense matrices between inverse factors (MKOR).",
+    ),
+    "sgd": (
+        "jaxmoe.optim.sgd:SGDConfig",
+        "Gradient descent for every role, in whichever group the parameterisation puts it.",
+    ),
+}
+_SCHEDULE: Final = {
+    "linear": (
+        "jaxmoe.optim.schedules:LinearConfig",
+        "Warm-up, then a straight line to the floor at the last step.",
+    ),
+    "cosine": (
+        "jaxmoe.optim.schedules:CosineConfig",
+        "Warm-up, then half a cosine to the floor at the last step.",
+    ),
+    "wsd": (
+        "jaxmoe.optim.schedules:WarmupStableDecayConfig",
+        "Warm-up, constant, then a straight line to the floor (WSD, arXiv 2404.06395).",
+    ),
+}
+_OBJECTIVE: Final = {
+    "next_token": (
+        "jaxmoe.training.next_token:NextTokenConfig",
+        "Predict each token from those before it.",
+    ),
+    "masked_diffusion": (
+        "jaxmoe.training.masked_diffusion:MaskedDiffusionConfig",
+        "Predict masked tokens from the rest of the row; needs attention.is_causal False.",
+    ),
+    "swept_layers": (
+        "jaxmoe.contrib.training.swept_layers:SweptLayersConfig",
+        "Predict each token, also from layers that are evaluated in parallel sweeps (SNLP).",
+    ),
+    "policy_gradient": (
+        "jaxmoe.training.policy_gradient.objective:PolicyGradientConfig",
+        "Make answers with a high reward likelier (GRPO); needs rollouts, see experiments.rl.",
+    ),
+}
+_GRADIENTS: Final = {
+    "backprop": ("jaxmoe.training.estimators.backprop:BackpropConfig", "Backpropagation."),
+    "spsa": (
+        "jaxmoe.training.estimators.spsa:SPSAConfig",
+        "Derivatives along random directions, from forward passes only (MeZO).",
+    ),
+    "seed_pool": (
+        "jaxmoe.training.estimators.seed_pool:SeedPoolConfig",
+        "Derivatives along directions from a fixed pool of seeds (FedKSeed).",
+    ),
+    "evolution": (
+        "jaxmoe.training.estimators.evolution:EvolutionConfig",
+        "Evolution strategies with perturbations of low rank (EGGROLL).",
+    ),
+    "surrogate": (
+        "jaxmoe.contrib.training.surrogate:SurrogateConfig",
+        "Gradient of a surrogate of the loss, for at most 100,000 trained values (FZooS).",
+    ),
+}
+_AVERAGE: Final = {
+    "fixed": (
+        "jaxmoe.training.parts.average:FixedAverageConfig",
+        "An average with a fixed weight of new parameters.",
+    ),
+    "balanced": (
+        "jaxmoe.training.parts.average:BalancedAverageConfig",
+        "An average with a weight that balances stability and plasticity.",
+    ),
+}
+_REWARD: Final = {
+    "arithmetic": (
+        "jaxmoe.rl.rewards.arithmetic:ArithmeticConfig",
+        "Calculate with two numbers; 1 for the right number, 0 for anything else.",
+    ),
+    "countdown": (
+        "jaxmoe.rl.rewards.countdown:CountdownConfig",
+        "Reach a target with given numbers, each used once; 1 for an expression that does.",
+    ),
+    "match": (
+        "jaxmoe.rl.rewards.match:MatchConfig",
+        "Questions from a file; 1 for an answer that matches that of the file, 0 for others.",
+    ),
+    "python": (
+        "jaxmoe.rl.rewards.function:PythonConfig",
+        "Questions from a file; the reward of a function of your own.",
+    ),
+}
+
+_REPLICAS: Final = {
+    "none": (
+        "jaxmoe.replicas.methods.synchronous:SynchronousConfig",
+        "Sums gradients over all devices in every step.",
+    ),
+    "diloco": (
+        "jaxmoe.replicas.methods.diloco:DiLoCoConfig",
+        "Averages all parameters every few hundred steps, with Nesterov momentum.",
+    ),
+    "streaming": (
+        "jaxmoe.replicas.methods.streaming:StreamingConfig",
+        "Averages one fragment of the parameters at a time, in four bits, merged a step later.",
+    ),
+    "sparse": (
+        "jaxmoe.replicas.methods.sparse:SparseConfig",
+        "Averages the largest changes of each 64 x 64 tile, in two bits, with error feedback.",
+    ),
+    "heterogeneous": (
+        "jaxmoe.replicas.methods.heterogeneous:HeterogeneousConfig",
+        "Averages the largest changes, of which workers with slow links send fewer.",
+    ),
+    "noloco": (
+        "jaxmoe.replicas.methods.noloco:NoLoCoConfig",
+        "Averages random pairs of workers, each with its own slow parameters, without all-reduce.",
+    ),
+    "co2": (
+        "jaxmoe.replicas.methods.co2:CO2Config",
+        "Averages all parameters a whole round late, beside the step that sends them.",
+    ),
+    "single_merge": (
+        "jaxmoe.replicas.methods.single_merge:SingleMergeConfig",
+        "Averages with a few random peers, and with all workers at the end.",
+    ),
+    "spes": (
+        "jaxmoe.replicas.methods.spes:SpesConfig",
+        "Trains each expert on one worker, and averages everything else.",
+    ),
+    "a2cid2": (
+        "jaxmoe.replicas.methods.a2cid2:A2cid2Config",
+        "Averages neighbours of a graph, helped by a second copy of the parameters.",
+    ),
+    "coded": (
+        "jaxmoe.replicas.methods.coded:CodedConfig",
+        "Computes parts of the batch several times, so that gradients of some workers may be bad.",
+    ),
+    "econtrol": (
+        "jaxmoe.replicas.methods.econtrol:EControlConfig",
+        "Sends the largest changes of the gradient, with a controlled error.",
+    ),
+    "one_bit_adam": (
+        "jaxmoe.replicas.methods.one_bit_adam:OneBitAdamConfig",
+        "Sends one bit a number of Adam's momentum, after steps with whole gradients.",
+    ),
+    "robust": (
+        "jaxmoe.replicas.methods.robust:RobustConfig",
+        "Replaces the mean of gradients by one that few hostile workers cannot turn.",
+    ),
+}
+
+_PARAMETERIZATION: Final = {
+    "standard": (
+        "jaxmoe.scaling.standard:StandardConfig",
+        "Variance 1/fan_in, one learning rate for every role.",
+    ),
+    "mup": ("jaxmoe.scaling.mup:MuPConfig", "muP with AdamW: hidden rates fall as 1/width."),
+    "mup_plus_plus": (
+        "jaxmoe.scaling.mup:MuPPlusPlusConfig",
+        "muP++ with AdamW: muP with 1/sqrt(depth) in the rates and in the residual branches.",
+    ),
+    "completep": (
+        "jaxmoe.scaling.completep:CompletePConfig",
+        "CompleteP with AdamW: width and depth, with Adam's epsilon and the decay scaled too.",
+    ),
+    "mup_muon": ("jaxmoe.scaling.mup:MuPMuonConfig", "muP for Muon, without a law of depth."),
+    "mup_plus_plus_muon": (
+        "jaxmoe.scaling.mup:MuPPlusPlusMuonConfig",
+        "muP++ for Muon, the baseline of the HyperP paper.",
+    ),
+    "muonh_vanilla": (
+        "jaxmoe.scaling.muonh_vanilla:VanillaMuonHConfig",
+        "MuonH alone, without laws of depth and tokens: HyperP's control.",
+    ),
+    "hyperp": (
+        "jaxmoe.scaling.hyperp:HyperPConfig",
+        "HyperP (for MuonH): one learning rate for every width, depth, length of run and expert.",
+    ),
+}
+
+_TRACKER: Final = {
+    "tensorboard": (
+        "jaxmoe.tracking.tensorboard:TensorBoardConfig",
+        "Event files for `tensorboard --logdir runs`.",
+    ),
+    "wandb": (
+        "jaxmoe.tracking.wandb:WandbConfig",
+        "Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY.",
+    ),
+    "trackio": (
+        "jaxmoe.tracking.trackio:TrackioConfig",
+        "Trackio, on this machine or in a Hugging Face space.",
+    ),
+}
+
+BASES: Final = {
+    "data": "jaxmoe.data.source:SourceKind",
+    "assign": "jaxmoe.data.levels.plan:Assigner",
+    "optimizer": "jaxmoe.optim.groups:Optimizer",
+    "schedule": "jaxmoe.optim.schedules:ScheduleBase",
+    "objective": "jaxmoe.training.objective:Objective",
+    "gradients": "jaxmoe.training.estimators.base:Gradients",
+    "average": "jaxmoe.training.parts.average:Average",
+    "reward": "jaxmoe.rl.rewards.base:RewardBase",
+    "replicas": "jaxmoe.replicas.kind:ReplicasKind",
+    "parameterization": "jaxmoe.scaling.parameterization:ParameterizationBase",
+    "tracker": "jaxmoe.tracking.tracker:TrackerBase",
+}
+
+MEMBERS: Final = {
+    "data": _DATA,
+    "assign": _ASSIGN,
+    "optimizer": _OPTIMIZER,
+    "schedule": _SCHEDULE,
+    "objective": _OBJECTIVE,
+    "gradients": _GRADIENTS,
+    "average": _AVERAGE,
+    "reward": _REWARD,
+    "replicas": _REPLICAS,
+    "parameterization": _PARAMETERIZATION,
+    "tracker": _TRACKER,
+}

@@ -1,0 +1,145 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Members of the choices of a server and of its simulation."""
+
+from typing import Final
+
+_BATCHING: Final = {
+    "split_fuse": (
+        "jaxmoe.serve.policies.batching.split_fuse:SplitFuseConfig",
+        "Decoding first, the rest of a token budget for pieces of prompts.",
+    ),
+    "prefill_first": (
+        "jaxmoe.serve.policies.batching.prefill_first:PrefillFirstConfig",
+        "Whole prompts before any decoding.",
+    ),
+    "layered": (
+        "jaxmoe.serve.policies.batching.layered:LayeredConfig",
+        "A group of layers of a whole prompt per step, with all layers of decoding.",
+    ),
+    "laps": (
+        "jaxmoe.serve.policies.batching.laps:LapsConfig",
+        "Two queues by the length of the prompt.",
+    ),
+    "flow_prefill": (
+        "jaxmoe.serve.policies.batching.flow_prefill:FlowPrefillConfig",
+        "Least slack first; prompts stop between layers.",
+    ),
+    "batch_llm": (
+        "jaxmoe.serve.policies.batching.batch_llm:BatchLLMConfig",
+        "Groups by shared beginning, the largest share of decoding first.",
+    ),
+    "nexus": (
+        "jaxmoe.serve.policies.batching.nexus:NexusConfig",
+        "Two lanes; the share by predicted latency.",
+    ),
+    "semi_pd": (
+        "jaxmoe.serve.policies.batching.semi_pd:SemiPDConfig",
+        "Two lanes; the share follows the missed limits.",
+    ),
+    "nano_batches": (
+        "jaxmoe.serve.policies.batching.nano_batches:NanoBatchesConfig",
+        "Decoding and pieces of prompts in overlapping parts.",
+    ),
+}
+_DISPATCH: Final = {
+    "round_robin": (
+        "jaxmoe.serve.policies.dispatch.round_robin:RoundRobinConfig",
+        "One instance after the other.",
+    ),
+    "least_loaded": (
+        "jaxmoe.serve.policies.dispatch.least_loaded:LeastLoadedConfig",
+        "Instance with the fewest tokens left to compute.",
+    ),
+    "prefix_aware": (
+        "jaxmoe.serve.policies.dispatch.prefix_aware:PrefixAwareConfig",
+        "Longest cached beginning, unless the load is uneven.",
+    ),
+    "dual_map": (
+        "jaxmoe.serve.policies.dispatch.dual_map:DualMapConfig",
+        "Two instances for each beginning of a prompt.",
+    ),
+    "llumnix": (
+        "jaxmoe.serve.policies.dispatch.llumnix:LlumnixConfig",
+        "Freest instance; running requests move there.",
+    ),
+    "dist_serve": (
+        "jaxmoe.serve.policies.dispatch.dist_serve:DistServeConfig",
+        "Instances for prompts, and others for answers.",
+    ),
+    "pd_serve": (
+        "jaxmoe.serve.policies.dispatch.pd_serve:PDServeConfig",
+        "Instances for prompts that take a request when idle, and others for answers.",
+    ),
+    "prfaas": (
+        "jaxmoe.serve.policies.dispatch.prfaas:PrfaasConfig",
+        "Remote instances for prompts, when that is faster.",
+    ),
+    "saga": (
+        "jaxmoe.serve.policies.dispatch.saga:SagaConfig",
+        "One instance for all calls of a workflow.",
+    ),
+}
+_RETENTION: Final = {
+    "lru": (
+        "jaxmoe.serve.policies.retention.lru:LRUConfig",
+        "Any pages; a preempted sequence is computed again.",
+    ),
+    "swap_groups": (
+        "jaxmoe.serve.policies.retention.swap_groups:SwapGroupsConfig",
+        "Pages in groups; a preempted sequence goes to host memory.",
+    ),
+}
+_SCALING: Final = {
+    "fixed": ("jaxmoe.serve.policies.scaling.fixed:FixedConfig", "All instances, always."),
+    "slo": (
+        "jaxmoe.serve.policies.scaling.slo:SLOConfig",
+        "Instances that the predicted rate needs.",
+    ),
+    "elastic_experts": (
+        "jaxmoe.serve.policies.scaling.elastic_experts:ElasticExpertsConfig",
+        "Twice or half the devices of an instance.",
+    ),
+    "polca": ("jaxmoe.serve.policies.scaling.polca:PolcaConfig", "Clocks by a power budget."),
+}
+_WORKLOAD: Final = {
+    "gamma": ("jaxmoe.serve.simulation.workload:GammaConfig", "Independent requests in bursts."),
+    "sessions": (
+        "jaxmoe.serve.simulation.workload:SessionsConfig",
+        "Conversations: each turn repeats what was said and adds to it.",
+    ),
+    "file": (
+        "jaxmoe.serve.simulation.workload:FileConfig",
+        "Requests of a trace file, faster or slower by `rate`.",
+    ),
+}
+_ITEM_CACHE: Final = {
+    "lru": ("jaxmoe.serve.caches.lru:LRUConfig", "Least recently used."),
+    "lfu": ("jaxmoe.serve.caches.lfu:LFUConfig", "Least frequently used."),
+    "belady": ("jaxmoe.serve.caches.belady:BeladyConfig", "Farthest next use; knows the future."),
+    "scores": ("jaxmoe.serve.caches.scores:ScoresConfig", "Lowest running score of the router."),
+    "predicted": (
+        "jaxmoe.serve.caches.predicted:PredictedConfig",
+        "Items that a predictor expects; of the others the least recently used goes first.",
+    ),
+    "window": ("jaxmoe.serve.caches.window:WindowConfig", "The next items of a cycle."),
+    "category": ("jaxmoe.serve.caches.category:CategoryConfig", "Lifetime and quota by category."),
+}
+
+BASES: Final = {
+    "batching": "jaxmoe.serve.policies.batching.base:BatchingConfig",
+    "dispatch": "jaxmoe.serve.policies.dispatch.base:DispatchConfig",
+    "retention": "jaxmoe.serve.policies.retention.base:RetentionConfig",
+    "scaling": "jaxmoe.serve.policies.scaling.base:ScalingConfig",
+    "workload": "jaxmoe.serve.simulation.workload:Workload",
+    "item_cache": "jaxmoe.serve.caches.base:ItemCacheConfig",
+}
+
+MEMBERS: Final = {
+    "batching": _BATCHING,
+    "dispatch": _DISPATCH,
+    "retention": _RETENTION,
+    "scaling": _SCALING,
+    "workload": _WORKLOAD,
+    "item_cache": _ITEM_CACHE,
+}

@@ -1,0 +1,23 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+from pallas_kernels.backend import Choice as Choice
+from pallas_kernels.backend import Implementation as Implementation
+from pallas_kernels.backend import Operation as Operation
+from pallas_kernels.flash_attention import flash_attention as flash_attention
+from pallas_kernels.grouped_matmul import grouped_matmul as grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_outer as grouped_outer
+from pallas_kernels.grouped_swiglu import grouped_swiglu as grouped_swiglu
+from pallas_kernels.halo.hadamard import hadamard as hadamard
+from pallas_kernels.operations import OPERATIONS as OPERATIONS
+from pallas_kernels.paged_attention import paged_attention as paged_attention
+from pallas_kernels.quantized_array import QuantizedArray as QuantizedArray
+from pallas_kernels.quantized_array import dequantize as dequantize
+from pallas_kernels.quantized_array import quantize as quantize
+from pallas_kernels.quantized_matmul import quantized_matmul as quantized_matmul
+from pallas_kernels.quantized_matmul.mixed_array import MixedArray as MixedArray
+from pallas_kernels.quantized_matmul.mixed_array import quantize_mixed as quantize_mixed
+from pallas_kernels.ring_attention import ring_attention as ring_attention
+from pallas_kernels.selective_scan import selective_scan as selective_scan
+from pallas_kernels.selective_scan import state_space_dual as state_space_dual
+from pallas_kernels.sequence_layout import sequence_order as sequence_order
+from pallas_kernels.token_ring_attention import token_ring_attention as token_ring_attention

@@ -1,0 +1,135 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the shape of the code on syntax trees: closures of imports, arrows, organs."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import functools
+import pathlib
+from collections.abc import Iterator
+
+from pallas_kernels.public_names import stub_names
+from tests.support.source_tree import PACKAGES, ROOT, module_name, modules, tree
+from tests.support.verticals import VERTICALS, matches
+
+
+@functools.cache
+def files() -> dict[str, pathlib.Path]:
+    """Return the file of each module of the four packages."""
+    return {module_name(path): path for path in modules(*PACKAGES)}
+
+
+@functools.cache
+def _stub(package: str) -> dict[str, str]:
+    """Return the addresses of the names that a package loads when they are used."""
+    path = files()[package].with_suffix(".pyi")
+    return stub_names(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a file without those under `if TYPE_CHECKING`."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _run_nodes(child)
+
+
+@functools.cache
+def imports(module: str) -> frozenset[str]:
+    """Return the modules that a file imports, at any depth of it.
+
+    A name that its package loads when it is used counts as an import of the file of the name.
+    """
+    targets: set[str] = set()
+    for node in _run_nodes(tree(files()[module])):
+        if isinstance(node, ast.Import):
+            targets.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module in files():
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                lazy = _stub(node.module).get(alias.name, "").partition(":")[0]
+                targets.add(lazy or (full if full in files() else node.module))
+    return frozenset(targets & set(files()))
+
+
+def closure(module: str) -> set[str]:
+    """Return the modules that importing a module reads, the packages above each included."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen and name in files():
+            seen.add(name)
+            parts = name.split(".")
+            waiting += [".".join(parts[:length]) for length in range(1, len(parts))]
+            waiting += imports(name)
+    return seen
+
+
+@functools.cache
+def vertical_of(module: str) -> str | None:
+    """Return the vertical that a file belongs to, None for the core."""
+    path = str(files()[module].relative_to(ROOT))
+    if path.startswith("jaxmoe/contrib/"):
+        return "contrib"
+    if path.endswith("/__init__.py"):
+        return None
+    return next((name for name, row in VERTICALS.items() if matches(path, row.sources)), None)
+
+
+def arrows() -> list[str]:
+    """Return the imports from files of the core into verticals; commands may import any file."""
+    return [
+        f"{module} -> {vertical}: {target}"
+        for module in files()
+        if vertical_of(module) is None and not module.startswith("experiments")
+        for target in sorted(imports(module))
+        if (vertical := vertical_of(target)) is not None
+    ]
+
+
+def _members(node: ast.ClassDef) -> dict[str, bool]:
+    """Return the members of a class, and whether each has a default."""
+    members: dict[str, bool] = {}
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef):
+            members[item.name] = not any("abstract" in ast.unparse(d) for d in item.decorator_list)
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            members[item.target.id] = item.value is not None
+        elif isinstance(item, ast.Assign):
+            members.update((t.id, True) for t in item.targets if isinstance(t, ast.Name))
+    return members
+
+
+def organs() -> list[str]:
+    """Return the defaults of a class with several subclasses that exactly one of them replaces."""
+    classes: dict[str, ast.ClassDef] = {}
+    for path in modules(*PACKAGES):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, node)
+    children = collections.defaultdict(set)
+    for name, node in classes.items():
+        for base in node.bases:
+            children[ast.unparse(base).split("[")[0].split(".")[-1]].add(name)
+
+    def below(name: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [name]
+        while waiting:
+            fresh = children[waiting.pop()] - found
+            found |= fresh
+            waiting += fresh
+        return found
+
+    return [
+        f"{name}.{member} is for {owners[0]}"
+        for name, node in sorted(classes.items())
+        if len(subclasses := below(name)) > 1
+        for member, has_default in _members(node).items()
+        if has_default and not member.startswith("__")
+        if len(owners := [s for s in subclasses if member in _members(classes[s])]) == 1
+    ]

@@ -1,0 +1,53 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What importing a module reads, and what the core knows of verticals: ceilings that only fall.
+
+A change that needs a higher number is at the wrong place: a member belongs in the catalogue, and a
+place to act is a socket of several members. A change that lowers a number lowers it here, too.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import shape
+from tests.support.source_tree import PACKAGES, ROOT
+
+CLOSURES = {"jaxmoe": 3, "jaxmoe.routing": 9, "jaxmoe.optim": 9, "experiments.pretrain": 410}
+ARROWS = 193
+ORGANS = 102
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_importing_a_module_reads_few_files(module):
+    read = shape.closure(module)
+    assert len(read) <= CLOSURES[module], sorted(read)
+
+
+def test_the_core_imports_few_files_of_verticals():
+    rows = shape.arrows()
+    assert len(rows) <= ARROWS, "\n".join(rows)
+    assert not [row for row in rows if "-> contrib" in row]
+
+
+def test_few_defaults_of_a_base_class_are_for_one_subclass():
+    rows = shape.organs()
+    assert len(rows) <= ORGANS, "\n".join(rows)
+
+
+@pytest.mark.parametrize(("module", "most"), [("jaxmoe", 5), ("jaxmoe.routing", 60)])
+def test_a_process_that_imports_a_package_reads_its_own_few_files_and_no_jax(module, most):
+    program = (
+        f"import sys, {module}; assert 'jax' not in sys.modules;"
+        f" print(len([m for m in sys.modules if m.partition('.')[0] in {PACKAGES}]))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert int(answer.stdout) <= most
+
+
+def test_names_that_a_package_loads_later_count_where_they_are_taken():
+    assert "jaxmoe.routing.methods" not in shape.closure("jaxmoe.routing")
+    assert "jaxmoe.routing.methods" in shape.closure("experiments.routers")
