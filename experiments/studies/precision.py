@@ -157,7 +157,7 @@ class PrecisionStudy:
                 self._programs[arm] = _programs(run, arm)
             programs, key = self._programs[arm], jax.random.key(run.plan.config.training.seed)
             assert self._stop is not None
-            state, _ = train(programs, key, run.batches(0), self._stop)
+            state, _ = train(programs, key, run.feed.batches(0), self._stop)
             held_out = evaluate(programs.evaluate, state.params, state.router_state, run.held_out())
         return state.params, held_out.nats_per_token
 
@@ -196,7 +196,7 @@ def gradient_errors(run: Assembly, params: Any, first: str, arm: str) -> dict[st
         first: Arm of the reference.
         arm: Arm to compare.
     """
-    batch = run.batch(0)
+    batch = run.feed.batch(0)
 
     def gradient(arm: str) -> Any:
         def loss(params: Any) -> jax.Array:
@@ -238,7 +238,7 @@ def _programs(run: Assembly, arm: str) -> Programs:
     return Programs(
         run.plan.model,
         run.plan.optimizer,
-        run.batch(0),
+        run.feed.batch(0),
         training=run.plan.config.training,
         objective=run.plan.config.training.objective,
         execution=_execution(run, arm),

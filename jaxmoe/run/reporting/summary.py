@@ -208,11 +208,11 @@ def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
     Nothing, with a warning, if the pass cannot be traced.
     """
     state, parts = assembly.world_shapes(), 1
-    if assembly.learner is None:
+    if assembly.plan.config.rl is None:
         _, parts = assembly.batch_part
         rows = assembly.loader.batch(0, process_index=0, process_count=parts)
     else:
-        rows = assembly.learner.example()
+        rows = assembly.feed.batch(0)
     batch_axes = pieces(mesh.axis_names, BATCH_AXES)
 
     def described(leaf: Any) -> jax.ShapeDtypeStruct:
