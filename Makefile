@@ -48,10 +48,10 @@ demo: $(DEVICE)
 	$(BIN)/python -m experiments.pretrain
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --ring core --costs .cache/costs/test.json -m "not slow and not accelerator and not large"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --ring core --costs=.cache/costs/test.json -m "not slow and not accelerator and not large"
 
 test-all: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --costs .cache/costs/test-all.json -m "not slow and not accelerator and not large"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --costs=.cache/costs/test-all.json -m "not slow and not accelerator and not large"
 
 test-due: $(HF)
 	$(BIN)/python -m tests.support.due --record

@@ -14,7 +14,7 @@ from jaxmoe.planning import attached
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.routing import METHODS
-from jaxmoe.run import Run, train
+from jaxmoe.run import Run, prepare
 from jaxmoe.run.plan import make_plan
 
 
@@ -72,7 +72,7 @@ def test_pretrain_warns_before_anything_is_computed(tmp_path, monkeypatch, caplo
         raise EndedError
 
     monkeypatch.setattr(attached, "_machine_memory", lambda: 1000)
-    monkeypatch.setattr(train, "CheckpointManager", ended)
+    monkeypatch.setattr(prepare, "CheckpointManager", ended)
     with pytest.raises(EndedError):
         Run(RECIPES["markov"](), tmp_path / "run").train()
     (record,) = [one for one in caplog.records if "will probably not fit" in one.getMessage()]
