@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -50,7 +50,9 @@ class KernelsConfig:
             "selective_scan": self.selective_scan,
         }
 
-    def prepare(self, mesh: Mesh | None, *, serves: bool = False) -> None:
+    def prepare(
+        self, mesh: Mesh | None, *, serves: bool = False, left_out: Collection[str] = ()
+    ) -> None:
         """Refuse what cannot run on a mesh, and compare the kernels that are chosen by default.
 
         Kernels are compared with the reference once for each kind of device, and where there is no
@@ -60,6 +62,7 @@ class KernelsConfig:
         Args:
             mesh: Mesh of the model; None for one device.
             serves: Whether the model answers requests, whose attention reads pages.
+            left_out: Operations that the model does not call, which are not compared.
 
         Raises:
             ValueError: An implementation that is asked for cannot run; names the field.
@@ -75,7 +78,8 @@ class KernelsConfig:
                     raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
         if jax.default_backend() != "cpu":
             shared = mesh is not None and mesh.is_multi_process
-            self._prove(is_shared=shared, serves=serves)
+            pages = () if serves else ("paged_attention",)
+            self._prove(is_shared=shared, left_out={*left_out, *pages})
 
     def prepare_once(self, mesh: Mesh | None) -> None:
         """Do what `prepare` does for a model that serves, the first time in this process.
@@ -88,15 +92,14 @@ class KernelsConfig:
         """
         _prepare(self, mesh)
 
-    def _prove(self, *, is_shared: bool, serves: bool = False) -> None:
+    def _prove(self, *, is_shared: bool, left_out: Collection[str] = ()) -> None:
         """Compare the kernels of the default; what one process finds wrong, none of them uses.
 
         Args:
             is_shared: Whether other processes compute on the mesh, and do the same now.
-            serves: Whether attention reads pages.
+            left_out: Operations that are not compared.
         """
         cache = getattr(jax.config, "jax_compilation_cache_dir", None)
-        left_out = () if serves else ("paged_attention",)
         asked = self.by_operation
         names = [one for one in sorted(CASES) if asked.get(one) is None and one not in left_out]
         verdicts = _compared(names, None if cache is None or "://" in cache else cache)

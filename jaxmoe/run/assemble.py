@@ -20,6 +20,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.models.quantize import abstract_params, quantized_params
+from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
@@ -308,7 +309,7 @@ def assemble(
     mesh = make_mesh(
         mesh_config, devices, fold=execution.mesh_fold, host_order=execution.host_order
     )
-    execution.kernels.prepare(mesh)
+    execution.kernels.prepare(mesh, left_out=_uncalled(plan, execution))
     check_mesh(plan, execution, trains=trains)
     if source is None:
         source = _source(config, data, needs_data=needs_data)
@@ -338,6 +339,20 @@ def assemble(
         assembly.check_replicas()
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
+
+
+def _uncalled(plan: Plan, execution: ExecutionConfig) -> frozenset[str]:
+    """Return operations with kernels that no product of a run calls: comparing them takes a start
+    on a GPU longer than compiling."""
+    is_plain = (
+        not {"quantized_matmul", "grouped_matmul"} & {*execution.precision.matmul.kernels}
+        and execution.precision.weights == "floating"
+        and execution.telemetry == "brief"
+        and plan.model.adapter is None
+        and not isinstance(plan.optimizer, ProbingTransformation)
+    )
+    names = ("quantized_matmul", "grouped_matmul", "grouped_outer")
+    return frozenset(names if is_plain else ())
 
 
 def _source(config: PretrainConfig, data: DataConfig | None, *, needs_data: bool) -> Source:

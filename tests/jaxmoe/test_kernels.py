@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes agree on the kernels that they do not use."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from experiments import recipes
 from jaxmoe import kernels
 from jaxmoe.kernels import KernelsConfig
+from jaxmoe.precision import HaloConfig, PrecisionPolicy
+from jaxmoe.run.assemble import assemble
 from pallas_kernels.proof import CASES, KERNELS, Verdict
 from sharding import MeshConfig, make_mesh
 
@@ -49,6 +54,22 @@ def test_pages_are_read_by_serving_alone(monkeypatch):
     KernelsConfig().prepare(None, serves=True)
     training, serving = map(set, compared)
     assert serving == {"paged_attention"} and training | serving == set(CASES)
+
+
+def test_a_run_compares_what_its_products_call(monkeypatch):
+    """Three kernels of products in few bits would take a start longer than compiling the step."""
+    compared = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(
+        kernels, "prove", lambda names, directory: compared.append(set(names)) or []
+    )
+    config = recipes.markov(steps=2, batch_size=8, sequence_length=16)
+    few = dataclasses.replace(config.execution, precision=PrecisionPolicy(matmul=HaloConfig()))
+    for execution in (config.execution, few):
+        kernels._VERDICTS.clear()
+        assemble(dataclasses.replace(config, execution=execution), needs_data=False)
+    assert compared[0] == {"flash_attention", "grouped_swiglu"}
+    assert compared[1] == set(CASES) - {"paged_attention"}
 
 
 def test_a_process_compares_once_whatever_the_mesh(monkeypatch):
