@@ -23,9 +23,12 @@ from tests.support.meshes import mesh_of
 from tests.support.one_step import batch, params_of
 
 
-def step_of(model: ModelConfig, mesh: MeshConfig | None = None, **fields) -> Step:
+def step_of(
+    model: ModelConfig, mesh: MeshConfig | None = None, *, clip: float | None = None, **fields
+) -> Step:
+    """A step on a mesh, which clips nothing by default."""
     execution = ExecutionConfig(mesh=MeshConfig() if mesh is None else mesh)
-    return Step(model=model, optimizer=optax.sgd(1.0), execution=execution, **fields)
+    return Step(model=model, optimizer=optax.sgd(1.0), execution=execution, clip=clip, **fields)
 
 
 def state_of(model: ModelConfig, own=None) -> TrainState:

@@ -139,7 +139,7 @@ def test_swaps_come_at_the_rate_that_falls():
         found = []
         for seed in range(30):
             given = dataclasses.replace(state, step=jnp.int32(step - 1), rng=jax.random.key(seed))
-            after = flat(followed(config, given).adapter)
+            after = flat(followed(config, given).parts["adapter"])
             found += [np.mean(x) / 5 for path, x in after.items() if path.endswith("paused")]
         counts.append(np.mean(found))
     np.testing.assert_allclose(counts, [0.5, 0.15], atol=0.03)
