@@ -27,14 +27,14 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic import move, resizing
 from jaxmoe.run.reporter import Reporter
 
-agreed, Resizing = resizing.Resizing.agreed, resizing.Resizing
+event, Resizing = resizing.Resizing.event, resizing.Resizing
 
 def prompt(self):
     if self._preparing is not None:
         concurrent.futures.wait([self._preparing])
-    return agreed(self)
+    return event(self)
 
-Resizing.agreed = prompt
+Resizing.event = prompt
 resizing._POLL_SECONDS = 0.0
 """
 

@@ -22,14 +22,14 @@ import concurrent.futures, sys
 from experiments import pretrain
 from jaxmoe.run.elastic import resizing
 
-agreed = resizing.Resizing.agreed
+event = resizing.Resizing.event
 
 def waiting(self):
     if self._preparing is not None:
         concurrent.futures.wait([self._preparing])
-    return agreed(self)
+    return event(self)
 
-resizing.Resizing.agreed = waiting
+resizing.Resizing.event = waiting
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 
