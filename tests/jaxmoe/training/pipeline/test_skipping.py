@@ -24,6 +24,7 @@ from sharding import MeshConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig
 from tests.support import one_step
 from tests.support.models import BATCH, LENGTH, TINY
+from tests.support.tolerances import assert_close
 
 BALANCED = (LoadBalanceConfig(scope="micro_batch", coefficient=0.5), RouterZConfig())
 TWO = dataclasses.replace(TINY, moe=dataclasses.replace(TINY.moe, balancers=BALANCED))
@@ -83,7 +84,7 @@ def test_a_step_is_the_mean_of_those_of_models_without_the_layers():
     for name, value in found["losses"].items():
         close(value, np.mean([one[name] for one in balance]))
     close(found["load"], np.concatenate(loads[::-1]))
-    jax.tree.map(close, found["gradient"], wanted)
+    assert_close(found["gradient"], wanted, "end_to_end")
 
 
 SWAPPED = SkippingConfig(groups=4, ratio=0.0, order="swapped_ends")
@@ -117,7 +118,7 @@ def test_a_step_with_swapped_ends_is_the_mean_of_those_of_models_with_exchanged_
     for name, value in found["losses"].items():
         close(value, np.mean([one[name] for one in balance]))
     close(found["load"], np.mean(loads, axis=0))
-    jax.tree.map(close, found["gradient"], jax.tree.map(np.add, *gradients))
+    assert_close(found["gradient"], jax.tree.map(np.add, *gradients), "end_to_end")
     plain = one_step.step_once(model, _batch(slice(None)), parts=2)
     assert abs(plain["loss"] - found["loss"]) > 1e-4, "the order matters"
 

@@ -124,7 +124,8 @@ def _check_rounds(whole, alone, inner_state, rounding=0.0):
 )
 def test_messages_between_jobs_equal_an_exchange_in_one_program(config):
     whole, alone = training_of(config), training_of(config, workers=1)
-    _check_rounds(whole, alone, new_state(parameters(), SGD))
+    # Compiled as one program or as two, a mean rounds differently on some processors.
+    _check_rounds(whole, alone, new_state(parameters(), SGD), rounding=1e-6)
 
 
 @pytest.mark.slow
