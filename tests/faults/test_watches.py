@@ -26,7 +26,7 @@ FAULTY = f"""
 import os, sys, time
 import jax, numpy as np
 from experiments import pretrain
-from jaxmoe.run.assemble import Assembly
+from jaxmoe.training.loop import LoaderFeed
 from sharding.distributed import global_batch
 
 def batches(self, first_step):
@@ -41,11 +41,11 @@ def batches(self, first_step):
             time.sleep(nap)
             half = len(batch.targets) // 2
             targets = np.array(batch.targets)
-            targets[half:] = (targets[half:] + 3) % self.source.vocab_size
+            targets[half:] = (targets[half:] + 3) % self.loader.source.vocab_size
             batch = batch.replace(targets=targets)
         yield global_batch(batch, self.mesh)
 
-Assembly.batches = batches
+LoaderFeed.batches = batches
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 
