@@ -90,7 +90,7 @@ def test_neutral_defaults():
     """A feed that says nothing more takes one step on each batch as it comes."""
     feed = Feed()
     feed.check()
-    feed.begin(lambda step, values: None, lambda: pytest.fail("nobody asks"))
+    feed.begin(lambda step, values: None, lambda: pytest.fail("the state is not asked for"))
     train = inspect.unwrap(Feed.train)  # plain objects will do
     assert train(feed, lambda *pair: pair, "state", "batch") == ("state", "batch")
     assert feed.num_parts is None and feed.skips_rows
