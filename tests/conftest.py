@@ -221,7 +221,7 @@ def _forget_compiled_programs():
     those of all modules in one worker the kernel refuses more, and XLA aborts."""
     yield
     jax.clear_caches()
-    # A pipeline on CPUs keeps its programs out of the cache: see sharding/pipeline/executor.py.
+    # Some programs for CPUs are kept out of the cache: see sharding/stored_programs.py.
     seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jaxmoe.replicas.exchange import About
+from sharding.stored_programs import store_no_programs_on_cpus
 
 Pairs = tuple[tuple[int, int], ...]
 """(sender, receiver) of the messages of a round; a worker sends and receives at most once."""
@@ -97,6 +98,8 @@ def received(
         about: Axis of the workers.
         round: Number of the round, which wraps around the table.
     """
+    if about.is_spread:
+        store_no_programs_on_cpus()  # each leaf has its own conditional around its permutes
     different = sorted(set(table))
     everyone = set(range(about.workers))
 

@@ -28,7 +28,6 @@ The executor moves arrays. `PipelineParts` computes them.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,6 +45,7 @@ from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.slots import Slots, plan_slots
 from sharding.pipeline.split import Halves, split
 from sharding.regions import sum_over
+from sharding.stored_programs import store_no_programs_on_cpus
 
 Stream = Any
 """What flows from layer to layer: a tree of floating-point arrays of one micro-batch."""
@@ -330,7 +330,7 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
         The sums over micro-batches. What `leave` and `home` return is summed over micro-batches,
         not over stages.
     """
-    _store_no_programs_on_cpus()
+    store_no_programs_on_cpus()
     executor = _Executor.of(schedule, parts, parameters)
     slots, carry = executor.slots, executor.start()
     for run in schedule.runs():
@@ -339,16 +339,6 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
         rows = jax.tree.map(jnp.asarray, rows)
         carry, _ = jax.lax.scan(partial(executor.tick, run.kinds, has_arrivals), carry, rows)
     return carry.sums
-
-
-def _store_no_programs_on_cpus() -> None:
-    """Keep the programs of this process out of JAX's compilation cache, on CPUs.
-
-    A program from the cache hangs there (jax 0.10.2): its collectives that do not depend on one
-    another begin in another order on each device.
-    """
-    if jax.default_backend() == "cpu":
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
 
 def _rows(slots: Slots, first: int, length: int) -> dict[str, Any]:

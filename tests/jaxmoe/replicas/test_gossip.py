@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods in which workers exchange with some others, or late."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,3 +184,42 @@ def test_single_merge_mixes_by_rows_and_ends_in_the_mean():
             own = [at(mixed, w) for w in range(4)]
     assert wr.spread(seen[-1]) == 0.0
     assert wr.spread(seen[5]) > 0.0
+
+
+@pytest.mark.slow
+def test_conditional_permutes_run_again_where_programs_are_stored(tmp_path):
+    """A program for CPUs that came from the cache would end the process: see received."""
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", _PERMUTES, str(tmp_path)], capture_output=True, text=True
+        )
+        for _ in range(3)
+    ]
+    assert [one.stdout for one in said] == ["72.0\n"] * 3, said[-1].stderr
+
+
+_PERMUTES = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+from jaxmoe.replicas.exchange import About
+from jaxmoe.replicas.gossip import received
+table = [tuple((i, i ^ bit) for i in range(8)) for bit in (1, 2, 4)]
+
+def all_leaves(tree, number):
+    about = About(number, jax.random.key(0), "w", 8, (None,), ((),), is_spread=True)
+    exchange = lambda tree: {name: received(x, table, about, number) for name, x in tree.items()}
+    return jax.lax.cond(number >= 0, exchange, lambda tree: tree, tree)
+
+specs = {str(i): P("w") for i in range(24)}
+mesh = jax.sharding.Mesh(jax.devices(), ("w",))
+step = jax.jit(jax.shard_map(all_leaves, mesh=mesh,
+                             in_specs=(specs, P()), out_specs=specs, check_vma=False))
+tree = {name: jnp.ones((8 * 4096 * (1 + i % 3),)) for i, name in enumerate(specs)}
+for number in range(200):
+    tree = step(tree, jnp.int32(number))
+print(float(tree["0"][:72].sum()))
+"""
