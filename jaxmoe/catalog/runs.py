@@ -248,6 +248,13 @@ _TRACKER: Final = {
     ),
 }
 
+_RUN_PART: Final = {
+    "time_limit": (
+        "jaxmoe.run.parts.time_limit:TimeLimitConfig",
+        "Ends the run in order after a time, as SIGTERM does: the state is saved.",
+    ),
+}
+
 BASES: Final = {
     "data": "jaxmoe.data.source:SourceKind",
     "assign": "jaxmoe.data.levels.plan:Assigner",
@@ -260,6 +267,7 @@ BASES: Final = {
     "replicas": "jaxmoe.replicas.kind:ReplicasKind",
     "parameterization": "jaxmoe.scaling.parameterization:ParameterizationBase",
     "tracker": "jaxmoe.tracking.tracker:TrackerBase",
+    "run_part": "jaxmoe.run.parts.config:RunPartConfig",
 }
 
 MEMBERS: Final = {
@@ -274,4 +282,5 @@ MEMBERS: Final = {
     "replicas": _REPLICAS,
     "parameterization": _PARAMETERIZATION,
     "tracker": _TRACKER,
+    "run_part": _RUN_PART,
 }

@@ -77,6 +77,7 @@ ADDED: tuple[Added, ...] = (
     ),
     Added("execution.optimizer_directory", ""),
     Added("rl", None),
+    Added("parts", []),
 )
 """Fields in the order in which they were added."""
 

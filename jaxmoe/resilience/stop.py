@@ -97,6 +97,11 @@ class StopRequest:
         """Stop because another process writes to the run directory; callable in any thread."""
         self.reason = "taken_over"
 
+    def time_is_over(self) -> None:
+        """Stop as after SIGTERM, unless there is a reason already; callable in any thread."""
+        if self.reason is None:
+            self.reason = "preempted"
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.reason is not None:

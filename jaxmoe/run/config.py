@@ -7,7 +7,7 @@
     replicas                                  what workers exchange, and when
     execution                                 mesh, kernels and precision
     run evaluation checkpoint tracking        directory and outputs
-    profile watch processes                   traces, comparisons and timeouts
+    profile watch processes parts             traces, comparisons, timeouts and what else it does
 
 To add a field: its config class in `jaxmoe/run/config.py`, and a line for older runs in
 `jaxmoe/checkpoint/migrate.py`.
@@ -30,6 +30,7 @@ from jaxmoe.replicas import ReplicasConfig, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.rl.config import RolloutsConfig, check_rollouts
 from jaxmoe.run.diagnostics.profile_config import ProfileConfig
+from jaxmoe.run.parts.config import RunPartConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
 from jaxmoe.tracking.terminal import ConsoleKind
@@ -44,8 +45,8 @@ from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 
 FREE_FIELDS = (
-    *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "data.cache"),
-    *("training.max_norm_ratio", "training.rollbacks"),
+    *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "parts"),
+    *("data.cache", "training.max_norm_ratio", "training.rollbacks"),
 )
 """Fields that may change when a run is resumed: none changes the loss of an accepted step beyond
 rounding."""
@@ -363,6 +364,8 @@ class PretrainConfig:
     """Comparisons between devices."""
     processes: ProcessesConfig = ProcessesConfig()
     """Timeouts of processes."""
+    parts: tuple[RunPartConfig, ...] = ()
+    """What else the run does; other packages add members."""
 
     @property
     def step_parts(self) -> tuple[StepPart, ...]:

@@ -356,9 +356,8 @@ class Trainer:
             "profile": str(trace.directory) if trace is not None and trace.is_written else None,
             "goodput": watches.goodput(),
             "warnings": watches.warnings,
+            "parts": {name: row for part in self._parts for name, row in part.rows().items()},
         }
-        for part in self._parts:
-            facts |= part.rows()
         self._watchdog.beat("writing the report")
         with self._stopwatch.on(FINISH):
             summary = finish_run(

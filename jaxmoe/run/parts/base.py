@@ -5,8 +5,8 @@
 `jaxmoe.run.trainer.Trainer` calls the parts of a run where its own steps say so, and knows none by
 name.
 
-To add a part: a class derived from `RunPart`, and a line in `make_parts` of
-`jaxmoe/run/parts/members.py`.
+To add a part: a class derived from `RunPart`, a config derived from `RunPartConfig` that builds it,
+and a row in `jaxmoe/catalog/runs.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the parts of a run, and holds those that are small.
-
-To add a part: its class beside `jaxmoe/run/parts/base.py`, and a line in `make_parts` here.
-"""
+"""Makes the parts of a run: those that fields of its config ask for, and those of `parts`."""
 
 from __future__ import annotations
 
@@ -58,6 +55,7 @@ def make_parts(
         parts.append(Recomputation(config.checkpoint.recompute))
     if config.watch.links_every:
         parts.append(LinkMeasurements(config.watch.links_every))
+    parts += [one.build(begun, supervision) for one in config.parts]
     for part in parts:
         supervision.resources.callback(part.close)
     return tuple(parts)
@@ -118,8 +116,9 @@ class Replacement(RunPart):
             record_averaged(self._directory, begun.averaged)
 
     def rows(self) -> Mapping[str, Any]:
-        """Return what was replaced in the run so far."""
-        return {"averaged": averaged_events(self._directory)}
+        """Return what was replaced in the run so far, if anything."""
+        replaced = averaged_events(self._directory)
+        return {"averaged": replaced} if replaced else {}
 
 
 class OptimizerFiles(RunPart):

@@ -48,7 +48,7 @@ def finish_run(
         assembly: Plan, devices and data of the run.
         reporter: Receiver of the metrics; closed here.
         state: Last state.
-        facts: Status, steps, times and checkpoint step.
+        facts: See `summarise`.
 
     Returns:
         The content of summary.json; empty on all processes but the first.

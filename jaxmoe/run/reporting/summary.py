@@ -57,7 +57,7 @@ def summarise(
     Args:
         assembly: Plan, devices and data of the run.
         reporter: Reporter with the last metrics.
-        facts: Status, steps, times and checkpoint step.
+        facts: Status, steps, times, checkpoint step, and the rows of the parts of the run.
         references: Losses of reference predictors, by label.
     """
     plan, last = assembly.plan, reporter.last
@@ -65,8 +65,6 @@ def summarise(
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
-    files = {"optimizer_files": facts["optimizer_files"]} if facts.get("optimizer_files") else {}
-    averaged = {"averaged": facts["averaged"]} if facts.get("averaged") else {}
     memory, measured_on = peak_memory(jax.local_devices())
     return {
         "status": facts["status"],
@@ -103,9 +101,7 @@ def summarise(
         "profile": facts.get("profile"),
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
-        "resizes": facts.get("resizes", []),
-        **averaged,
-        **files,
+        **facts["parts"],
     }
 
 
