@@ -18,7 +18,8 @@ here, takes the arguments and has not been found wrong on this device (`distrust
 "Here" is the platform that a program is traced for: that of the devices of the mesh in context,
 which may be only described (so that a plan for TPUs has the kernels of a run on TPUs), or without a
 mesh that of this process. The platform is queried only where the answer depends on it, so that
-planning, and describing a model, start no backend. TPU kernels also run inside `interpreted()`.
+planning, and describing a model, start no backend. TPU kernels also run inside
+`pallas_kernels.interpreter.interpreted`.
 """
 
 import contextlib
@@ -29,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import measured
 
@@ -187,34 +187,23 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
-Interpreter = Literal["values", "machine"]
-
-_INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar(
-    "interpreter", default=None
+_IS_INTERPRETED: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "is_interpreted", default=False
 )
 
 
 @contextlib.contextmanager
-def interpreted(interpreter: Interpreter = "machine") -> Iterator[None]:
-    """Run TPU kernels on the CPU, for tests: inside, "pallas_tpu" runs and None picks it.
-
-    Args:
-        interpreter: "machine" models a TPU's memories, copies and semaphores; "values" runs the
-            body
-            of a kernel like any other program, which is faster, outside manual regions only.
-    """
-    # True is the plain interpreter of `pallas_call`.
-    params = pltpu.InterpretParams() if interpreter == "machine" else typing.cast(Any, True)
-    token = _INTERPRETER.set(interpreter)
+def tpu_kernels_run() -> Iterator[None]:
+    """Let "pallas_tpu" run inside on any platform, where None picks it; see `interpreted`."""
+    token = _IS_INTERPRETED.set(True)
     try:
-        with pltpu.force_tpu_interpret_mode(params):
-            yield
+        yield
     finally:
-        _INTERPRETER.reset(token)
+        _IS_INTERPRETED.reset(token)
 
 
 def _runs_here(name: Implementation) -> bool:
-    if name == "pallas_tpu" and _INTERPRETER.get() is not None:
+    if name == "pallas_tpu" and _IS_INTERPRETED.get():
         return True
     return name not in PLATFORMS or platform() == PLATFORMS[name]
 

@@ -319,7 +319,7 @@ def test_every_definition_is_reached():
         elif isinstance(node, ast.alias):
             found = [*node.name.split("."), node.asname or ""]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = re.sub(r"[\w.]+:", "", node.value)  # of an address, its class
+            name = re.sub(r"[\w.]*:", "", node.value)  # of an address, what it names
             found = [name] if name.isidentifier() else []
         for name in found:
             named[name] = named.get(name, 0) + 1

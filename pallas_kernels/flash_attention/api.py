@@ -14,7 +14,7 @@ knows no mesh; ring_attention runs it over one.
 
 To add an implementation: `pallas_kernels/flash_attention/<name>.py` with the two functions of
 `pallas_kernels/flash_attention/kernels.py`, its line in `KERNELS` of
-`pallas_kernels/flash_attention/api.py`, a row in
+`pallas_kernels/flash_attention/api.py` (the files of kernels are imported when they run), a row in
 `tests/pallas_kernels/flash_attention/test_flash_attention.py`.
 """
 
@@ -24,26 +24,33 @@ from typing import Any
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.flash_attention import cudnn, kernels, reference, xla
+from pallas_kernels.deferred import deferred
+from pallas_kernels.flash_attention import kernels, reference, xla
 from pallas_kernels.flash_attention.arguments import check_heads, check_tokens
-from pallas_kernels.flash_attention.gpu import kernels as pallas_gpu
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
 from pallas_kernels.jax_versions import match_varying
+
+_PACKAGE = "pallas_kernels.flash_attention"
+
+
+def _deferred(module: str) -> kernels.Kernels:
+    start = f"{_PACKAGE}.{module}:KERNELS"
+    return kernels.Kernels(deferred(f"{start}.attend"), deferred(f"{start}.differentiate"))
+
 
 KERNELS: dict[Implementation, kernels.Kernels] = {
     "reference": reference.KERNELS,
     "xla": xla.KERNELS,
-    "pallas_tpu": pallas_tpu.KERNELS,
-    "cudnn": cudnn.KERNELS,
-    "pallas_gpu": pallas_gpu.KERNELS,
+    "pallas_tpu": _deferred("tpu.kernels"),
+    "cudnn": _deferred("cudnn"),
+    "pallas_gpu": _deferred("gpu.kernels"),
 }
 """Both passes of every implementation, for attention over part of the keys."""
 
 # JAX derives the gradients of the reference; cuDNN's backward pass takes other arguments.
 _OTHERS: dict[Implementation, Callable[..., Any]] = {
     "reference": reference.flash_attention,
-    "cudnn": cudnn.flash_attention,
+    "cudnn": deferred(f"{_PACKAGE}.cudnn:flash_attention"),
 }
 
 OPERATION = Operation(
@@ -53,8 +60,8 @@ OPERATION = Operation(
         for name, one in KERNELS.items()
     },
     refusals={
-        "cudnn": cudnn.reason_against_default,
-        "pallas_gpu": pallas_gpu.reason_against_default,
+        "cudnn": deferred(f"{_PACKAGE}.cudnn:reason_against_default"),
+        "pallas_gpu": deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default"),
     },
 )
 

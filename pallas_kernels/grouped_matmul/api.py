@@ -38,23 +38,30 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
+from pallas_kernels.deferred import deferred
 from pallas_kernels.grouped_matmul import products, reference, xla
-from pallas_kernels.grouped_matmul.gpu import kernels as pallas_gpu
-from pallas_kernels.grouped_matmul.tpu import kernels as pallas_tpu
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors, largest_sum
 from pallas_kernels.quantized_matmul.mixed_array import MixedArray, round_group_activations
 
+_PACKAGE = "pallas_kernels.grouped_matmul"
+
+
+def _deferred(module: str) -> products.Products:
+    start = f"{_PACKAGE}.{module}:PRODUCTS"
+    return products.Products(deferred(f"{start}.multiply"), deferred(f"{start}.contract"))
+
+
 PRODUCTS: dict[Implementation, products.Products] = {
     "xla": xla.PRODUCTS,
-    "pallas_tpu": pallas_tpu.PRODUCTS,
-    "pallas_gpu": pallas_gpu.PRODUCTS,
+    "pallas_tpu": _deferred("tpu.kernels"),
+    "pallas_gpu": _deferred("gpu.kernels"),
 }
 """The two products of every implementation except the reference."""
 
 _REFUSALS: dict[Implementation, Callable[..., str | None]] = {
-    "pallas_gpu": pallas_gpu.reason_against_default
+    "pallas_gpu": deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default")
 }
 
 OPERATION = Operation(

@@ -25,12 +25,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
+from pallas_kernels.deferred import deferred
 from pallas_kernels.grouped_matmul.api import sizes_within
-from pallas_kernels.grouped_matmul.gpu.kernels import reason_against_default
-from pallas_kernels.grouped_swiglu import gpu as pallas_gpu
 from pallas_kernels.grouped_swiglu import reference, xla
-from pallas_kernels.grouped_swiglu import tpu as pallas_tpu
-from pallas_kernels.grouped_swiglu.tpu import Halves
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
@@ -40,16 +37,20 @@ OPERATION = Operation(
     implementations={
         "reference": reference.grouped_swiglu,
         "xla": xla.grouped_swiglu,
-        "pallas_tpu": pallas_tpu.grouped_swiglu,
-        "pallas_gpu": pallas_gpu.grouped_swiglu,
+        "pallas_tpu": deferred("pallas_kernels.grouped_swiglu.tpu:grouped_swiglu"),
+        "pallas_gpu": deferred("pallas_kernels.grouped_swiglu.gpu:grouped_swiglu"),
     },
-    refusals={"pallas_gpu": reason_against_default},
+    refusals={
+        "pallas_gpu": deferred("pallas_kernels.grouped_matmul.gpu.kernels:reason_against_default")
+    },
 )
 
 
 def grouped_swiglu(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
+    gate_up: Float[Array, "G k 2 n"]
+    | QuantizedArray
+    | tuple[Float[Array, "G k n"], Float[Array, "G k n"]],
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,

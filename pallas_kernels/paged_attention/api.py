@@ -30,19 +30,25 @@ import jax
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
+from pallas_kernels.deferred import deferred
 from pallas_kernels.jax_versions import match_varying
-from pallas_kernels.paged_attention import gpu, reference, tpu, xla
+from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables, check_arguments, rules_of
+
+_GPU, _TPU = "pallas_kernels.paged_attention.gpu", "pallas_kernels.paged_attention.tpu"
 
 OPERATION = Operation(
     name="paged_attention",
     implementations={
         "reference": reference.paged_attention,
         "xla": xla.paged_attention,
-        "pallas_tpu": tpu.paged_attention,
-        "pallas_gpu": gpu.paged_attention,
+        "pallas_tpu": deferred(f"{_TPU}:paged_attention"),
+        "pallas_gpu": deferred(f"{_GPU}:paged_attention"),
     },
-    refusals={"pallas_tpu": tpu.reason_against, "pallas_gpu": gpu.reason_against_default},
+    refusals={
+        "pallas_tpu": deferred(f"{_TPU}:reason_against"),
+        "pallas_gpu": deferred(f"{_GPU}:reason_against_default"),
+    },
 )
 
 

@@ -34,28 +34,30 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.backend import Implementation, Operation
+from pallas_kernels.deferred import deferred
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
 from pallas_kernels.quantized_matmul import reference, xla
-from pallas_kernels.quantized_matmul.gpu import kernels as pallas_gpu
 from pallas_kernels.quantized_matmul.mixed_array import (
     MixedArray,
     dequantize_mixed,
     round_activations,
 )
-from pallas_kernels.quantized_matmul.tpu import kernels as pallas_tpu
 
 Multiply = Callable[..., Array]
 Quantised = QuantizedArray | MixedArray
 
+_GPU = "pallas_kernels.quantized_matmul.gpu.kernels"
+_TPU = "pallas_kernels.quantized_matmul.tpu.kernels"
+
 MULTIPLY: dict[Implementation, Multiply] = {
     "xla": xla.quantized_matmul,
-    "pallas_gpu": pallas_gpu.quantized_matmul,
+    "pallas_gpu": deferred(f"{_GPU}:quantized_matmul"),
 }
 """The product of every implementation except the reference."""
 
-MULTIPLY_MIXED: dict[Implementation, Multiply] = {"pallas_tpu": pallas_tpu.multiply_mixed}
+MULTIPLY_MIXED: dict[Implementation, Multiply] = {"pallas_tpu": deferred(f"{_TPU}:multiply_mixed")}
 """Products with a MixedArray that differ from the product with its 4-bit weights."""
 
 
@@ -93,9 +95,9 @@ OPERATION = Operation(
             for name, multiply in MULTIPLY.items()
         },
         # Has its own kernel for the gradient.
-        "pallas_tpu": pallas_tpu.quantized_matmul,
+        "pallas_tpu": deferred(f"{_TPU}:quantized_matmul"),
     },
-    refusals={"pallas_gpu": pallas_gpu.reason_against_default},
+    refusals={"pallas_gpu": deferred(f"{_GPU}:reason_against_default")},
 )
 
 

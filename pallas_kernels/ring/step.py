@@ -24,9 +24,9 @@ import jax
 
 from pallas_kernels.array_types import Array
 from pallas_kernels.backend import platform
-from pallas_kernels.flash_attention import OPERATION as FLASH_ATTENTION
+from pallas_kernels.flash_attention.api import KERNELS
+from pallas_kernels.flash_attention.api import OPERATION as FLASH_ATTENTION
 from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
-from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
 from pallas_kernels.ring.online_softmax import SoftmaxState
 from pallas_kernels.ring.parcel import Parcel
 from pallas_kernels.ring.remote_dma import blocks as remote_dma
@@ -125,9 +125,9 @@ def check_transport(name: str, transport: str, kernels: Kernels) -> None:
         raise ValueError(
             f"{name}: transport='remote_dma' needs TPUs, and this program is for {platform()}: "
             "choose transport='ppermute', which runs everywhere (to try it without TPUs, call it "
-            "inside pallas_kernels.backend.interpreted())."
+            "inside pallas_kernels.interpreter.interpreted())."
         )
-    if kernels is not pallas_tpu.KERNELS:
+    if kernels is not KERNELS["pallas_tpu"]:
         raise ValueError(
             f"{name}: transport='remote_dma' sends from within the kernels of "
             "implementation='pallas_tpu', and another one was chosen: leave implementation at None "

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import backend
-from pallas_kernels.backend import Choice, Operation, interpreted, platform
+from pallas_kernels.backend import Choice, Operation, platform
+from pallas_kernels.interpreter import interpreted
 from pallas_kernels.jax_versions import match_varying
 
 TOY = Operation(

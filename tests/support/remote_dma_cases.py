@@ -368,7 +368,7 @@ def main(case: str, modes: Any, fault: str = "none") -> None:
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import AxisType, PartitionSpec
 
-    from pallas_kernels.backend import interpreted
+    from pallas_kernels.interpreter import interpreted
     from tests.support.tolerances import assert_close
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -20,7 +20,7 @@ Scale blocks of 32 and 64 (mxfp8) take the MXU as much time as blocks of 128, so
 as much in all: for few rows, where reading w takes the time, that is hidden.
 
 Call it on local arrays, in a `jax.shard_map`: an array sharded by the compiler is gathered first.
-On the CPU it runs in TPU interpret mode only (`pallas_kernels.backend.interpreted`).
+On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpreted`).
 """
 
 import functools

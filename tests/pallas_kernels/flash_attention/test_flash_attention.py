@@ -20,13 +20,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import OPERATIONS, flash_attention
-from pallas_kernels.backend import interpreted
 from pallas_kernels.flash_attention import OPERATION, xla
 from pallas_kernels.flash_attention.api import KERNELS
 from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import blocks as pallas_tpu_blocks
 from pallas_kernels.flash_attention.tpu.blocks import BlockSizes
+from pallas_kernels.interpreter import interpreted
 
 IMPLEMENTATIONS = ("xla", "pallas_tpu")
 

@@ -17,9 +17,9 @@ from jax.experimental.pallas.ops.tpu import flash_attention as shipped
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import flash_attention
-from pallas_kernels.backend import interpreted
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import blocks
+from pallas_kernels.interpreter import interpreted
 from tests.support.tolerances import assert_close
 from tests.support.tpus import described_tpus
 

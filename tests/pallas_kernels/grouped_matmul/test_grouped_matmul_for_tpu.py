@@ -20,9 +20,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_outer, grouped_swiglu, quantize
-from pallas_kernels.backend import interpreted
 from pallas_kernels.grouped_matmul.tpu import blocks, multiply, visits
 from pallas_kernels.grouped_matmul.tpu.blocks import Bytes, Tile
+from pallas_kernels.interpreter import interpreted
 from tests.support import conformance
 from tests.support.conformance import GROUPED_PAIRS, OUTER_PAIRS, Dims
 from tests.support.tolerances import assert_close

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import QuantizedArray, quantize, quantize_mixed, quantized_matmul
-from pallas_kernels.backend import interpreted
+from pallas_kernels.interpreter import interpreted
 from pallas_kernels.quantized_matmul.tpu import kernels as pallas_tpu
 from pallas_kernels.quantized_matmul.tpu import layout as pallas_tpu_layout
 from tests.support import conformance

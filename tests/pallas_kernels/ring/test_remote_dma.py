@@ -15,11 +15,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import ring_attention, token_ring_attention
-from pallas_kernels.backend import interpreted
 from pallas_kernels.flash_attention import xla
+from pallas_kernels.flash_attention.api import KERNELS
 from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
+from pallas_kernels.interpreter import interpreted
 from pallas_kernels.ring.parcel import Parcel
 from pallas_kernels.ring.remote_dma import ring_backward, ring_forward
 from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring
@@ -119,10 +119,10 @@ def test_axes_meet_at_different_barriers():
 
 def test_without_tpu_remote_dma_is_refused():
     with pytest.raises(ValueError, match="here: transport='remote_dma' needs TPUs, .* for cpu"):
-        check_transport("here", "remote_dma", pallas_tpu.KERNELS)
+        check_transport("here", "remote_dma", KERNELS["pallas_tpu"])
     check_transport("here", "ppermute", xla.KERNELS)
     with interpreted():
-        check_transport("here", "remote_dma", pallas_tpu.KERNELS)
+        check_transport("here", "remote_dma", KERNELS["pallas_tpu"])
 
 
 def test_other_implementations_are_refused():
@@ -181,7 +181,7 @@ def test_blocks_for_tpus(mesh, width, dtype):
     rules = Rules(causal=True, window=None, softcap=None, scale=width**-0.5)
 
     def step(q, k, v):
-        links = Links("seq", "remote_dma", pallas_tpu.KERNELS)
+        links = Links("seq", "remote_dma", KERNELS["pallas_tpu"])
         operands = Operands(q, k, v, Tokens(None, None, None, None), rules)
         parcels = [
             Parcel(k, tuple((i, (i + 1) % ranks) for i in range(ranks))),

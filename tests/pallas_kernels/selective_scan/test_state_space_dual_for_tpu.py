@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import state_space_dual
-from pallas_kernels.backend import interpreted
+from pallas_kernels.interpreter import interpreted
 from pallas_kernels.selective_scan.tpu import kernels
 from tests.pallas_kernels.selective_scan.test_selective_scan import (
     IDS,

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import flash_attention
-from pallas_kernels.backend import interpreted
+from pallas_kernels.interpreter import interpreted
 from sharding.sequence_parallel import AttentionRules, PageTables
 from sharding.sequence_parallel.paged import attend_pages, check_causal, write_pages
 from tests.support.tolerances import assert_close
