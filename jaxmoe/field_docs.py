@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import sys
 import textwrap
 from typing import TypeVar
 
@@ -23,15 +24,32 @@ def field_docs(cls: type) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):
-            continue
-        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        body = _classes(base.__module__).get(base.__qualname__, [])
         for field, after in zip(body, body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                 if isinstance(after.value, ast.Constant) and isinstance(field.target, ast.Name):
                     found[field.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of each class of a module by qualified name; none without a source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    found: dict[str, list[ast.stmt]] = {}
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                found[prefix + node.name] = node.body
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef):
+                visit(node.body, f"{prefix}{node.name}.<locals>.")
+
+    visit(tree.body, "")
     return found
 
 

@@ -73,7 +73,7 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         ValueError: There is no such group.
     """
     nested = dict(nested_configs(config))
-    groups = {path: value for path, value in nested.items() if list(_flags(value, path))}
+    groups = {path: value for path, value in nested.items() if _own_fields(value)}
     if group not in ("", "all"):
         if group not in nested:
             near = closest(group, groups)
@@ -83,11 +83,12 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         return "\n\n".join([*pages, *_choices(config, group)])
     usage = f"usage: {prog} [--dotted.field value ...]"
     start = [usage, inspect.cleandoc(description)]
-    everything = "\n\n".join(
-        [*start, *_choices(config), *(_group_text(config, *item) for item in groups.items())]
-    )
-    if group == "all" or everything.count("\n") < _MOST_LINES:
-        return everything
+    number = sum(len(_own_fields(value)) for value in groups.values())
+    if group == "all" or 2 * number < _MOST_LINES:
+        sections = (_group_text(config, *item) for item in groups.items())
+        everything = "\n\n".join([*start, *_choices(config), *sections])
+        if group == "all" or everything.count("\n") < _MOST_LINES:
+            return everything
     own = [_group_text(config, "", config)] if "" in groups else []
     listed = [
         f"Commonest fields; {prog} --help GROUP lists those of a group, --help-all all:",
@@ -159,12 +160,20 @@ def _class_with(hint: Any, value: Any, key: str) -> Any:
 def _flags(value: Any, path: str) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield dotted name, annotation, default and text of the fields that are no configs."""
     docs = field_docs(type(value))
+    for key, hint in _own_fields(value).items():
+        yield f"{path}.{key}" if path else key, hint, getattr(value, key), docs.get(key, "")
+
+
+def _own_fields(value: Any) -> dict[str, Any]:
+    """Return the annotations of the fields of a config that are no configs, by name."""
+    found = {}
     for key, hint in field_types(type(value)).items():
         options = alternatives(hint)
         items = [i for o in options if get_origin(o) is tuple for i in get_args(o)]
         inner = [c for item in items for c in alternatives(item)]
         if not any(map(is_config, (*options, *inner))):
-            yield f"{path}.{key}" if path else key, hint, getattr(value, key), docs.get(key, "")
+            found[key] = hint
+    return found
 
 
 def _about(config: Any, path: str, value: Any) -> str:
