@@ -3,7 +3,7 @@
 """Writes the pages of `--help`.
 
 --help           the command, its recipes, its own and its commonest fields, groups and choices
---help GROUP     the fields of one group, such as model.moe
+--help GROUP     the fields of one group, such as model.moe, and the members of a choice
 --help-all       the fields of all groups
 
 A command whose fields fit on one page has them all under `--help`.
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, get_args, get_origin
 
 from experiments.cli.choices import find_choices, nested_configs
+from jaxmoe import catalog
 from jaxmoe.configs import (
     alternatives,
     closest,
@@ -75,12 +76,13 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
     nested = dict(nested_configs(config))
     groups = {path: value for path, value in nested.items() if _own_fields(value)}
     if group not in ("", "all"):
-        if group not in nested:
+        members = list(_members(config, group))
+        if group not in nested and not members:
             near = closest(group, groups)
             raise ValueError(f"there is no group {group}{near}\ngroups: {', '.join(groups)}")
         beneath = [path for path in groups if f"{path}.".startswith(f"{group}.")]
         pages = [_group_text(config, path, groups[path]) for path in beneath]
-        return "\n\n".join([*pages, *_choices(config, group)])
+        return "\n\n".join([*pages, *members, *_choices(config, group)])
     usage = f"usage: {prog} [--dotted.field value ...]"
     start = [usage, inspect.cleandoc(description)]
     number = sum(len(_own_fields(value)) for value in groups.values())
@@ -122,6 +124,21 @@ def _choices(config: Any, group: str = "") -> Iterator[str]:
                 *lines,
             ]
         )
+
+
+def _members(config: Any, group: str) -> Iterator[str]:
+    """Yield a line about each member of a choice."""
+    for choice in find_choices(config):
+        if choice.path == group and isinstance(choice.members, catalog.Registry):
+            width = max(map(len, choice.members)) + 4
+            lines = [
+                line
+                for name in choice.members
+                for line in _wrapped(
+                    f"{'  ' + name:<{width}}{catalog.line(choice.members.kind, name)}", " " * width
+                )
+            ]
+            yield "\n".join([f"Members of {group}:", *lines])
 
 
 def _group_text(config: Any, path: str, value: Any) -> str:

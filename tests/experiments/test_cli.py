@@ -4,12 +4,16 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from experiments.cli.flags import ExitCode, exit_on_bad_configuration, fail, parse, parse_flags
+from experiments.cli.help import help_page
+from jaxmoe import catalog
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.tracking import MissingPackageError
 from tests.support.small_configs import (
     Balance,
@@ -192,6 +196,15 @@ def test_help_of_a_group_follows_the_choices(capsys):
         "  model.moe.router:softmax | sigmoid_topk\n"
     )
     assert "did you mean 'model.moe.router'?" in refused(capsys, "--help", "model.moe.ruter")
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "parts", "training.average"])
+def test_help_of_a_choice_has_a_line_about_each_member(kind):
+    """`parts` and `training.average` have none that is chosen, and so no fields."""
+    page = help_page(PretrainConfig(), kind, "prog", "A command.")
+    names = catalog.names({"parts": "run_part"}.get(kind, kind.rpartition(".")[2]))
+    found = re.findall(r"^  (\w+)  +\S", page.partition(f"Members of {kind}:\n")[2], re.MULTILINE)
+    assert found == list(names)
 
 
 def test_unknown_recipe(capsys):
