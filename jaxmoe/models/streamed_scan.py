@@ -12,6 +12,10 @@ arrive meanwhile.
 The forward loop leaves the last layer on the device, with which the backward loop begins. A pass
 with a gradient fetches 2 L + 1 layers: the last fetch of the backward loop is not used.
 
+Compiled for TPUs (v5e:2x4, libtpu 0.0.42), few of these copies run beside products: 17 of the 156
+copies of a step with 8 layers, an eighth of the bytes. The memory is saved; the time is mostly not
+hidden.
+
 The loop has a gradient of its own, because that of a scan would keep the parameters of every
 iteration on the device.
 """

@@ -28,6 +28,19 @@ def spans(text: str) -> list[Span]:
     Args:
         text: Text of a compiled program, whose instructions are in the order of execution.
     """
+    return _spans(text, _KINDS, "")
+
+
+def host_copies(text: str) -> list[Span]:
+    """Return the copies of a program between the memories of device and host.
+
+    Args:
+        text: See `spans`.
+    """
+    return _spans(text, "copy", "S(5)")
+
+
+def _spans(text: str, kinds: str, memory: str) -> list[Span]:
     computations = _computations(text)
     products: dict[str, bool] = {}
     found = []
@@ -38,9 +51,11 @@ def spans(text: str) -> list[Span]:
             if matched is None:
                 continue
             name, rest = matched[1], matched[2]
-            if start := re.search(rf" ({_KINDS})-start\(", rest):
+            start = re.search(rf" ({kinds})-start\(", rest)
+            done = re.search(rf" (?:{kinds})-done\(%?([\w.\-]+)\)", rest)
+            if start and memory in rest:
                 pending[name] = (start[1], 0)
-            elif done := re.search(rf" (?:{_KINDS})-done\(%?([\w.\-]+)\)", rest):
+            elif done and done[1] in pending:
                 kind, number = pending.pop(done[1])
                 found.append(Span(kind, bytes_of(rest[: done.start()]), number))
             elif _has_product(rest, computations, products):
