@@ -49,7 +49,7 @@ from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.planning.placement import (
     PLACERS,
     ExFlowConfig,
-    PlacerConfig,
+    Placer,
     RoutingTrace,
     Solution,
     load_trace,
@@ -87,7 +87,7 @@ class PlaceConfig:
     """Recorded trace, in place of a run."""
     devices: int = 4
     """Devices that share the experts of a layer."""
-    placer: PlacerConfig = ExFlowConfig()
+    placer: Placer = ExFlowConfig()
     """Placement for `into`; the table has all of them."""
     into: str | None = None
     """New run directory for the run with its experts placed; None writes nothing."""

@@ -21,7 +21,7 @@ from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig, ResidentConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
-from sharding.pipeline import InterleavedConfig, PipelineConfig
+from sharding.pipeline import InterleavedConfig, PipelineOrder
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.rules import LogicalAxisRules
@@ -59,7 +59,7 @@ class ExecutionConfig:
     """Form of attention over sequences whose positions are sharded."""
     tensor_products: TensorProductsConfig = WHOLE_PRODUCTS
     """Form of the products beside which mesh.tensor gathers and scatters activations."""
-    pipeline: PipelineConfig = InterleavedConfig()
+    pipeline: PipelineOrder = InterleavedConfig()
     """Order of the micro-batches on the stages of mesh.stage."""
     kernels: KernelsConfig = KernelsConfig()
     """Implementations of the kernels."""

@@ -182,7 +182,7 @@ REGISTRIES = {
         *("local", "all_gather", "all_to_all", "all_to_all_dropping", "least_loaded"),
     },
     "sharding.products.collective:TensorProductsConfig": {"whole", "ring"},
-    "sharding.pipeline:PIPELINES": {"interleaved", "gpipe"},
+    "sharding.pipeline:PipelineOrder": {"interleaved", "gpipe"},
     "sharding.sequence_parallel:CacheReading": {"whole", "pages"},
     "sharding.sequence_parallel:SequenceParallelConfig": {
         *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring", "levels"),

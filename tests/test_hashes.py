@@ -46,7 +46,7 @@ AREAS = {
     "jaxmoe.training:OBJECTIVES": "objective/",
     "jaxmoe.training.estimators:ESTIMATORS": "estimator/",
     "sharding.expert_parallel:DispatcherConfig": "dispatcher/",
-    "sharding.pipeline:PIPELINES": "step/",
+    "sharding.pipeline:PipelineOrder": "step/",
     "sharding.sequence_parallel:SequenceParallelConfig": "sequence_parallel/",
 }
 """Registries whose members have a row each, and what the names of these rows begin with."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Members of the choices of an execution: where tokens and positions go."""
+"""Members of the choices of an execution: where tokens, positions, layers and experts go."""
 
 from typing import Final
 
@@ -59,12 +59,39 @@ _SEQUENCE_PARALLEL: Final = {
     ),
 }
 
+_PIPELINE: Final = {
+    "interleaved": (
+        "sharding.pipeline.interleaved:InterleavedConfig",
+        "F of one micro-batch and B of another in one tick.",
+    ),
+    "gpipe": ("sharding.pipeline.gpipe:GPipeConfig", "All F, then all B."),
+}
+
+_PLACER: Final = {
+    "exflow": (
+        "jaxmoe.planning.placement.exflow:ExFlowConfig",
+        "Minimises crossings between adjacent layers.",
+    ),
+    "moetuner": (
+        "jaxmoe.planning.placement.moetuner:MoETunerConfig",
+        "Equalises the loads of the devices first, then minimises the busiest pair of devices.",
+    ),
+    "expert_grouping": (
+        "jaxmoe.planning.placement.grouping:ExpertGroupingConfig",
+        "Places experts that the same token ids choose on the same device.",
+    ),
+}
+
 BASES: Final = {
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
+    "pipeline": "sharding.pipeline.order:PipelineOrder",
+    "placer": "jaxmoe.planning.placement.solution:Placer",
 }
 
 MEMBERS: Final = {
     "dispatcher": _DISPATCHER,
     "sequence_parallel": _SEQUENCE_PARALLEL,
+    "pipeline": _PIPELINE,
+    "placer": _PLACER,
 }

@@ -26,7 +26,7 @@ from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import seconds_of, stack_flops
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.training.pipeline.stages import ModelParts
-from sharding.pipeline import PipelineConfig
+from sharding.pipeline import PipelineOrder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def stage_times(plan: StepPlan, chip: Chip) -> StageTimes:
 
 
 def tick_seconds(
-    pipeline: PipelineConfig, stages: int, micro_batches: int, times: StageTimes
+    pipeline: PipelineOrder, stages: int, micro_batches: int, times: StageTimes
 ) -> float:
     """Return the seconds of the ticks of a schedule with one chunk.
 

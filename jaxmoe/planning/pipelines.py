@@ -27,7 +27,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Scan
 from jaxmoe.training.pipeline.stages import ModelParts
-from sharding.pipeline import Paths, PipelineConfig, plan_slots
+from sharding.pipeline import Paths, PipelineOrder, plan_slots
 
 
 class Counts(NamedTuple):
@@ -69,7 +69,7 @@ class Passes(NamedTuple):
 
 
 def counts(
-    pipeline: PipelineConfig, stages: int, micro_batches: int, paths: Paths | None = None
+    pipeline: PipelineOrder, stages: int, micro_batches: int, paths: Paths | None = None
 ) -> Counts:
     """Return the counts of a schedule.
 
@@ -93,7 +93,7 @@ def counts(
 
 @functools.lru_cache(maxsize=1024)
 def _count(
-    pipeline: PipelineConfig, stages: int, micro_batches: int, paths: Paths | None = None
+    pipeline: PipelineOrder, stages: int, micro_batches: int, paths: Paths | None = None
 ) -> Counts:
     schedule = pipeline.schedule(stages, micro_batches, paths)
     runs, slots = schedule.runs(), plan_slots(schedule)
@@ -111,7 +111,7 @@ def _count(
 
 
 def idle_over_useful(
-    pipeline: PipelineConfig, stages: int, micro_batches: int, paths: Paths | None = None
+    pipeline: PipelineOrder, stages: int, micro_batches: int, paths: Paths | None = None
 ) -> float:
     """Return the time of idle ticks over that of useful ones; 0 with one stage.
 

@@ -17,7 +17,7 @@ from jaxmoe.planning.step_time import predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.training.pipeline import check_pipeline
 from sharding import axes as ax
-from sharding.pipeline import GPipeConfig, InterleavedConfig, PipelineConfig
+from sharding.pipeline import GPipeConfig, InterleavedConfig, PipelineOrder
 
 MOST_TICKS = 40
 """Ticks of the longest timetable that is drawn."""
@@ -27,7 +27,7 @@ MOST_TICKS = 40
 class ScheduleCost:
     """Figures of one schedule on one device, in one step."""
 
-    pipeline: PipelineConfig
+    pipeline: PipelineOrder
     idle: float
     """Share of the time of the layers in which a stage waits."""
     inputs: int
@@ -55,7 +55,7 @@ class LayoutCost:
 def choices(plan: StepPlan) -> list[StepPlan]:
     """Return the plan with every schedule to compare that its layers and micro-batches allow."""
     own = plan.execution.pipeline
-    usual: list[PipelineConfig] = [GPipeConfig()]
+    usual: list[PipelineOrder] = [GPipeConfig()]
     usual += [
         InterleavedConfig(chunks=chunks, weight_gradients=when)
         for when in ("at_once", "deferred")
@@ -120,7 +120,7 @@ def _weights(plan: StepPlan) -> float:
     return sum(one.bytes for one in step_traffic(plan) if one.reason == "weights")
 
 
-def schedule_in_words(pipeline: PipelineConfig) -> str:
+def schedule_in_words(pipeline: PipelineOrder) -> str:
     """Return a schedule as `gpipe` or `interleaved x2, deferred`."""
     chunks = f" x{pipeline.chunks}" if pipeline.chunks > 1 else ""
     return pipeline.name + chunks + (", deferred" if pipeline.is_deferred else "")

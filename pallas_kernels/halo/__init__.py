@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in few bits whose factors are rotated first, forward and backward (HALO)."""
 
-from pallas_kernels.halo.products import project, project_groups
-from pallas_kernels.halo.weights import EncodedWeight, Halo, encode
+from pallas_kernels.public_names import load_when_used
 
-__all__ = ["EncodedWeight", "Halo", "encode", "project", "project_groups"]
+load_when_used(__name__)

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact attention over a sequence that several devices share; queries and results travel."""
 
-from pallas_kernels.token_ring_attention.api import token_ring_attention
+from pallas_kernels.public_names import load_when_used
 
-__all__ = ["token_ring_attention"]
+load_when_used(__name__)

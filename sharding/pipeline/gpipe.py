@@ -11,25 +11,26 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from sharding.pipeline.order import PipelineOrder
 from sharding.pipeline.paths import Paths
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.times import forward_times, from_times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GPipeConfig:
+class GPipeConfig(PipelineOrder):
     """All F, then all B."""
 
     name: ClassVar[str] = "gpipe"
 
     @property
     def chunks(self) -> int:
-        """Chunks of layers on each stage."""
+        """One."""
         return 1
 
     @property
     def is_deferred(self) -> bool:
-        """Whether gradients of weights are deferred."""
+        """False."""
         return False
 
     def check(self, stages: int, micro_batches: int) -> None:
@@ -37,27 +38,14 @@ class GPipeConfig:
         del stages, micro_batches
 
     def check_paths(self) -> None:
-        """Refuse micro-batches that leave out groups.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse micro-batches that leave out groups, always."""
         raise ValueError(
             "execution.pipeline gpipe has no timetable for training.skipping: set"
             " execution.pipeline to interleaved"
         )
 
     def schedule(self, stages: int, micro_batches: int, paths: Paths | None = None) -> Schedule:
-        """Return the table of one step.
-
-        Args:
-            stages: Stages of the pipeline.
-            micro_batches: Micro-batches of a step.
-            paths: None; others are refused.
-
-        Raises:
-            ValueError: There are paths.
-        """
+        """Return the table of one step without paths; see the base class."""
         if paths is not None:
             self.check_paths()
         times = forward_times(stages, self.chunks, micro_batches)

@@ -20,13 +20,14 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from sharding.pipeline.first_come import first_come_schedule
+from sharding.pipeline.order import PipelineOrder
 from sharding.pipeline.paths import Paths
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.times import forward_times, from_times, position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class InterleavedConfig:
+class InterleavedConfig(PipelineOrder):
     """F of one micro-batch and B of another in one tick."""
 
     name: ClassVar[str] = "interleaved"

@@ -41,7 +41,7 @@ from jaxmoe.planning.placement.integer_program import (
     sums,
 )
 from jaxmoe.planning.placement.measures import Devices, crossings
-from jaxmoe.planning.placement.solution import Solution, check_time_limit
+from jaxmoe.planning.placement.solution import Placer, Solution, check_time_limit
 from jaxmoe.planning.placement.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement, check_devices
 
@@ -49,7 +49,7 @@ Affinity = Int[np.ndarray, "M E E"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExFlowConfig:
+class ExFlowConfig(Placer):
     """Minimises crossings between adjacent layers."""
 
     name: ClassVar[str] = "exflow"

@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 
 from jaxmoe.planning.placement.integer_program import assign_evenly
 from jaxmoe.planning.placement.measures import experts_devices, homes
-from jaxmoe.planning.placement.solution import Solution
+from jaxmoe.planning.placement.solution import Placer, Solution
 from jaxmoe.planning.placement.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement, check_devices
 from sharding.expert_parallel.token_shuffle import TokenTables
@@ -42,7 +42,7 @@ Counts = Int[np.ndarray, "V E"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertGroupingConfig:
+class ExpertGroupingConfig(Placer):
     """Places experts that the same token ids choose on the same device."""
 
     name: ClassVar[str] = "expert_grouping"

@@ -41,7 +41,7 @@ from jaxmoe.planning.placement.integer_program import (
     sums,
 )
 from jaxmoe.planning.placement.measures import flows, imbalance, pair_traffic
-from jaxmoe.planning.placement.solution import Solution, check_time_limit
+from jaxmoe.planning.placement.solution import Placer, Solution, check_time_limit
 from jaxmoe.planning.placement.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement, check_devices
 
@@ -51,7 +51,7 @@ Labels = Int[np.ndarray, "L P"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MoETunerConfig:
+class MoETunerConfig(Placer):
     """Equalises the loads of the devices first, then minimises the busiest pair of devices."""
 
     name: ClassVar[str] = "moetuner"

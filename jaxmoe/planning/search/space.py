@@ -34,7 +34,7 @@ from sharding.expert_parallel import (
 )
 from sharding.fold import MoEMesh
 from sharding.mesh import MeshConfig
-from sharding.pipeline import InterleavedConfig, PipelineConfig
+from sharding.pipeline import InterleavedConfig, PipelineOrder
 from sharding.state_layouts import StateLayoutName
 
 RematPair = tuple[Remat, Remat | None]
@@ -50,7 +50,7 @@ class Space:
     """Layouts of the training state."""
     dispatchers: tuple[DispatcherConfig, ...] = ()
     """Dispatchers; those that do not spread experts are for meshes that do not either."""
-    pipelines: tuple[PipelineConfig, ...] = ()
+    pipelines: tuple[PipelineOrder, ...] = ()
     """Schedules of meshes with stages."""
     remats: tuple[Remat, ...] = ()
     """Remat choices of each kind of layer, the fastest first."""

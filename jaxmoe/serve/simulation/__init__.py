@@ -2,11 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulator of serving: the same instances and policies, on a model of the time of a step."""
 
-from jaxmoe.serve.simulation.cost import Roofline as Roofline
-from jaxmoe.serve.simulation.measures import Measures as Measures
-from jaxmoe.serve.simulation.measures import measure as measure
-from jaxmoe.serve.simulation.run import Simulation as Simulation
-from jaxmoe.serve.simulation.sizes import ModelSizes as ModelSizes
-from jaxmoe.serve.simulation.workload import WORKLOADS as WORKLOADS
-from jaxmoe.serve.simulation.workload import Arrival as Arrival
-from jaxmoe.serve.simulation.workload import Workload as Workload
+from pallas_kernels.public_names import load_when_used
+
+load_when_used(__name__)

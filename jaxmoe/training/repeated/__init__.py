@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes over the rows of a step that an adapter compares with each other; see `rows.py`."""
 
-from jaxmoe.training.repeated.check import check_repeated as check_repeated
-from jaxmoe.training.repeated.check import num_passes as num_passes
-from jaxmoe.training.repeated.rows import Rows as Rows
-from jaxmoe.training.repeated.rows import advantages as advantages
-from jaxmoe.training.repeated.rows import compared as compared
+from pallas_kernels.public_names import load_when_used
+
+load_when_used(__name__)

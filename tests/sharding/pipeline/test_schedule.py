@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmoe import catalog
 from sharding.pipeline import (
-    PIPELINES,
     GPipeConfig,
     InterleavedConfig,
     Run,
@@ -78,7 +78,7 @@ def assert_is_a_pipeline(schedule, *, kinds):
 
 
 def test_every_schedule_is_tested():
-    assert set(CONFIGS) == set(PIPELINES)
+    assert set(CONFIGS) == set(catalog.names("pipeline"))
 
 
 @settings(max_examples=60)

@@ -151,11 +151,11 @@ def _on_host(**fields: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _pipeline(name: str, stages: int = 2, **fields: Any) -> tuple[Any, dict[str, Any]]:
-    from sharding.pipeline import PIPELINES
+    from jaxmoe import catalog
 
     model = dataclasses.replace(steps.tiny_model(), num_layers=4, dense_layers=())
     mesh = {"stage": stages, "data": 2}
-    execution = _execution_of(mesh=mesh, pipeline=PIPELINES[name](**fields))
+    execution = _execution_of(mesh=mesh, pipeline=catalog.choice("pipeline", name)(**fields))
     return model, {"execution": execution, "accumulation": 4}
 
 
