@@ -2,26 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names functions whose files are imported at the first call, such as kernels for other devices."""
 
-import functools
+import dataclasses
 import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
 
 
-def deferred(address: str) -> Callable[..., Any]:
-    """Return a function that is imported when it is first called.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deferred:
+    """A function that is imported when it is called.
 
-    Args:
+    Attributes:
         address: `package.module:name`, or `package.module:NAME.field`.
     """
-    module, _, name = address.partition(":")
 
-    @functools.cache
-    def function() -> Callable[..., Any]:
+    address: str
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        module, _, name = self.address.partition(":")
         return operator.attrgetter(name)(importlib.import_module(module))
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        return function()(*arguments, **options)
-
-    return call
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call the function."""
+        return self.load()(*arguments, **options)

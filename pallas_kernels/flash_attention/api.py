@@ -24,7 +24,7 @@ from typing import Any
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import deferred
+from pallas_kernels.deferred import Deferred
 from pallas_kernels.flash_attention import kernels, reference, xla
 from pallas_kernels.flash_attention.arguments import check_heads, check_tokens
 from pallas_kernels.flash_attention.mask import Rules, Tokens
@@ -35,7 +35,7 @@ _PACKAGE = "pallas_kernels.flash_attention"
 
 def _deferred(module: str) -> kernels.Kernels:
     start = f"{_PACKAGE}.{module}:KERNELS"
-    return kernels.Kernels(deferred(f"{start}.attend"), deferred(f"{start}.differentiate"))
+    return kernels.Kernels(Deferred(f"{start}.attend"), Deferred(f"{start}.differentiate"))
 
 
 KERNELS: dict[Implementation, kernels.Kernels] = {
@@ -50,7 +50,7 @@ KERNELS: dict[Implementation, kernels.Kernels] = {
 # JAX derives the gradients of the reference; cuDNN's backward pass takes other arguments.
 _OTHERS: dict[Implementation, Callable[..., Any]] = {
     "reference": reference.flash_attention,
-    "cudnn": deferred(f"{_PACKAGE}.cudnn:flash_attention"),
+    "cudnn": Deferred(f"{_PACKAGE}.cudnn:flash_attention"),
 }
 
 OPERATION = Operation(
@@ -60,8 +60,8 @@ OPERATION = Operation(
         for name, one in KERNELS.items()
     },
     refusals={
-        "cudnn": deferred(f"{_PACKAGE}.cudnn:reason_against_default"),
-        "pallas_gpu": deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default"),
+        "cudnn": Deferred(f"{_PACKAGE}.cudnn:reason_against_default"),
+        "pallas_gpu": Deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default"),
     },
 )
 

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import deferred
+from pallas_kernels.deferred import Deferred
 from pallas_kernels.grouped_matmul import products, reference, xla
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
@@ -50,7 +50,7 @@ _PACKAGE = "pallas_kernels.grouped_matmul"
 
 def _deferred(module: str) -> products.Products:
     start = f"{_PACKAGE}.{module}:PRODUCTS"
-    return products.Products(deferred(f"{start}.multiply"), deferred(f"{start}.contract"))
+    return products.Products(Deferred(f"{start}.multiply"), Deferred(f"{start}.contract"))
 
 
 PRODUCTS: dict[Implementation, products.Products] = {
@@ -61,7 +61,7 @@ PRODUCTS: dict[Implementation, products.Products] = {
 """The two products of every implementation except the reference."""
 
 _REFUSALS: dict[Implementation, Callable[..., str | None]] = {
-    "pallas_gpu": deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default")
+    "pallas_gpu": Deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default")
 }
 
 OPERATION = Operation(

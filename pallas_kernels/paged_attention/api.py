@@ -30,7 +30,7 @@ import jax
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import deferred
+from pallas_kernels.deferred import Deferred
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables, check_arguments, rules_of
@@ -42,12 +42,12 @@ OPERATION = Operation(
     implementations={
         "reference": reference.paged_attention,
         "xla": xla.paged_attention,
-        "pallas_tpu": deferred(f"{_TPU}:paged_attention"),
-        "pallas_gpu": deferred(f"{_GPU}:paged_attention"),
+        "pallas_tpu": Deferred(f"{_TPU}:paged_attention"),
+        "pallas_gpu": Deferred(f"{_GPU}:paged_attention"),
     },
     refusals={
-        "pallas_tpu": deferred(f"{_TPU}:reason_against"),
-        "pallas_gpu": deferred(f"{_GPU}:reason_against_default"),
+        "pallas_tpu": Deferred(f"{_TPU}:reason_against"),
+        "pallas_gpu": Deferred(f"{_GPU}:reason_against_default"),
     },
 )
 

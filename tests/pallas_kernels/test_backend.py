@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the choice of an implementation, and the refusal of those that cannot run."""
 
+import functools
 import inspect
 import os
 import subprocess
@@ -18,8 +19,11 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels
 from pallas_kernels import backend
 from pallas_kernels.backend import Choice, Operation, platform
+from pallas_kernels.deferred import Deferred
 from pallas_kernels.interpreter import interpreted
 from pallas_kernels.jax_versions import match_varying
+from pallas_kernels.operations import OPERATIONS
+from pallas_kernels.quantized_matmul.api import MULTIPLY_MIXED
 
 TOY = Operation(
     name="toy",
@@ -227,3 +231,36 @@ def test_wrong_kernels_are_not_chosen(monkeypatch):
         assert attention.choose("pallas_gpu").implementation == "pallas_gpu"
     with jax.sharding.use_abstract_mesh(described_mesh("NVIDIA A100-SXM4-40GB", "cuda")):
         assert attention.choose().implementation == "pallas_gpu"
+
+
+def _deferred_in(value):
+    """Yield the deferred functions of an implementation, of a partial function of one too."""
+    if isinstance(value, Deferred):
+        yield value
+    elif isinstance(value, functools.partial):
+        for one in value.keywords.values():
+            yield from _deferred_in(one)
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _deferred_in(one)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_deferred_functions_are_there(name):
+    operation = OPERATIONS[name]
+    values = [*operation.implementations.values(), *operation.refusals.values()]
+    if name == "quantized_matmul":
+        values += MULTIPLY_MIXED.values()
+    found = [one for value in values for one in _deferred_in(value)]
+    assert all(callable(one.load()) for one in found)
+    assert {one.address.split(".")[2].partition(":")[0] for one in found} <= {"tpu", "gpu", "cudnn"}
+
+
+def test_a_command_reads_no_kernel_before_it_runs():
+    program = (
+        "import sys, experiments.pretrain;"
+        " print([m for m in sys.modules if m == 'jax.experimental.pallas'"
+        " or m.startswith('pallas_kernels.') and m.split('.')[-1] in ('tpu', 'gpu', 'cudnn')])"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert answer.stdout == "[]\n", answer.stderr
