@@ -12,11 +12,13 @@ from jaxmoe.run.elastic.resizing import Resizing
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.parts.members import LinkMeasurements, OptimizerFiles, Recomputation, Replacement
 from jaxmoe.run.parts.snapshots import Snapshots
+from jaxmoe.run.parts.time_limit import TimeLimit
 from jaxmoe.run.replicas.islands import Island
 from tests.jaxmoe.run.test_run import config
 
 PARTS = (
     *(Island, LinkMeasurements, OptimizerFiles, Recomputation, Replacement, Resizing, Snapshots),
+    TimeLimit,
 )
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
