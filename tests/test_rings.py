@@ -124,6 +124,25 @@ def test_batches_keep_to_the_budget_and_to_one_kind():
     assert [p.path for p in next_batch(rows, math.inf, 1.0, 2)] == ["tests/0.py"]
     slower = [p.path for p in next_batch(rows, 190.0, 2.0, 2)]
     assert slower == ["tests/1.py"]
+    few = [(Proof(kind="slow", path=f"tests/{n}.py", seconds=40.0), due.OWN) for n in range(9)]
+    sizes = [len(next_batch(few, left, 1.0, 2)) for left in (1000.0, 200.0, 130.0)]
+    assert sizes == [9, 4, 2]  # of the budget, half
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(100.0, 4), (220.0, 2)])
+def test_a_batch_that_takes_longer_makes_those_after_it_smaller(monkeypatch, seconds, number):
+    clock, ran = [1000.0], []
+
+    def run_batch(batch, workers, limit):
+        ran.extend(batch)
+        clock[0] += seconds * len(batch)
+        return {}, set()
+
+    monkeypatch.setattr(due, "run_batch", run_batch)
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    rows = [(Proof(kind="slow", path=f"tests/{n}.py", seconds=200.0), due.OWN) for n in range(9)]
+    due.run_due(rows, due.History(), until=1500.0, factor=1.0, workers=2)
+    assert len(ran) == number and clock[0] <= 1500.0
 
 
 def test_the_budget_is_spent_and_what_is_left_out_is_said(monkeypatch, capsys):

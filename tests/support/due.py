@@ -40,6 +40,7 @@ RECORD = ROOT / "tests" / "proofs.json"
 TURN_COMMITS = 150
 RECENT_COMMITS = 10
 BATCH_SECONDS = 300.0
+LAST_BATCH_SECONDS = 60.0
 START_SECONDS = 20.0
 """Processes start and collect before the first test of a batch."""
 UNKNOWN_SECONDS = {"fast": 10.0, "slow": 60.0, "trains": 60.0}
@@ -152,11 +153,13 @@ def next_batch(
         workers: Processes.
 
     Returns:
-        Proofs that are expected to take BATCH_SECONDS or less together, or one; none where nothing
-        fits.
+        Proofs that are expected to take BATCH_SECONDS or half of the budget together, or less, or
+        one; none where nothing fits.
     """
     batch: list[Proof] = []
     total = 0.0
+    # What takes twice as long as expected still ends in time.
+    most = min(BATCH_SECONDS, max(LAST_BATCH_SECONDS, seconds_left / 2))
     for proof, _ in due:
         if batch and proof.kind != batch[0].kind:
             continue
@@ -164,7 +167,7 @@ def next_batch(
         # A file of fast tests stays with one worker.
         alone = seconds if proof.kind == "fast" else seconds / workers
         wall = START_SECONDS * factor + max(alone, (total + seconds) / workers)
-        if wall > seconds_left or (batch and wall > BATCH_SECONDS):
+        if wall > seconds_left or (batch and wall > most):
             continue
         batch.append(proof)
         total += seconds
@@ -277,10 +280,14 @@ def run_due(
     """
     passed: dict[str, dict] = {}
     failures: list[str] = []
-    while batch := next_batch(due, until - time.time(), factor, workers):
+    slowest = 1.0
+    while batch := next_batch(due, until - time.time(), factor * slowest, workers):
         expected = sum(proof.seconds_here(factor) for proof in batch) / workers
+        began = time.time()
         print(f"{len(batch)} proofs, {batch[0].kind}: about {expected:.0f} s", flush=True)
         seconds, failed = run_batch(batch, workers, limit=2 * expected + 600)
+        took = time.time() - began - START_SECONDS * factor
+        slowest = max(slowest, took / max(expected, LAST_BATCH_SECONDS))
         for proof in batch:
             if proof.path in failed:
                 failures.append(proof.name)
