@@ -78,6 +78,8 @@ def test_killed_or_stopped_peer_ends_the_other(tmp_path, victim, number):
     waits = ("--processes.watchdog", "8") if number == signal.SIGSTOP else ()
     with Pair(tmp_path, flags(tmp_path / "run", MANY, *WAITS, *RUN, *waits)) as pair:
         pair.until("step=5/")
+        # What ends the other is the signal, and not a fault between the two.
+        assert pair.processes[1 - victim].poll() is None, pair.text(1 - victim)
         pair.processes[victim].send_signal(number)
         began = time.monotonic()
         code = pair.code(1 - victim)
