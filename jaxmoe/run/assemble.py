@@ -35,6 +35,7 @@ from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import open_files
+from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import CheckedStep, Step
 from jaxmoe.training.workers import (
@@ -80,9 +81,10 @@ class Assembly:
             execution=self.execution,
             table=plan.table,
             max_norm_ratio=training.max_norm_ratio,
-            workers=self.num_compared if self._compares_losses else 1,
             files=self.files,
-            **training.step_options(accumulation=accumulation, parts=plan.config.step_parts),
+            **training.step_options(
+                accumulation=accumulation, parts=plan.config.step_parts + self._comparison
+            ),
         )
 
     def with_files(self, directory: pathlib.Path) -> Assembly:
@@ -112,10 +114,13 @@ class Assembly:
         return accumulation_of(rows, training.batch_size, training.accumulation)
 
     @property
-    def _compares_losses(self) -> bool:
-        """Whether a step reports the losses of parts of its batch."""
+    def _comparison(self) -> tuple[WorkerLosses, ...]:
+        """Part of the step that reports the losses of parts of its batch, if there are several."""
         config = self.plan.config
-        return config.training.gradients.is_backward and config.replicas.exchanges != "parameters"
+        has_losses = config.training.gradients.is_backward
+        if not has_losses or config.replicas.exchanges == "parameters" or self.num_compared == 1:
+            return ()
+        return (WorkerLosses(workers=self.num_compared),)
 
     @property
     def num_compared(self) -> int:

@@ -24,7 +24,6 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.accumulation import GradientSums, MicroBatch, Share, accumulate
 from jaxmoe.training.balance import buffered_losses, has_wide_balance, linearized_losses
 from jaxmoe.training.loss import forward_and_row_nll
-from jaxmoe.training.measures.dispersion import worker_losses
 from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.pipeline import pipeline_gradients
 from jaxmoe.training.pipeline.skipping import kept_groups
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 def batch_gradients(
     step: Step, state: TrainState, batch: Batch, first_row: Any = 0
-) -> tuple[Float[Array, ""], GradientSums, Float[Array, " W"] | None]:
+) -> tuple[Float[Array, ""], GradientSums]:
     """Return the gradients of the loss of one step, over its micro-batches.
 
     Args:
@@ -47,16 +46,13 @@ def batch_gradients(
         first_row: Number of the first row, where the batch is part of a larger one.
 
     Returns:
-        The sum of the loss weights, the sums over the micro-batches, and the workers' losses.
+        The sum of the loss weights, and the sums over the micro-batches.
     """
     model, execution, objective = step.model, step.execution, step.objective
     skipping, placement = step.skipping, step.execution.placement
     if skipping is not None:
         skipping.check(step)
     weight = objective.num_tokens(batch)
-    row_tokens = None
-    if step.workers > 1:
-        row_tokens = num_passes(model) * objective.row_tokens(batch)
     batch = objective.prepare(model, batch, jax.random.fold_in(state.rng, state.step), placement)
     total_weight = jnp.where(weight > 0.0, weight, 1.0)
     whole = _gather_whole(model, state.params, execution)
@@ -86,7 +82,7 @@ def batch_gradients(
             ),
             kept=kept_groups(skipping, rows.accumulation),
         )
-    return weight, summed, worker_losses(summed.row_nll, row_tokens, step.workers, placement)
+    return weight, summed
 
 
 def compute_gradients(
@@ -121,7 +117,7 @@ def compute_gradients(
         cycles = [scan.name for scan in model.scans if scan.is_cycle]
         view = None if probes is None else probe_view(probes, cycles)
         nll, rows, output = _forward(
-            step, params, state, micro, whole, has_rows=step.workers > 1, view=view
+            step, params, state, micro, whole, has_rows=step.reads_rows, view=view
         )
         loss, losses = nll / total_weight, output.losses
         if output.statistics is not None and others is not None and is_whole:

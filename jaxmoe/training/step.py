@@ -102,8 +102,6 @@ class Step:
     max_norm_ratio: float | None = None
     """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.
     None refuses only what is not finite."""
-    workers: int = 1
-    """Equal parts of the batch whose losses are reported apart; 1: none are."""
     table: ParameterTable | None = None
     """Groups of the parameters, from which the optimiser was built; those of the group `frozen` are
     not differentiated and stay bitwise. None trains all."""
@@ -144,6 +142,20 @@ class Step:
     def chain(self) -> tuple[StepPart, ...]:
         """All parts in their order: those that the model brings first, those that measure last."""
         return (*model_parts(self.model), *self.parts, *MEASURES)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a part reads the losses of single rows, `GradientSums.row_nll`."""
+        return any(part.reads_rows for part in self.chain)
+
+    def without(self, name: str) -> Step:
+        """Return the step without one of its parts.
+
+        Args:
+            name: `StepPart.name`; a step without such a part stays as it is.
+        """
+        parts = tuple(part for part in self.parts if part.name != name)
+        return dataclasses.replace(self, parts=parts)
 
     @property
     def has_probes(self) -> bool:
@@ -259,7 +271,6 @@ class Step:
             is_skipped=~is_good,
             skipped_in_a_row=state.skipped_in_a_row,
             norm_limit=norm_limit(before.recent_norms, self.max_norm_ratio),
-            worker_loss=gradients.worker_loss,
             **run_measure(self.chain, self, outcome),
         )
         return state, metrics, summed.statistics

@@ -105,7 +105,7 @@ class SurrogateConfig(Gradients):
         weights, found = run(given, data, rows, before)
         grads = unravel(gradient(vectors, phases, weights) / scale)
         grads = jax.tree.map(place_like, grads, table.trained(state.params))
-        return StepGradients(weight, passes.gradients_with(grads, found), None, weights)
+        return StepGradients(weight, passes.gradients_with(grads, found), state=weights)
 
     @property
     def num_passes(self) -> float:

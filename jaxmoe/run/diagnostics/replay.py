@@ -26,6 +26,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import assemble_run, load_run
 from jaxmoe.state_tree import flatten
 from jaxmoe.training.guard import norm_limit
+from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import MeshConfig
@@ -137,7 +138,7 @@ def _load(
 
 def _measured(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch], Any]:
     """Compile loss and, for each array of the gradient, its norm and number of bad values."""
-    step = dataclasses.replace(assembly.step(assembly.micro_batches(num_rows)), workers=1)
+    step = assembly.step(assembly.micro_batches(num_rows)).without(WorkerLosses.name)
 
     def measure(state: TrainState, batch: Batch) -> Any:
         summed = step.gradients.compute(step, state, batch).summed

@@ -42,8 +42,7 @@ class BackpropConfig(Gradients):
         self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        weight, summed, worker_loss = batch_gradients(step, state, batch, first_row)
-        return StepGradients(weight, summed, worker_loss)
+        return StepGradients(*batch_gradients(step, state, batch, first_row))
 
     def describe(self, step: Step) -> str | None:
         """Return the passes of a step, if the adapter compares several."""

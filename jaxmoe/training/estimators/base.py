@@ -45,8 +45,6 @@ class StepGradients(NamedTuple):
     """Sum of the loss weights."""
     summed: GradientSums
     """Sums over the batch."""
-    worker_loss: Float[Array, " W"] | None = None
-    """Losses of the workers that are reported apart."""
     state: Any = None
     """State of the member after the step; None without."""
     has_signal: Bool[Array, ""] | None = None

@@ -124,7 +124,7 @@ class SeedPoolConfig(Gradients):
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
         return StepGradients(
-            weight, gradients_with(grads, found), None, _added(held, drawn, slopes)
+            weight, gradients_with(grads, found), state=_added(held, drawn, slopes)
         )
 
     @property

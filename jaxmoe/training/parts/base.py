@@ -72,6 +72,8 @@ class StepPart:
 
     name: ClassVar[str]
     """Key of the state in `TrainState.parts`."""
+    reads_rows: ClassVar[bool] = False
+    """Whether `update` reads the losses of single rows, which backpropagation then keeps."""
 
     def check(self, step: Step) -> None:
         """Refuse a step that the part cannot be in, before anything is traced.

@@ -104,7 +104,7 @@ def pipeline_gradients(
         loss=sums.left.head.loss / rows.total_weight,
         losses=_losses(sums),
         statistics=_statistics(sums, model, execution),
-        row_nll=sums.left.head.row_loss if step.workers > 1 else None,
+        row_nll=sums.left.head.row_loss if step.reads_rows else None,
     )
 
 

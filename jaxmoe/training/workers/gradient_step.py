@@ -26,6 +26,7 @@ from jaxmoe.replicas.gradient_method import Contribution, exchange_gradients
 from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.guard import all_finite, select
+from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState, fetch
 from jaxmoe.training.step import CheckedStep, Step, StepMetrics
 from jaxmoe.training.workers.gradient_state import GradientTraining
@@ -63,7 +64,7 @@ def gradient_step(
         alive: Workers that answer; None for all, as in every run.
     """
     step = training.step
-    inner = replace(alone(step), workers=1)
+    inner = alone(step).without(WorkerLosses.name)
     given, found = worker_gradients(inner, training, state, batch)
     method, agreed = training.method, None
     if method.agreed is not None:
@@ -83,10 +84,10 @@ def gradient_step(
     weight, summed = _combine(found, given.tokens, counted)
     trained = state.params if step.table is None else step.table.trained(state.params)
     summed = replace(summed, grads=nested(flat(trained) | grads))
-    losses = None
-    if step.workers == training.workers.number:
-        losses = jnp.where(counted[:, 0], found.loss[:, 0], jnp.nan)
-    after, metrics, _ = step.finish(state, StepGradients(weight, summed, losses))
+    measures = {}
+    if step.reads_rows:
+        measures = {"worker_loss": jnp.where(counted[:, 0], found.loss[:, 0], jnp.nan)}
+    after, metrics, _ = step.finish(state, StepGradients(weight, summed, measures=measures))
     return replace(after, local=select(~metrics.is_skipped, talk, state.local)), metrics
 
 

@@ -28,6 +28,7 @@ from jaxmoe.training.measures.dispersion import (
     worker_devices,
     worker_losses,
 )
+from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh, make_mesh
@@ -239,9 +240,9 @@ def test_the_training_step_knows_the_loss_of_each_worker():
     losses, _ = _of_workers(4)
     with jax.set_mesh(mesh):
         found = {}
-        for workers in (1, 4):
+        for workers, parts in ((1, ()), (4, (WorkerLosses(workers=4),))):
             step = make_train_step(
-                MODEL, SGD, execution=execution, accumulation=2, clip=None, workers=workers
+                MODEL, SGD, execution=execution, accumulation=2, clip=None, parts=parts
             )
             found[workers] = step(jax.tree.map(lambda x: x.copy(), state), rows)
     assert found[1][1].worker_loss is None

@@ -22,6 +22,7 @@ from jaxmoe.training.parts.average import Averaging, BalancedAverageConfig
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.parts.measures import MEASURES
+from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step, make_train_step
 from tests.support.models import TINY
@@ -35,8 +36,9 @@ CASES = {
     LayerNorms: (LayerNorms(), dataclasses.replace(TINY, dense_layers=())),
 }
 """A member of each class, and a model that it can train with."""
-ON_MESHES = {VocabularyMirror}
-"""Members without a state on one device, which tests/jaxmoe/run/test_recovery.py has on a mesh."""
+STATELESS = {VocabularyMirror, WorkerLosses}
+"""Members without a state on one device; tests/jaxmoe/run/test_recovery.py has the mirror on a
+mesh, tests/jaxmoe/training/test_dispersion.py the losses."""
 
 
 def _members():
@@ -57,7 +59,7 @@ def _further(part, model):
 
 
 def test_every_member_has_a_case_and_a_name_of_its_own():
-    assert _members() == set(CASES) | ON_MESHES | {type(part) for part in MEASURES}
+    assert _members() == set(CASES) | STATELESS | {type(part) for part in MEASURES}
     names = [member.name for member in _members()]
     assert len(set(names)) == len(names)
 

@@ -134,6 +134,12 @@ def _accumulated(**options: Any) -> tuple[Any, dict[str, Any]]:
     return steps.tiny_model(), {"accumulation": 2, **options}
 
 
+def _watched() -> tuple[Any, dict[str, Any]]:
+    from jaxmoe.training.parts.worker_losses import WorkerLosses
+
+    return steps.tiny_model(), {"parts": (WorkerLosses(workers=2),)}
+
+
 def _skipping() -> tuple[Any, dict[str, Any]]:
     from jaxmoe.training.pipeline.skipping import SkippingConfig
 
@@ -204,7 +210,7 @@ _STEPS = {
     "gpipe": lambda: _pipeline("gpipe"),
     "four_stages": lambda: _pipeline("gpipe", stages=4),
     "clipped_and_guarded": _guarded,
-    "workers_watched": lambda: (steps.tiny_model(), {"workers": 2}),
+    "workers_watched": _watched,
     "replayed_experts": _replayed,
 }
 """Model and options of further choices of a step."""
