@@ -52,7 +52,7 @@ class StepPlan(Step):
     @property
     def paths(self) -> Paths | None:
         """Groups of layers that each micro-batch passes through; None for all."""
-        return None if self.skipping is None else self.skipping.paths(self.accumulation)
+        return self.gradients.paths(self.accumulation)
 
     @property
     def tokens(self) -> int:

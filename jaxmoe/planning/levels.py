@@ -46,7 +46,7 @@ def level_packing(plan: StepPlan, assigner: Assigner, chip: Chip) -> LevelPackin
             f" execution.mesh.stage={execution.mesh.stage} has a schedule of a fixed number: set"
             " mesh.stage to 1, or data.packing to best_fit"
         )
-    if plan.skipping is not None:
+    if plan.paths is not None:
         raise ValueError(
             "data.packing levels computes as many micro-batches as a step needs, and"
             " training.skipping draws layers for a fixed number: set it to None, or data.packing to"

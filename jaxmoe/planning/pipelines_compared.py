@@ -67,8 +67,7 @@ def choices(plan: StepPlan) -> list[StepPlan]:
         choice = dataclasses.replace(plan, execution=execution)
         try:
             check_pipeline(choice.model, execution, choice.accumulation)
-            if choice.skipping is not None:
-                choice.skipping.check(choice)
+            choice.gradients.check(choice)
         except ValueError:
             continue
         found.append(choice)

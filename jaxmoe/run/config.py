@@ -42,7 +42,7 @@ from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.parts.average import Average, Averaging
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
-from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 
 FREE_FIELDS = (
     *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "parts"),
@@ -139,6 +139,11 @@ class TrainingConfig:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
         self.gradients.check_clip(self.clip)
+        if self.skipping is not None and self.gradients != BackpropConfig():
+            raise ValueError(
+                f"training.gradients:{self.gradients.name} takes its gradient of all layers, and"
+                " training.skipping leaves out some: set training.skipping to None"
+            )
         _ = self.batch_sizes  # raises for a ramp that does not fit
 
     @property
@@ -147,6 +152,11 @@ class TrainingConfig:
         if self.batch_ramp is None:
             return BatchSizes(((0, self.batch_size),))
         return self.batch_ramp.build(self.steps, self.batch_size)
+
+    @property
+    def step_gradients(self) -> GradientsConfig:
+        """How a step gets its gradient, with the layers that micro-batches leave out."""
+        return self.gradients if self.skipping is None else PartialBackprop(skipping=self.skipping)
 
     @property
     def step_parts(self) -> tuple[StepPart, ...]:
@@ -166,8 +176,7 @@ class TrainingConfig:
             "accumulated_balance": self.accumulated_balance,
             "clip": self.clip,
             "objective": self.objective,
-            "skipping": self.skipping,
-            "gradients": self.gradients,
+            "gradients": self.step_gradients,
             "parts": self.step_parts,
             **changes,
         }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -26,7 +26,6 @@ from jaxmoe.training.balance import buffered_losses, has_wide_balance, linearize
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.pipeline import pipeline_gradients
-from jaxmoe.training.pipeline.skipping import kept_groups
 from jaxmoe.training.repeated import Rows, compared, num_passes
 from jaxmoe.training.state import TrainState
 
@@ -35,7 +34,12 @@ if TYPE_CHECKING:
 
 
 def batch_gradients(
-    step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    step: Step,
+    state: TrainState,
+    batch: Batch,
+    first_row: Any = 0,
+    *,
+    kept: Bool[Array, "m groups"] | None = None,
 ) -> tuple[Float[Array, ""], GradientSums]:
     """Return the gradients of the loss of one step, over its micro-batches.
 
@@ -44,14 +48,13 @@ def batch_gradients(
         state: Parameters, router state, randomness.
         batch: Rows of the step.
         first_row: Number of the first row, where the batch is part of a larger one.
+        kept: Groups of layers that each micro-batch passes through, without stages; None for all.
 
     Returns:
         The sum of the loss weights, and the sums over the micro-batches.
     """
     model, execution, objective = step.model, step.execution, step.objective
-    skipping, placement = step.skipping, step.execution.placement
-    if skipping is not None:
-        skipping.check(step)
+    placement = step.execution.placement
     weight = objective.num_tokens(batch)
     batch = objective.prepare(model, batch, jax.random.fold_in(state.rng, state.step), placement)
     total_weight = jnp.where(weight > 0.0, weight, 1.0)
@@ -80,7 +83,7 @@ def batch_gradients(
             statistics_of=(
                 partial(batch_statistics, step, state, whole=whole) if has_two_passes else None
             ),
-            kept=kept_groups(skipping, rows.accumulation),
+            kept=kept,
         )
     return weight, summed
 

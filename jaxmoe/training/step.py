@@ -63,7 +63,6 @@ from jaxmoe.training.parts.base import (
     run_update,
 )
 from jaxmoe.training.parts.measures import MEASURES
-from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import (
     GRADIENTS,
     Clipped,
@@ -105,8 +104,6 @@ class Step:
     table: ParameterTable | None = None
     """Groups of the parameters, from which the optimiser was built; those of the group `frozen` are
     not differentiated and stay bitwise. None trains all."""
-    skipping: SkippingConfig | None = None
-    """Layers that micro-batches leave out; None for none."""
     gradients: Gradients = BackpropConfig()
     """How the gradient is computed or estimated."""
     files: PartFiles | None = None

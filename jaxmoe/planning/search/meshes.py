@@ -76,8 +76,7 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     """
     own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
     check_pipeline(own.model, own.execution, own.accumulation)
-    if own.skipping is not None:
-        own.skipping.check(own)
+    own.gradients.check(own)
     sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
     for layout in own.execution.state_layout.rules:
         own.table.check_divides(layout, sizes)

@@ -149,7 +149,7 @@ def _arrangement(
         own = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold)
         return Arrangement(own, remats, (own.accumulation,))
     unit = fewest_micro_batches(execution)
-    first = unit if plan.skipping is None else max(unit, 2)
+    first = unit if plan.gradients.paths(2) is None else max(unit, 2)
     own = dataclasses.replace(plan, execution=execution, accumulation=first)
     own = on_mesh(own, mesh, fold)
     numbers = divisors(own.batch_size // mesh.batch_shards)

@@ -32,9 +32,8 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         check_pipeline(plan.model, execution, number)
-        if training.skipping is not None:
-            step = dataclasses.replace(plan.step_plan(execution), accumulation=number)
-            training.skipping.check(step)
+        step = dataclasses.replace(plan.step_plan(execution), accumulation=number)
+        step.gradients.check(step)
     check_workers(config, mesh_config, trains=trains)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(

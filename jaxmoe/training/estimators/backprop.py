@@ -29,12 +29,7 @@ class BackpropConfig(Gradients):
     def check(self, step: Step) -> None:
         """Refuse probes where a layout or a format has no place for them; see `check_probes`.
         Refuse what an adapter with several passes cannot do; see `check_repeated`."""
-        check_repeated(
-            step.model,
-            has_skipping=step.skipping is not None,
-            name=self.name,
-            is_backward=True,
-        )
+        check_repeated(step.model, name=self.name, is_backward=True)
         if step.has_probes:
             check_probes(step)
 

@@ -29,6 +29,7 @@ from jaxmoe.training.state import GRADIENTS, TrainState
 
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
+    from sharding.pipeline import Paths
 
 PLAIN_DESCENT: Mapping[str, Any] = {
     "optimizer": SGDConfig(learning_rate=1e-4),
@@ -137,6 +138,15 @@ class Gradients(abc.ABC):
             batch: Rows of the step.
             first_row: Number of the first row, where the batch is part of a larger one.
         """
+
+    def paths(self, micro_batches: int) -> Paths | None:
+        """Return the groups of layers that each micro-batch passes through; None for all in order.
+
+        Args:
+            micro_batches: Micro-batches of a step.
+        """
+        del micro_batches
+        return None
 
     def check(self, step: Step) -> None:
         """Refuse what the estimator cannot do, before anything is traced.

@@ -78,10 +78,10 @@ def check_forward(step: Step, name: str) -> None:
 
     Raises:
         ValueError: Pipeline stages, a layout that gathers parameters or cuts them over replicas,
-            parameters in host memory, layers that are left out, or detailed telemetry.
+            parameters in host memory, or detailed telemetry.
     """
     execution, start = step.execution, f"training.gradients:{name} has no backward pass"
-    check_repeated(step.model, has_skipping=False, name=name, is_backward=False)
+    check_repeated(step.model, name=name, is_backward=False)
     if execution.mesh.stage > 1:
         raise ValueError(
             f"{start} and no pipeline: execution.mesh.stage={execution.mesh.stage} must be 1"
@@ -96,10 +96,6 @@ def check_forward(step: Step, name: str) -> None:
         raise ValueError(
             f"{start}, and replicas compute by themselves: execution.fold with"
             f" execution.mesh.replica={execution.mesh.replica} is not possible: set replica to 1"
-        )
-    if step.skipping is not None:
-        raise ValueError(
-            f"{start}, and training.skipping leaves out layers of a pipeline: set it to None"
         )
     if step.has_probes:
         raise ValueError(

@@ -96,7 +96,7 @@ def pipeline_gradients(
     statistics = None
     if has_two_passes:
         statistics = _statistics(run(has_backward=False), model, execution)
-    paths = None if step.skipping is None else step.skipping.paths(rows.accumulation)
+    paths = step.gradients.paths(rows.accumulation)
     sums = run(has_backward=True, statistics=statistics, paths=paths)
     grads = _gradients(sums, model)
     return GradientSums(

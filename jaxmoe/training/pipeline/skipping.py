@@ -23,12 +23,18 @@ its place, so that a copy of it costs less where the end is lost with a device
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from jaxmoe.data.batch import Batch
 from jaxmoe.training.balance import has_wide_balance
+from jaxmoe.training.estimators.backprop import BackpropConfig
+from jaxmoe.training.estimators.base import StepGradients
+from jaxmoe.training.gradients import batch_gradients
+from jaxmoe.training.repeated import num_passes
+from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.pipeline import Order, Paths, choose_paths
 
@@ -134,17 +140,44 @@ class SkippingConfig:
                 " out some: set it to brief"
             )
 
+    def kept(self, micro_batches: int) -> Bool[Array, "m groups"] | None:
+        """Return which groups each micro-batch passes through; None for all.
 
-def kept_groups(
-    skipping: SkippingConfig | None, accumulation: int
-) -> Bool[Array, "m groups"] | None:
-    """Return which groups each micro-batch passes through; None for all.
+        Args:
+            micro_batches: Micro-batches of a step.
+        """
+        paths = self.paths(micro_batches)
+        if paths is None:
+            return None
+        return jnp.asarray([[group in path for group in range(self.groups)] for path in paths])
 
-    Args:
-        skipping: Layers that are left out, or None.
-        accumulation: Micro-batches of a step.
-    """
-    paths = None if skipping is None else skipping.paths(accumulation)
-    if skipping is None or paths is None:
-        return None
-    return jnp.asarray([[group in path for group in range(skipping.groups)] for path in paths])
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PartialBackprop(BackpropConfig):
+    """Backpropagation through the layers that each micro-batch passes through."""
+
+    skipping: SkippingConfig
+    """Layers that are left out, or their order."""
+
+    def paths(self, micro_batches: int) -> Paths | None:
+        """Return the groups that each micro-batch passes through; see the base class."""
+        return self.skipping.paths(micro_batches)
+
+    def check(self, step: Step) -> None:
+        """Refuse what layers cannot be left out of; see `SkippingConfig.check`."""
+        # Named: a class with slots is a copy, which super() without arguments does not find.
+        BackpropConfig.check(self, step)
+        if num_passes(step.model) > 1:
+            assert step.model.adapter is not None  # without one there is one pass
+            raise ValueError(
+                f"adapter:{step.model.adapter.name} trains a router by the losses of several draws,"
+                " and training.skipping changes them: set training.skipping to None"
+            )
+        self.skipping.check(step)
+
+    def compute(
+        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
+    ) -> StepGradients:
+        """Return the gradients of one step; see the base class."""
+        kept = self.skipping.kept(step.accumulation)
+        return StepGradients(*batch_gradients(step, state, batch, first_row, kept=kept))

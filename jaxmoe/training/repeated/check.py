@@ -12,18 +12,17 @@ def num_passes(model: ModelConfig) -> int:
     return 1 if model.adapter is None else model.adapter.passes
 
 
-def check_repeated(model: ModelConfig, *, has_skipping: bool, name: str, is_backward: bool) -> None:
+def check_repeated(model: ModelConfig, *, name: str, is_backward: bool) -> None:
     """Refuse what an adapter that compares passes cannot be trained with.
 
     Args:
         model: Model with its adapter.
-        has_skipping: Whether micro-batches leave out layers.
         name: Name of the estimator of the gradient.
         is_backward: Whether it has a backward pass.
 
     Raises:
-        ValueError: A gradient without a backward pass, layers that are left out, or a loop over
-            layers, whose turns but the last report no losses.
+        ValueError: A gradient without a backward pass, or a loop over layers, whose turns but the
+            last report no losses.
     """
     if num_passes(model) == 1 or model.adapter is None:
         return
@@ -33,8 +32,6 @@ def check_repeated(model: ModelConfig, *, has_skipping: bool, name: str, is_back
             f"{start} training.gradients:{name} has no backward pass: set training.gradients to"
             " backprop"
         )
-    if has_skipping:
-        raise ValueError(f"{start} training.skipping changes them: set training.skipping to None")
     if model.loop is not None:
         raise ValueError(
             f"{start} model.loop draws anew in each turn and keeps the last: set model.loop to None"

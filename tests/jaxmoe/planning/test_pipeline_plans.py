@@ -26,7 +26,7 @@ from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import executed_flops, predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.training.pipeline import check_pipeline
-from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig, choose_paths, plan_slots
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
@@ -88,7 +88,9 @@ def test_counts_of_a_partial_table():
 
 def test_a_plan_knows_what_micro_batches_leave_out():
     whole = staged_plan()
-    partial = dataclasses.replace(whole, skipping=SkippingConfig(groups=4))
+    partial = dataclasses.replace(
+        whole, gradients=PartialBackprop(skipping=SkippingConfig(groups=4))
+    )
     found = counts(InterleavedConfig(), 4, whole.accumulation, partial.paths)
     ticks = found.forward + found.backward
     assert bytes_of(partial)["activations"] == 2 * ticks / 22 * bytes_of(whole)["activations"]

@@ -14,7 +14,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.planning.hlo import collectives
-from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig
@@ -62,7 +62,12 @@ def _lowered(
     tokens = np.zeros((mesh_config.data * parts, LENGTH), np.int32)
     rows = Batch(tokens=tokens, targets=tokens, loss_weights=np.ones(tokens.shape, np.float32))
     step = make_train_step(
-        model, SGD, execution=execution, accumulation=parts, clip=None, skipping=skipping
+        model,
+        SGD,
+        execution=execution,
+        accumulation=parts,
+        clip=None,
+        gradients=None if skipping is None else PartialBackprop(skipping=skipping),
     )
     with jax.set_mesh(mesh):
         return step.lower(state, global_batch(rows, mesh))

@@ -12,12 +12,15 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmoe.contrib.adapters.remix import RemixConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.routing import BALANCERS, RouterStatistics
 from jaxmoe.routing.balancers import LoadBalanceConfig, RouterZConfig
-from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.run.config import TrainingConfig
+from jaxmoe.training.estimators import BackpropConfig, SPSAConfig
+from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
@@ -130,10 +133,10 @@ def test_a_ratio_that_leaves_out_nothing_is_the_ordinary_step():
     dense = dataclasses.replace(TINY, moe=None, dense_dim=8)
     given = _state(one_step.params_of(dense), dense), _batch(slice(None))
     texts = [
-        make_train_step(dense, one_step.SGD, accumulation=2, skipping=skipping)
+        make_train_step(dense, one_step.SGD, accumulation=2, gradients=gradients)
         .lower(*given)
         .as_text()
-        for skipping in (none, None)
+        for gradients in (PartialBackprop(skipping=none), None)
     ]
     assert texts[0] == texts[1]
 
@@ -188,13 +191,14 @@ FOUR = dataclasses.replace(TINY, num_layers=4)
 STAGES = {"mesh": MeshConfig(stage=4)}
 
 
-def _step(execution, accumulation, form="buffer", model=FOUR):
+def _step(execution, accumulation, form="buffer", model=FOUR, skipping=None):
     return Step(
         model=model,
         optimizer=optax.identity(),
         execution=execution,
         accumulation=accumulation,
         accumulated_balance=form,
+        gradients=BackpropConfig() if skipping is None else PartialBackprop(skipping=skipping),
     )
 
 
@@ -240,7 +244,20 @@ def _step(execution, accumulation, form="buffer", model=FOUR):
 )
 def test_steps_that_cannot_skip_are_refused(skipping, given, accumulation, form, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        skipping.check(_step(ExecutionConfig(**given), accumulation, form))
+        _step(ExecutionConfig(**given), accumulation, form, skipping=skipping)
+
+
+def test_an_adapter_of_several_draws_is_refused():
+    model = dataclasses.replace(FOUR, adapter=RemixConfig())
+    message = "^adapter:remix trains a router by the losses of several draws, and training.skipping"
+    with pytest.raises(ValueError, match=message):
+        _step(ExecutionConfig(), 4, model=model, skipping=SkippingConfig())
+
+
+def test_an_estimator_of_the_gradient_is_refused():
+    message = "training.gradients:spsa takes its gradient of all layers, and training.skipping"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        TrainingConfig(gradients=SPSAConfig(), clip=None, skipping=SkippingConfig())
 
 
 def test_chunks_on_stages_are_accepted():

@@ -13,7 +13,7 @@ from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.optim import adamw
 from jaxmoe.training.pipeline.recovery import sources_of
-from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig
@@ -61,7 +61,11 @@ def trained(skipping):
     optimizer, mesh = adamw(5e-3), mesh_of(EXECUTION)
     state = init_state(MODEL, optimizer, jax.random.key(0), execution=EXECUTION, mesh=mesh)
     step = make_train_step(
-        MODEL, optimizer, execution=EXECUTION, accumulation=STAGES, skipping=skipping
+        MODEL,
+        optimizer,
+        execution=EXECUTION,
+        accumulation=STAGES,
+        gradients=None if skipping is None else PartialBackprop(skipping=skipping),
     )
     with jax.set_mesh(mesh):
         for number in range(STEPS):

@@ -141,11 +141,12 @@ def _watched() -> tuple[Any, dict[str, Any]]:
 
 
 def _skipping() -> tuple[Any, dict[str, Any]]:
-    from jaxmoe.training.pipeline.skipping import SkippingConfig
+    from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 
     moe = dataclasses.replace(steps.tiny_moe(), balancers=())
     model = dataclasses.replace(steps.tiny_model(), num_layers=4, dense_layers=(), moe=moe)
-    return model, {"accumulation": 2, "skipping": SkippingConfig(groups=2, ratio=0.5)}
+    skipping = SkippingConfig(groups=2, ratio=0.5)
+    return model, {"accumulation": 2, "gradients": PartialBackprop(skipping=skipping)}
 
 
 def _on_host(**fields: Any) -> tuple[Any, dict[str, Any]]:
