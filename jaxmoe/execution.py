@@ -206,6 +206,13 @@ class ExecutionConfig:
             )
 
     @property
+    def update(self) -> Literal["whole", "parts", "files"]:
+        """Name of how the optimiser is updated, in the catalogue."""
+        if self.optimizer_memory == "files":
+            return "files"
+        return "parts" if self.updates_in_parts else "whole"
+
+    @property
     def updates_in_parts(self) -> bool:
         """Whether the optimiser updates the layers of a stack apart."""
         is_away = self.parameter_memory == "host" or self.optimizer_memory == "files"

@@ -82,7 +82,23 @@ _PLACER: Final = {
     ),
 }
 
+_UPDATE: Final = {
+    "whole": (
+        "jaxmoe.training.parts.update:WholeUpdate",
+        "The whole state at once, on the device.",
+    ),
+    "parts": (
+        "jaxmoe.training.optimizer_parts:UpdateInParts",
+        "Part after part, of a state in host memory.",
+    ),
+    "files": (
+        "jaxmoe.training.optimizer_files.step:UpdateFromFiles",
+        "Part after part, of a state in files.",
+    ),
+}
+
 BASES: Final = {
+    "update": "jaxmoe.training.parts.update:Update",
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
     "pipeline": "sharding.pipeline.order:PipelineOrder",
@@ -90,6 +106,7 @@ BASES: Final = {
 }
 
 MEMBERS: Final = {
+    "update": _UPDATE,
     "dispatcher": _DISPATCHER,
     "sequence_parallel": _SEQUENCE_PARALLEL,
     "pipeline": _PIPELINE,

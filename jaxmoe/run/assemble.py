@@ -34,7 +34,7 @@ from jaxmoe.run.replicas.checks import check_island
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.optimizer_files.part_files import PartFiles
-from jaxmoe.training.optimizer_files.step import open_files
+from jaxmoe.training.optimizer_files.step import UpdateFromFiles, open_files
 from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import CheckedStep, Step
@@ -81,7 +81,7 @@ class Assembly:
             execution=self.execution,
             table=plan.table,
             max_norm_ratio=training.max_norm_ratio,
-            files=self.files,
+            update=None if self.files is None else UpdateFromFiles(files=self.files),
             **training.step_options(
                 accumulation=accumulation, parts=plan.config.step_parts + self._comparison
             ),

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,15 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import LayerwiseTransformation
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.host_arrays import is_on_host
-from jaxmoe.training.state import UpdatedState
+from jaxmoe.training.parts.update import Inputs, Update, UpdatedState
+from jaxmoe.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+Updater = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""`update` of an optimiser."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,13 +109,33 @@ def modules_of(model: ModelConfig, params: Any, number: int) -> tuple[Module, ..
     return tuple(found)
 
 
-def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
-    """Refuse an optimiser that may mix layers.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateInParts(Update):
+    """Part after part, of a state in host memory."""
 
-    Raises:
-        ValueError: The optimiser does not promise to treat each layer by itself.
-    """
-    if not execution.updates_in_parts or isinstance(optimizer, LayerwiseTransformation):
+    name: ClassVar[str] = "parts"
+
+    def check(self, step: Step) -> None:
+        """Refuse an optimiser that does not promise to treat each layer by itself."""
+        _check_layerwise(step.execution, step.optimizer)
+
+    def update(
+        self, step: Step, state: TrainState, inputs: Inputs
+    ) -> tuple[Any, Any, UpdatedState]:
+        """Return updates, parameters and state; see the base class."""
+        return update_in_parts(
+            step.optimizer.update,
+            modules_of(step.model, inputs.params, step.execution.optimizer_parts),
+            inputs.grads,
+            state.opt_state,
+            inputs.params,
+            after=(inputs.summed.loss, inputs.clipped.norm),
+            scale=inputs.clipped.scale,
+        )
+
+
+def _check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
+    if isinstance(optimizer, LayerwiseTransformation):
         return
     field, value, other = "optimizer_parts", str(execution.optimizer_parts), "1"
     if execution.optimizer_memory == "files":
@@ -126,7 +151,7 @@ def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransfo
 
 
 def update_in_parts(
-    update: Update,
+    update: Updater,
     modules: tuple[Module, ...],
     grads: Any,
     opt_state: Any,
@@ -216,7 +241,7 @@ class OwnedState:
     def update_part(
         self,
         owner: str,
-        update: Update,
+        update: Updater,
         others: tuple[Any, Any],
         leaves: list[Array],
         given: Any,
@@ -274,7 +299,7 @@ class OwnedModule:
         return jax.device_put(needed, _DEVICE)
 
     def updated(
-        self, update: Update, others: tuple[Any, Any], first: Any, finite: Array
+        self, update: Updater, others: tuple[Any, Any], first: Any, finite: Array
     ) -> tuple[_Done, Array]:
         """Return the results of all parts, and whether everything was finite so far.
 

@@ -4,30 +4,27 @@
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.data.batch import check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim.groups import train_only
-from jaxmoe.optim.steps import FiniteTransformation
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
-from jaxmoe.training.guard import all_finite, no_norms, select
-from jaxmoe.training.host_arrays import layers_to_host, on_device
+from jaxmoe.training.guard import no_norms
+from jaxmoe.training.host_arrays import layers_to_host
 from jaxmoe.training.parts.adapter_rule import model_parts
 from jaxmoe.training.parts.base import Start, StepPart, init_parts
 
@@ -219,72 +216,3 @@ class CheckedStep:
         check_batch(batch, self._vocab_size, has_ids=not self._has_run)
         self._has_run = True
         return self._jitted(state, batch)
-
-
-class UpdatedState(abc.ABC):
-    """State of an optimiser after an update that may still be refused."""
-
-    is_finite: Bool[Array, ""]
-    """Whether every number of the new state is finite."""
-
-    @abc.abstractmethod
-    def kept(self, is_good: Bool[Array, ""]) -> Any:
-        """Return the new state or, bitwise, the old one, in its memory between steps."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WholeState(UpdatedState):
-    """State that has been on the device as a whole."""
-
-    new: Any
-    old: Any
-    execution: ExecutionConfig
-
-    @property
-    def is_finite(self) -> Bool[Array, ""]:
-        """Whether every number of the new state is finite."""
-        return all_finite(self.new)
-
-    def kept(self, is_good: Bool[Array, ""]) -> Any:
-        """Return the new or the old state."""
-        return put_away(select(is_good, self.new, self.old), self.execution)
-
-
-class Clipped(NamedTuple):
-    """Gradients of a step after clipping."""
-
-    grads: Any
-    norm: Float[Array, ""]
-    """Norm before clipping."""
-    scale: Float[Array, ""]
-    """Factor of the gradients, which those in host memory have not been multiplied by."""
-
-
-class UpdatedParams(NamedTuple):
-    """Results of an optimiser."""
-
-    updates: Any
-    """What is added to the parameters; None where those of layers lie in host memory."""
-    params: Any
-    """Sums, laid out as the parameters."""
-    opt_state: UpdatedState
-    """New state of the optimiser, and the old one; it judges parameters in host memory too."""
-
-    def is_finite(self, optimizer: optax.GradientTransformation) -> Bool[Array, ""]:
-        """Return whether parameters and optimiser state are finite, given finite gradients.
-
-        A `FiniteTransformation` need not be examined: the update, the choice between new and old,
-        and their writing are then one pass over the state.
-
-        Args:
-            optimizer: Optimiser of the update.
-        """
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(self.params)}
-        is_whole = isinstance(self.opt_state, WholeState)
-        if isinstance(optimizer, FiniteTransformation) and is_whole and dtypes <= _AS_FLOAT32:
-            return jnp.ones((), bool)
-        return all_finite(on_device(self.params)) & self.opt_state.is_finite
-
-
-_AS_FLOAT32 = {jnp.dtype("float32"), jnp.dtype("bfloat16")}
-"""Dtypes whose largest numbers are those of float32."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -35,9 +34,8 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
-from jaxmoe.scaling.initialize import lay_out, parameter_table
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
-from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.base import Gradients, StepGradients
@@ -50,9 +48,6 @@ from jaxmoe.training.guard import (
 )
 from jaxmoe.training.host_arrays import global_norm, is_on_host
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
-from jaxmoe.training.optimizer_files.part_files import PartFiles
-from jaxmoe.training.optimizer_files.step import FilesStep
-from jaxmoe.training.optimizer_parts import check_layerwise, modules_of, update_in_parts
 from jaxmoe.training.parts.adapter_rule import model_parts
 from jaxmoe.training.parts.base import (
     Outcome,
@@ -63,18 +58,14 @@ from jaxmoe.training.parts.base import (
     run_update,
 )
 from jaxmoe.training.parts.measures import MEASURES
+from jaxmoe.training.parts.update import Clipped, Update, UpdatedParams, update_of, update_params
 from jaxmoe.training.state import (
     GRADIENTS,
-    Clipped,
     TrainState,
-    UpdatedParams,
-    WholeState,
-    fetch,
     trained_part,
     update_routers,
 )
 from jaxmoe.training.state import CheckedStep as CheckedStep
-from sharding.constrain import place_like
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,9 +97,8 @@ class Step:
     not differentiated and stay bitwise. None trains all."""
     gradients: Gradients = BackpropConfig()
     """How the gradient is computed or estimated."""
-    files: PartFiles | None = None
-    """Files of the optimiser state, for `execution.optimizer_memory` files; see
-    `jaxmoe.training.optimizer_files.step.open_files`."""
+    update: Update | None = None
+    """How parameters and optimiser state are updated; what the execution asks for when None."""
     parts: tuple[StepPart, ...] = ()
     """What the step does beside gradients, update and guard; the state is made with the same."""
 
@@ -130,7 +120,7 @@ class Step:
         check_ratio(self.max_norm_ratio)
         self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
-        check_layerwise(self.execution, self.optimizer)
+        self.updater.check(self)
         self.gradients.check_clip(self.clip)
         self.gradients.check(self)
         check_parts(self.chain, self)
@@ -139,6 +129,11 @@ class Step:
     def chain(self) -> tuple[StepPart, ...]:
         """All parts in their order: those that the model brings first, those that measure last."""
         return (*model_parts(self.model), *self.parts, *MEASURES)
+
+    @property
+    def updater(self) -> Update:
+        """How parameters and optimiser state are updated."""
+        return self.update or update_of(self.execution)
 
     @property
     def reads_rows(self) -> bool:
@@ -174,14 +169,7 @@ class Step:
 
     def jitted(self) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state."""
-        if self.execution.optimizer_memory == "files":
-            return CheckedStep(FilesStep(self), self.model.vocab_size)
-
-        def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-            state, metrics, _ = self(state, batch)
-            return state, metrics
-
-        return CheckedStep(jax.jit(step, donate_argnums=0), self.model.vocab_size)
+        return self.updater.jitted(self)
 
     def begin(self, state: TrainState, batch: Batch, first_row: Any = 0) -> StepGradients:
         """Return the gradients of a step after its parts; arguments as of a call."""
@@ -309,54 +297,3 @@ def make_train_step(
         **fields,
     )
     return step.jitted()
-
-
-def update_params(
-    step: Step, state: TrainState, summed: GradientSums, clipped: Clipped
-) -> UpdatedParams:
-    """Apply the optimiser to gradients and parameters sharded like its state.
-
-    State in host memory is not fetched before loss and norm are known.
-
-    Args:
-        step: Model, optimiser, groups of the parameters, and layout.
-        state: State before the step.
-        summed: Loss, and gradients of probes for an optimiser that reads them.
-        clipped: Gradients, laid out as the parameters.
-    """
-    model, optimizer, execution, table = step.model, step.optimizer, step.execution, step.table
-    grads, probes = clipped.grads, summed.probes
-    old = state.params if table is None else table.trained(state.params)
-    is_away = execution.parameter_memory == "host"
-    if is_away:  # the layouts of parameters and state are one
-        held = old
-    else:
-        cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
-        held, grads = cut(old), cut(grads)
-    if execution.updates_in_parts:
-        modules = modules_of(model, held, execution.optimizer_parts)
-        updates, params, new = update_in_parts(
-            optimizer.update,
-            modules,
-            grads,
-            state.opt_state,
-            held,
-            after=(summed.loss, clipped.norm),
-            scale=clipped.scale,
-        )
-    else:
-        fetched = fetch(state.opt_state, execution)
-        update: Any = optimizer.update
-        given = {} if probes is None else {"stats": probes}
-        updates, opt_state = update(grads, fetched, held, **given)
-        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
-        new = WholeState(new=opt_state, old=fetched, execution=execution)
-    if is_away:
-        updates = None
-    else:
-        params = jax.tree.map(place_like, params, old)
-    if table is not None and table.has_frozen:
-        params = table.merged(params, state.params)
-        if updates is not None:
-            updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
-    return UpdatedParams(updates, params, new)

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,9 @@ from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.metrics import StepMetrics
 from jaxmoe.training.optimizer_files.array import FileArray
 from jaxmoe.training.optimizer_files.part_files import PartFiles, PartLayout, Pass
-from jaxmoe.training.optimizer_parts import Module, OwnedState, modules_of
-from jaxmoe.training.state import Clipped, TrainState, UpdatedParams, UpdatedState
+from jaxmoe.training.optimizer_parts import Module, OwnedState, UpdateInParts, modules_of
+from jaxmoe.training.parts.update import Clipped, UpdatedParams, UpdatedState
+from jaxmoe.training.state import CheckedStep, TrainState
 from sharding.constrain import place_like
 
 if TYPE_CHECKING:
@@ -135,6 +136,20 @@ def _layout(part: Part, leaves: Sequence[Any]) -> PartLayout:
     return PartLayout.of(f"{part.module.name}-{part.number:03d}", arrays)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateFromFiles(UpdateInParts):
+    """Part after part, of a state in files."""
+
+    name: ClassVar[str] = "files"
+
+    files: PartFiles | None = None
+    """Files of the state, of `open_files`; a step without any can be traced."""
+
+    def jitted(self, step: Step) -> CheckedStep:
+        """Return the step of several programs, between which the host reads and writes files."""
+        return CheckedStep(FilesStep(step, self.files), step.model.vocab_size)
+
+
 class FilesStep:
     """Step (state, batch) -> (state, metrics) that updates the state part by part from files.
 
@@ -142,10 +157,11 @@ class FilesStep:
 
     Args:
         step: Fields of the step.
+        files: Files of the state; a step without any can be traced.
     """
 
-    def __init__(self, step: Step):
-        self._step, self._files = step, step.files
+    def __init__(self, step: Step, files: PartFiles | None):
+        self._step, self._files = step, files
         self._begin = jax.jit(self._begun)
         self._update = functools.lru_cache(maxsize=None)(self._updater)
         self._accept = jax.jit(self._accepted, donate_argnums=0)
@@ -174,8 +190,8 @@ class FilesStep:
         if self._files is None:
             raise ValueError(
                 "execution.optimizer_memory=files needs the files of the state: give"
-                " make_train_step files=jaxmoe.training.optimizer_files.step.open_files(...), or"
-                " set execution.optimizer_memory to host"
+                " make_train_step update=UpdateFromFiles(files=open_files(...)), both of"
+                " jaxmoe.training.optimizer_files.step, or set execution.optimizer_memory to host"
             )
         files, since = self._files, time.perf_counter()
         opt_state = self._in_files(state)

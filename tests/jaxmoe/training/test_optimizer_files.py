@@ -21,7 +21,7 @@ from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.optimizer_files import part_files
 from jaxmoe.training.optimizer_files.part_files import PartFiles
-from jaxmoe.training.optimizer_files.step import OptimizerFilesError, open_files
+from jaxmoe.training.optimizer_files.step import OptimizerFilesError, UpdateFromFiles, open_files
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step
 from sharding import MeshConfig
@@ -79,7 +79,7 @@ class Training:
         self.files: PartFiles | None = None
         if directory is not None:
             self.files = open_files(str(directory), step, self.state())
-            step = dataclasses.replace(step, files=self.files)
+            step = dataclasses.replace(step, update=UpdateFromFiles(files=self.files))
         self.step = step.jitted()
 
     def state(self) -> Any:

@@ -15,8 +15,9 @@ from jaxmoe.optim import AdamWConfig, LinearConfig, MuonConfig, MuonHConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.accumulation import GradientSums
-from jaxmoe.training.state import Clipped, TrainState, put_away
-from jaxmoe.training.step import Step, make_train_step, update_params
+from jaxmoe.training.parts.update import Clipped, update_params
+from jaxmoe.training.state import TrainState, put_away
+from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
 from tests.support.models import FULL, in_groups
 from tests.support.tolerances import assert_close
