@@ -57,9 +57,6 @@ class TrainState:
     recent_norms: Float[Array, " window"] | None = None
     """Gradient norms of the last accepted steps, the newest last, 0 for none; None if they are not
     kept. See `jaxmoe/training/guard.py`."""
-    local: Any = None
-    """States of workers that communicate rarely; None without. See
-    `jaxmoe/training/workers/state.py`."""
     parts: dict[str, Any] = struct.field(default_factory=dict)
     """States of the parts of the step by name (`jaxmoe/training/parts/base.py`), and that of how it
     gets its gradient (`jaxmoe/training/estimators/base.py`)."""

@@ -19,6 +19,7 @@ from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.method import mask_foreign
 from jaxmoe.training.guard import select
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.state import WorkerTraining
 from jaxmoe.training.workers.step import count_step, exchange_late, exchange_now
 from sharding.workers import Workers
@@ -142,7 +143,7 @@ def one_step(training, inner, sizes, state, absent=None, sent=()):
     """A local step of every worker, and the exchanges around it."""
     if training.method.timing.delay:
         state = exchange_late(training, state, sent)
-    local, number = state.local, training.workers.number
+    local, number = local_of(state), training.workers.number
 
     def one(worker, params, opt_state):
         size = None if sizes is None else jnp.asarray(sizes, jnp.float32)[worker]
@@ -161,7 +162,7 @@ def one_step(training, inner, sizes, state, absent=None, sent=()):
     tokens = jnp.asarray((8,) * number if sizes is None else sizes, jnp.float32)
     talks = count_step(training, local.talks, tokens, refused)
     local = dataclasses.replace(local, params=params, opt_state=opt_state, talks=talks)
-    state = dataclasses.replace(state, local=local, step=state.step + 1)
+    state = with_local(dataclasses.replace(state, step=state.step + 1), local)
     return exchange_now(training, state)
 
 

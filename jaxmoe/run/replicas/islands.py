@@ -45,6 +45,7 @@ from jaxmoe.training.workers.between_jobs import (
     num_bytes,
     to_bytes,
 )
+from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.state import WorkerTraining
 
 logger = logging.getLogger(__name__)
@@ -215,9 +216,9 @@ class Island(RunPart):
 
         The common arrays are as they were; the optimiser is as it is now.
         """
-        local = replace(state.local, params=self._training.workers.stack(state.params))
+        local = replace(local_of(state), params=self._training.workers.stack(state.params))
         step = jnp.asarray(self._exchanged, state.step.dtype)
-        return to_bytes(replace(state, step=step, local=local))
+        return to_bytes(with_local(replace(state, step=step), local))
 
     def _placed(self, data: bytes) -> TrainState:
         """Return a state from its bytes, laid out as that of this run."""

@@ -28,10 +28,11 @@ from jaxmoe.replicas.timing import Timing
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.state_tree import SEPARATOR, flatten, unpack
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.workers.local import WORKERS, local_of, with_local
 
 logger = logging.getLogger(__name__)
 
-_LOCAL = "local/"
+_LOCAL = f"parts/{WORKERS}/"
 
 
 def has_workers(manifest: CheckpointManifest) -> bool:
@@ -65,10 +66,10 @@ def with_other_workers(
         step: Step to read.
         shapes: Shapes and shardings of a new state of this start.
     """
-    manifest, name = manager.shared_manifest(step), "local/skipped"
-    if shapes.local is None or name not in manifest.arrays:
+    manifest, name = manager.shared_manifest(step), f"{_LOCAL}skipped"
+    if WORKERS not in shapes.parts or name not in manifest.arrays:
         return None
-    (before,), number = manifest.arrays[name]["shape"], shapes.local.skipped.shape[0]
+    (before,), number = manifest.arrays[name]["shape"], local_of(shapes).skipped.shape[0]
     if before == number:
         return None
     logger.warning(
@@ -84,7 +85,7 @@ def with_other_workers(
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=where)
 
     names = ("opt_state", "router_state", "recent_norms")
-    own = flatten({"local": {name: getattr(shapes.local, name) for name in names}})
+    own = _as_saved({name: getattr(local_of(shapes), name) for name in names})
     held = {path: saved(path, leaf) for path, leaf in own.items()}
     fields = ("params", "opt_state", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
     target = {name: getattr(shapes, name) for name in fields}
@@ -93,21 +94,23 @@ def with_other_workers(
     state = dataclasses.replace(assembly.new_world(), **dict.fromkeys(left))
     given = target | traverse_util.unflatten_dict(held, sep=SEPARATOR)
     found = restore_part(manager.directory, given, step=step)
-    taken, local = jnp.arange(number) % before, flatten({"local": found.pop("local")})
+    taken, local = jnp.arange(number) % before, _as_saved(found.pop("parts")[WORKERS])
     with jax.set_mesh(assembly.mesh):
         outer = found.pop("opt_state")
         begun = assembly.with_workers(dataclasses.replace(state, **found))
-        mine = flatten({"local": {name: getattr(begun.local, name) for name in names}})
+        mine = _as_saved({name: getattr(local_of(begun), name) for name in names})
         for path, like in own.items():
             if local[path].shape[1:] == like.shape[1:]:
                 mine[path] = jax.device_put(local[path][taken], like.sharding)
-    packed = traverse_util.unflatten_dict(mine, sep=SEPARATOR)["local"]
-    parts = unpack(packed, {name: getattr(begun.local, name) for name in names})
-    return dataclasses.replace(
-        begun,
-        opt_state=outer,
-        local=dataclasses.replace(begun.local, **parts),
-    )
+    packed = traverse_util.unflatten_dict(mine, sep=SEPARATOR)["parts"][WORKERS]
+    parts = unpack(packed, {name: getattr(local_of(begun), name) for name in names})
+    begun = with_local(begun, dataclasses.replace(local_of(begun), **parts))
+    return dataclasses.replace(begun, opt_state=outer)
+
+
+def _as_saved(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of `WorkerStates` by the paths of a checkpoint."""
+    return flatten({"parts": {WORKERS: fields}})
 
 
 def sent_per_step(assembly: Assembly) -> float:

@@ -25,6 +25,7 @@ from jaxmoe.replicas.fragments import Fragment, flat
 from jaxmoe.replicas.method import close_round, factors_for, keep_state
 from jaxmoe.state_tree import is_key
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.routers import total_of
 from jaxmoe.training.workers.state import Arrived, WorkerTraining
 from jaxmoe.training.workers.step import merge_arrived
@@ -90,7 +91,7 @@ class BetweenJobs:
         return [jax.jit(partial(self._merged, part)) for part in self._training.fragments]
 
     def _encoded(self, fragment: Fragment, state: TrainState) -> tuple[Any, TrainState]:
-        training, local, number = self._training, state.local, fragment.number
+        training, local, number = self._training, local_of(state), fragment.number
         method, talk = training.method, local.talks[number]
         slow = fragment.take(flat(state.params))
         params = fragment.take(flat(local.params), leading=1)
@@ -117,7 +118,7 @@ class BetweenJobs:
         if number == 0 and local.past is not None:
             message["total"] = total_of(local.past, state.step)
         state = replace(state, skipped=jnp.sum(local.skipped))
-        return message, replace(state, local=replace(local, talks=talks, past=past))
+        return message, with_local(state, replace(local, talks=talks, past=past))
 
     def _merged(self, fragment: Fragment, state: TrainState, stacked: Any) -> TrainState:
         training, slow = self._training, fragment.take(flat(state.params))

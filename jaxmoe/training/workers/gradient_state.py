@@ -3,13 +3,12 @@
 """State of workers that exchange gradients, beside that of an ordinary run.
 
 Parameters, optimiser and routers are those of `TrainState`, equal on all workers;
-`TrainState.local` has what the exchanges remember.
+`TrainState.parts["workers"]` has what the exchanges remember.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxmoe.parameters import ParameterTable
@@ -19,6 +18,7 @@ from jaxmoe.replicas.gradient_base import GradientBase
 from jaxmoe.replicas.gradient_method import GradientMethod, begin_gradients
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
+from jaxmoe.training.workers.local import with_local
 from jaxmoe.training.workers.places import trained_leaves, workers_of
 from sharding.workers import Workers
 
@@ -71,4 +71,4 @@ class GradientTraining:
         """
         params = self.trained(state.params)
         local = begin_gradients(self.method, self.leaves, params, self.workers)
-        return replace(state, local=local)
+        return with_local(state, local)

@@ -30,6 +30,7 @@ from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState, fetch
 from jaxmoe.training.step import CheckedStep, Step, StepMetrics
 from jaxmoe.training.workers.gradient_state import GradientTraining
+from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.places import alone
 
 
@@ -72,7 +73,7 @@ def gradient_step(
     grads, talk, counted = exchange_gradients(
         method,
         training.leaves,
-        state.local,
+        local_of(state),
         given,
         training.trained(state.params),
         training.workers,
@@ -88,7 +89,7 @@ def gradient_step(
     if step.reads_rows:
         measures = {"worker_loss": jnp.where(counted[:, 0], found.loss[:, 0], jnp.nan)}
     after, metrics, _ = step.finish(state, StepGradients(weight, summed, measures=measures))
-    return replace(after, local=select(~metrics.is_skipped, talk, state.local)), metrics
+    return with_local(after, select(~metrics.is_skipped, talk, local_of(state))), metrics
 
 
 def worker_gradients(

@@ -3,7 +3,8 @@
 """State of the workers beside the parameters that the world sees.
 
 `TrainState.params` are the slow parameters, `TrainState.opt_state` the state of the outer
-optimiser, `TrainState.router_state` that of the last exchange. `TrainState.local` has the rest.
+optimiser, `TrainState.router_state` that of the last exchange. The rest is in
+`TrainState.parts["workers"]`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxmoe.replicas.fragments import Fragment, Leaf, flat
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
+from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.own_rows import OwnRows
 from jaxmoe.training.workers.places import alone, trained_leaves, workers_of
 from jaxmoe.training.workers.routers import Past, Total, begin_past, total_of
@@ -163,7 +165,7 @@ class WorkerTraining:
         outer: Any = ()
         if method.is_shared:
             outer = tuple(begin_outer(method, part.take(params)) for part in self.fragments)
-        return replace(state, opt_state=outer, recent_norms=None, local=local)
+        return with_local(replace(state, opt_state=outer, recent_norms=None), local)
 
     def _nothing(self, fragment: Fragment, params: dict[str, Array], past: Past | None) -> Arrived:
         """Return what has arrived before the first exchange: zeros."""
@@ -182,7 +184,7 @@ class WorkerTraining:
         Args:
             state: State of a method whose slow parameters are not shared.
         """
-        local = state.local
+        local = local_of(state)
 
         def mean(x: Array) -> Array:
             return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]

@@ -29,6 +29,7 @@ from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, Step, StepMetrics
+from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.programs import ScheduledStep
 from jaxmoe.training.workers.routers import remember_statistics, replay, total_of
 from jaxmoe.training.workers.state import Arrived, WorkerStates, WorkerTraining
@@ -56,7 +57,7 @@ def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> Che
         state, metrics = local_steps(step, training, state, batch)
         if exchanges:
             state = exchange_now(training, state)
-        measured = {"spread": state.local.spread, "outer_norm": state.local.outer_norm}
+        measured = {"spread": local_of(state).spread, "outer_norm": local_of(state).outer_norm}
         in_a_row = state.skipped_in_a_row if exchanges else metrics.skipped_in_a_row[0]
         metrics = replace(metrics, skipped_in_a_row=in_a_row, exchange=measured)
         return state, metrics
@@ -78,7 +79,7 @@ def local_steps(
         state: State before it.
         batch: Rows of all workers.
     """
-    local: WorkerStates = state.local
+    local: WorkerStates = local_of(state)
     fields = ("params", "opt_state", "router_state", "skipped", "skipped_in_a_row", "recent_norms")
     own = {name: getattr(local, name) for name in fields}
     shared = {"step": state.step, "key": jax.random.key_data(state.rng)}
@@ -99,7 +100,7 @@ def local_steps(
         past = remember_statistics(past, statistics, number, metrics.is_skipped)
     talks = count_step(training, local.talks, metrics.num_tokens, metrics.is_skipped)
     local = replace(local, past=past, talks=talks, **own)
-    return replace(state, step=number, local=local), metrics
+    return with_local(replace(state, step=number), local), metrics
 
 
 def count_step(
@@ -196,12 +197,14 @@ def _exchange_last(training: WorkerTraining, state: TrainState) -> TrainState:
     for fragment in training.fragments:
         number = fragment.number
         if training.method.timing.is_under_way(number):
-            waiting = state.local.arrived[number]
+            waiting = local_of(state).arrived[number]
             state = merge_arrived(training, fragment, waiting, state)
             # A longer run that goes on from here does not merge it again.
             merged = replace(waiting, last=jnp.zeros_like(waiting.last))
-            news = tuple(merged if i == number else a for i, a in enumerate(state.local.arrived))
-            state = replace(state, local=replace(state.local, arrived=news))
+            news = tuple(
+                merged if i == number else a for i, a in enumerate(local_of(state).arrived)
+            )
+            state = with_local(state, replace(local_of(state), arrived=news))
         arrived, state = _send(training, fragment, state)
         state = merge_arrived(training, fragment, arrived, state)
     return state
@@ -219,7 +222,7 @@ def exchange_late(training: WorkerTraining, state: TrainState, sent: Collection[
     timing, before = training.method.timing, state
     for fragment in training.fragments:
         number = fragment.number
-        waiting = arrived = before.local.arrived[number]
+        waiting = arrived = local_of(before).arrived[number]
         if number in sent:
             # A message is made of what enters the step, not of what is merged beside it.
             arrived, after = _send(training, fragment, before, is_beside=True)
@@ -230,29 +233,31 @@ def exchange_late(training: WorkerTraining, state: TrainState, sent: Collection[
             lambda state: state,
             state,
         )
-        news = tuple(arrived if i == number else a for i, a in enumerate(state.local.arrived))
-        state = replace(state, local=replace(state.local, arrived=news))
+        news = tuple(arrived if i == number else a for i, a in enumerate(local_of(state).arrived))
+        state = with_local(state, replace(local_of(state), arrived=news))
     return state
 
 
 def _with_exchange(state: TrainState, number: int, after: TrainState) -> TrainState:
     """Return a state with what an exchange of a fragment has changed beside what it brings."""
     state = replace(
-        _with_talk(state, number, after.local.talks[number]),
+        _with_talk(state, number, local_of(after).talks[number]),
         skipped=after.skipped,
         skipped_in_a_row=after.skipped_in_a_row,
     )
-    local = replace(state.local, spread=after.local.spread, outer_norm=after.local.outer_norm)
+    local = replace(
+        local_of(state), spread=local_of(after).spread, outer_norm=local_of(after).outer_norm
+    )
     if not number:
-        local = replace(local, past=after.local.past)
-    return replace(state, local=local)
+        local = replace(local, past=local_of(after).past)
+    return with_local(state, local)
 
 
 def _send(
     training: WorkerTraining, fragment: Fragment, state: TrainState, is_beside: bool = False
 ) -> tuple[Arrived, TrainState]:
     """Return what an exchange of a fragment brings, and the state after it."""
-    method, local, number = training.method, state.local, fragment.number
+    method, local, number = training.method, local_of(state), fragment.number
     slow = fragment.take(flat(state.params)) if method.is_shared else None
     params = fragment.take(flat(local.params), leading=1)
     pseudo, talk = send(
@@ -275,7 +280,7 @@ def _send(
         skipped_in_a_row=jnp.min(local.skipped_in_a_row),
     )
     measured = _measure(training, talk, params, slow, pseudo)
-    state = replace(state, local=replace(state.local, past=past, **measured))
+    state = with_local(state, replace(local_of(state), past=past, **measured))
     return Arrived(pseudo=pseudo, total=total, last=state.step), state
 
 
@@ -283,7 +288,7 @@ def merge_arrived(
     training: WorkerTraining, fragment: Fragment, arrived: Arrived, state: TrainState
 ) -> TrainState:
     """Return the state with what an exchange has brought."""
-    method, local, number = training.method, state.local, fragment.number
+    method, local, number = training.method, local_of(state), fragment.number
     slow = fragment.take(flat(state.params)) if method.is_shared else None
     mine = flat(local.params)
     own, slow, outer, talk = merge(
@@ -297,7 +302,7 @@ def merge_arrived(
         number=method.timing.round(number, arrived.last),
     )
     state = _with_talk(state, number, talk)
-    local = replace(state.local, params=nested(fragment.put(mine, own, leading=1)))
+    local = replace(local_of(state), params=nested(fragment.put(mine, own, leading=1)))
     if arrived.total is not None and training.step is not None:
         routers = replay(training.step.model, state, arrived.total, arrived.last)
         local = replace(local, router_state=training.workers.stack(routers))
@@ -306,7 +311,7 @@ def merge_arrived(
         outers = tuple(outer if i == number else o for i, o in enumerate(state.opt_state))
         params = nested(fragment.put(flat(state.params), slow))
         state = replace(state, params=params, opt_state=outers)
-    return replace(state, local=local)
+    return with_local(state, local)
 
 
 def _measure(
@@ -332,5 +337,5 @@ def _norms(tree: Any) -> Array:
 
 
 def _with_talk(state: TrainState, number: int, talk: Talk) -> TrainState:
-    talks = tuple(talk if i == number else t for i, t in enumerate(state.local.talks))
-    return replace(state, local=replace(state.local, talks=talks))
+    talks = tuple(talk if i == number else t for i, t in enumerate(local_of(state).talks))
+    return with_local(state, replace(local_of(state), talks=talks))

@@ -14,6 +14,7 @@ import pytest
 from jaxmoe.replicas import A2cid2Config, CO2Config, NoLoCoConfig, SingleMergeConfig
 from jaxmoe.replicas.gossip import matched_pairs, random_pairs, random_peers
 from jaxmoe.replicas.methods.a2cid2 import edges_of
+from jaxmoe.training.workers.local import local_of, with_local
 from tests.support import worker_runs as wr
 
 INNER = optax.adam(0.03)
@@ -64,7 +65,7 @@ def test_noloco_equals_a_loop_over_pairs():
             slow = [jax.tree.map(jnp.add, s, step) for s, step in zip(slow, m, strict=True)]
             own = list(slow)
     for w in range(4):
-        assert wr.distance(at(got.local.params, w), own[w]) < 1e-6
+        assert wr.distance(at(local_of(got).params, w), own[w]) < 1e-6
 
 
 def test_noloco_keeps_the_mean_of_slow_parameters():
@@ -101,21 +102,23 @@ def still_workers(config, steps, workers=4):
     training = wr.training_of(config, workers)
     state = training.begin(wr.new_state(wr.parameters(), still))
     noise = jax.tree.map(
-        lambda x: x + jax.random.normal(jax.random.key(x.ndim), x.shape), state.local.params
+        lambda x: x + jax.random.normal(jax.random.key(x.ndim), x.shape), local_of(state).params
     )
-    talk = state.local.talks[0].replace(slow=noise)
-    local = state.local.replace(params=noise, talks=(talk,))
+    talk = local_of(state).talks[0].replace(slow=noise)
+    local = local_of(state).replace(params=noise, talks=(talk,))
 
     def watch(state):
-        spreads.append(wr.spread(state.local.params))
+        spreads.append(wr.spread(local_of(state).params))
         copies = {
-            path: x for path, x in state.local.talks[0].exchange.items() if not isinstance(x, tuple)
+            path: x
+            for path, x in local_of(state).talks[0].exchange.items()
+            if not isinstance(x, tuple)
         }
         halves = jax.tree.map(lambda x: 0.5 * x, copies)  # of the copy less the parameters
-        params = state.local.params
+        params = local_of(state).params
         means.append({path: (x + halves.get(path, 0.0)).mean(0) for path, x in params.items()})
 
-    first = state.replace(local=local)
+    first = with_local(state, local)
     spreads.append(wr.spread(noise))
     wr.train(config, inner=still, state=first, steps=steps, workers=workers, watch=watch)
     assert wr.distance(means[-1], jax.tree.map(lambda x: x.mean(0), noise)) < 1e-5
@@ -127,7 +130,7 @@ def test_co2_equals_a_loop_that_is_a_round_late(clip):
     config = CO2Config(every=3, learning_rate=0.9, momentum=0.5, penalty=1.25, clip=clip)
     seen = []
     got = wr.train(
-        config, inner=INNER, steps=13, watch=lambda s: seen.append(wr.spread(s.local.params))
+        config, inner=INNER, steps=13, watch=lambda s: seen.append(wr.spread(local_of(s).params))
     )
     slow, own, arrived = wr.parameters(), [wr.parameters()] * 4, None
     m, moments = jax.tree.map(jnp.zeros_like, slow), [INNER.init(slow)] * 4
@@ -153,7 +156,7 @@ def test_co2_equals_a_loop_that_is_a_round_late(clip):
         own = [slow] * 4
     assert wr.distance(got.params, slow) < 1e-6
     for w in range(4):
-        assert wr.distance(at(got.local.params, w), own[w]) < 1e-6
+        assert wr.distance(at(local_of(got).params, w), own[w]) < 1e-6
     assert wr.distance(got.params, wr.parameters()) > 0.01
 
 
@@ -164,7 +167,7 @@ def test_co2_with_a_large_penalty_freezes_the_slow_parameters():
 
 def test_single_merge_mixes_by_rows_and_ends_in_the_mean():
     config, seen = SingleMergeConfig(every=2, peers=0.5, rounds=3), []
-    wr.train(config, inner=INNER, steps=8, watch=lambda state: seen.append(state.local.params))
+    wr.train(config, inner=INNER, steps=8, watch=lambda state: seen.append(local_of(state).params))
     table = random_peers(4, 3, 0.5, seed=0)
     own, moments = [wr.parameters()] * 4, [INNER.init(wr.parameters())] * 4
     for step in range(8):

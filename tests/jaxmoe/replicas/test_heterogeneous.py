@@ -16,6 +16,7 @@ from jaxmoe.replicas import HeterogeneousConfig, SparseConfig
 from jaxmoe.replicas.cost import cost
 from jaxmoe.replicas.method import begin, send
 from jaxmoe.training.workers.between_jobs import BetweenJobs
+from jaxmoe.training.workers.local import local_of
 from sharding import MeshConfig, make_mesh
 from sharding.workers import Workers
 from tests.support import worker_runs as wr
@@ -31,7 +32,7 @@ def test_alike_workers_are_those_of_sparse(slow, kept):
     configs = dataclasses.replace(CONFIG, slow=slow), SparseConfig(every=3, kept=kept)
     states = [wr.train(config, inner=optax.adam(0.03), steps=6) for config in configs]
     assert wr.distance(states[0].params, states[1].params) == 0.0
-    assert wr.distance(states[0].local.talks, states[1].local.talks) == 0.0
+    assert wr.distance(local_of(states[0]).talks, local_of(states[1]).talks) == 0.0
     bills = [cost(config.build(wr.facts()), wr.LEAVES, 4) for config in configs]
     assert bills[0] == bills[1]
 

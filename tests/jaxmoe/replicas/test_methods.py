@@ -28,6 +28,7 @@ from jaxmoe.replicas import (
 )
 from jaxmoe.replicas.cost import cost
 from jaxmoe.replicas.timing import Timing
+from jaxmoe.training.workers.local import local_of
 from tests.support import worker_runs as wr
 
 
@@ -113,7 +114,7 @@ def usual_run(name):
     params, saved = [], []
 
     def watch(state):
-        params.append(jax.tree.map(np.asarray, state.local.params))
+        params.append(jax.tree.map(np.asarray, local_of(state).params))
         if len(params) == METHODS[name].saved_at:
             saved.append(jax.tree.map(to_numpy, state))
 
@@ -139,8 +140,8 @@ def test_degenerate_settings_equal_synchronous_steps(name):
     row = METHODS[name]
     state = wr.train(row.degenerate, workers=row.workers)
     expected = row.expected(workers=row.workers)
-    assert wr.spread(state.local.params) < 1e-6
-    assert wr.distance(jax.tree.map(lambda x: x[0], state.local.params), expected) < 1e-6
+    assert wr.spread(local_of(state).params) < 1e-6
+    assert wr.distance(jax.tree.map(lambda x: x[0], local_of(state).params), expected) < 1e-6
     if wr.training_of(row.degenerate).method.is_shared:
         assert wr.distance(state.params, expected) < 1e-6
 
@@ -167,7 +168,7 @@ def test_a_saved_state_goes_on_bitwise(name):
         METHODS[name].usual,
         inner=optax.adam(0.03),
         state=restored,
-        watch=lambda state: seen.append(state.local.params),
+        watch=lambda state: seen.append(local_of(state).params),
     )
     assert wr.distance(seen, params[METHODS[name].saved_at :]) == 0.0
 
@@ -177,7 +178,7 @@ def test_workers_that_never_mix_equal_local_training(name):
     steps = METHODS[name].saved_at
     state = wr.train(METHODS[name].alone, run=wr.STEPS, steps=steps)
     for worker in range(wr.WORKERS):
-        own = jax.tree.map(lambda x, worker=worker: x[worker], state.local.params)
+        own = jax.tree.map(lambda x, worker=worker: x[worker], local_of(state).params)
         assert wr.distance(own, wr.alone(worker, steps=steps)) < 1e-6
 
 
@@ -211,7 +212,7 @@ def test_a_run_shorter_than_a_round_ends_with_an_exchange(name):
     if training.method.is_shared:
         assert wr.distance(state.params, wr.parameters()) > 0.01
     alone = jax.tree.map(lambda *own: jnp.stack(own), *(wr.alone(w, steps=5) for w in range(4)))
-    assert wr.spread(state.local.params) < 0.9 * wr.spread(alone)
+    assert wr.spread(local_of(state).params) < 0.9 * wr.spread(alone)
     bill = cost(training.method, wr.LEAVES, wr.WORKERS)
     assert 5 * bill.step == pytest.approx(sum(bill.exchanges))
 
@@ -239,7 +240,7 @@ def test_a_message_merged_after_the_last_step_is_not_merged_again():
     config = StreamingConfig(every=4, fragments=2, delay=3)
     short = wr.train(config, steps=5)
     # Fragment 0 was sent after step 2 and merged before step 6; fragment 1 after step 4.
-    assert [int(arrived.last) for arrived in short.local.arrived] == [0, 0]
+    assert [int(arrived.last) for arrived in local_of(short).arrived] == [0, 0]
     still = wr.train(config, steps=6, state=short, inner=optax.sgd(0.0), run=20)
     assert wr.distance(still.params, short.params) == 0.0
 
@@ -272,7 +273,7 @@ def test_diloco_equals_two_loops():
             slow = optax.apply_updates(slow, updates)
             workers = [slow] * 4
     assert wr.distance(state.params, slow) < 1e-6
-    assert np.isfinite(np.asarray(state.local.spread)).all()
+    assert np.isfinite(np.asarray(local_of(state).spread)).all()
 
 
 def test_streaming_without_its_own_options_is_diloco():
@@ -281,7 +282,7 @@ def test_streaming_without_its_own_options_is_diloco():
         **dict(codec="float32", learning_rate=0.7, momentum=0.9),
     )
     states = [wr.train(one) for one in (config, DiLoCoConfig(every=3))]
-    assert wr.distance(states[0].local.params, states[1].local.params) == 0.0
+    assert wr.distance(local_of(states[0]).params, local_of(states[1]).params) == 0.0
 
 
 def test_streaming_sends_every_number_once_in_a_period():

@@ -14,6 +14,7 @@ from jaxmoe.replicas.expert_merging import ExpertMerging
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.methods.spes import from_owner
 from jaxmoe.replicas.ownership import Ownership
+from jaxmoe.training.workers.local import local_of
 from sharding import axes as ax
 from tests.support import worker_runs as wr
 
@@ -24,7 +25,7 @@ def test_experts_come_from_their_owner_bit_for_bit():
         config = SpesConfig(every=every, merging=0.0)
         last = wr.train(config, inner=optax.adamw(0.03), steps=3, run=max(every, 3))
         seen.append(last)
-    alone, together = before[0].local.params, after[0].params
+    alone, together = local_of(before[0]).params, after[0].params
     for worker in range(4):
         own = alone["experts"][worker, :, worker]
         assert (together["experts"][:, worker] == own).all()
@@ -67,7 +68,7 @@ def test_workers_send_no_more_than_their_experts(experts, workers, pieces):
 
 def test_moments_of_foreign_experts_stay_zero():
     state = wr.train(SpesConfig(every=2), inner=optax.adam(0.03), steps=5)
-    moments = np.asarray(state.local.opt_state[0].nu["experts"])
+    moments = np.asarray(local_of(state).opt_state[0].nu["experts"])
     assert moments.shape[:3] == (4, 2, 4)
     is_own = np.eye(4, dtype=bool)[:, None]
     assert (np.where(is_own[..., None, None], 0.0, moments) == 0.0).all()

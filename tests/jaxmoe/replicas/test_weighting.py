@@ -14,6 +14,7 @@ import pytest
 from jaxmoe.replicas import CO2Config, DiLoCoConfig, SparseConfig, StreamingConfig
 from jaxmoe.replicas.weighting import LONGEST_PAUSE, by_participation, by_tokens
 from jaxmoe.training.workers.between_jobs import BetweenJobs
+from jaxmoe.training.workers.local import local_of, with_local
 from sharding.workers import Workers
 from tests.support import worker_runs as wr
 
@@ -62,7 +63,7 @@ def test_equal_weights_have_no_state():
     for weights in ("equal", "tokens"):
         training = wr.training_of(DiLoCoConfig(every=1, weights=weights))
         state = training.begin(wr.new_state(wr.parameters(), wr.SGD))
-        assert len(jax.tree.leaves(state.local.talks[0])) == (weights == "tokens")
+        assert len(jax.tree.leaves(local_of(state).talks[0])) == (weights == "tokens")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_workers_that_do_the_same_have_equal_weights(name, weights):
         wr.train(config, inner=INNER, steps=8)
         for config in (usual, dataclasses.replace(usual, weights=weights))
     ]
-    assert wr.distance(states[0].local.params, states[1].local.params) < 1e-6
+    assert wr.distance(local_of(states[0]).params, local_of(states[1]).params) < 1e-6
 
 
 @pytest.mark.parametrize("weights", ["tokens", "participation"])
@@ -95,14 +96,14 @@ def test_an_absent_worker_does_not_count_and_keeps_its_error(weights):
     absent[0, 0] = True  # one of two steps: worker 0 is present
     seen = []
     state = wr.train(config, steps=4, absent=absent, watch=seen.append)
-    talks = [state.local.talks[0].codec for state in seen]
+    talks = [local_of(state).talks[0].codec for state in seen]
     for path in ("a", "experts"):
         errors = [np.asarray(talk[path][0]) for talk in talks]
         assert (errors[3][2] == errors[1][2]).all() and np.abs(errors[1][2]).max() > 0
         others = [0, 1, 3]
         assert all((errors[3][w] != errors[1][w]).any() for w in others)
         # What was sent is decay * error + message - next error.
-        before, own = np.asarray(seen[1].params[path]), np.asarray(seen[2].local.params[path])
+        before, own = np.asarray(seen[1].params[path]), np.asarray(local_of(seen[2]).params[path])
         grads = [jax.grad(wr.loss)(wr_at(seen[2], w), *wr.rows(w, 3))[path] for w in others]
         sent = [
             0.95 * errors[1][w] + before - (own[w] - 0.05 * np.asarray(g)) - errors[3][w]
@@ -112,7 +113,7 @@ def test_an_absent_worker_does_not_count_and_keeps_its_error(weights):
 
 
 def wr_at(state, worker):
-    return jax.tree.map(lambda x: x[worker], state.local.params)
+    return jax.tree.map(lambda x: x[worker], local_of(state).params)
 
 
 def test_a_round_without_any_worker_changes_nothing():
@@ -121,10 +122,10 @@ def test_a_round_without_any_worker_changes_nothing():
     for config in (SparseConfig(every=3, weights="tokens"), CO2Config(every=3, weights="tokens")):
         seen = []
         wr.train(config, steps=6, absent=absent, watch=seen.append, run=20)
-        talks = [state.local.talks[0].codec for state in seen]
+        talks = [local_of(state).talks[0].codec for state in seen]
         assert jax.tree.all(jax.tree.map(np.array_equal, talks[2], talks[5]))
         assert wr.distance(seen[5].params, seen[2].params) == 0.0
-        assert np.isfinite(np.asarray(seen[5].local.spread)).all()
+        assert np.isfinite(np.asarray(local_of(seen[5]).spread)).all()
 
 
 def test_participation_is_the_mean_pause_before_a_round_cut_at_fifty():
@@ -156,16 +157,16 @@ def test_weights_of_islands_equal_those_of_one_program():
         x, y = wr.rows(worker, 0)
         grads = jax.grad(wr.loss)(wr.parameters(), x[:size], y[:size])
         own = jax.tree.map(lambda p, g: (p - 0.05 * g)[None], wr.parameters(), grads)
-        talk = state.local.talks[0]
+        talk = local_of(state).talks[0]
         count = by_tokens().add(
             talk.weighting, jnp.asarray([size], jnp.float32), jnp.zeros(1, bool)
         )
         talks = (dataclasses.replace(talk, weighting=count),)
-        local = dataclasses.replace(state.local, params=own, talks=talks)
-        state = dataclasses.replace(state, local=local, step=state.step + 1)
+        local = dataclasses.replace(local_of(state), params=own, talks=talks)
+        state = with_local(dataclasses.replace(state, step=state.step + 1), local)
         message, state = between.encode(fragment, state)
         messages.append(message)
         states.append(state)
     after = between.merge(fragment, states[3], messages)
-    assert float(states[3].local.talks[0].weighting[0]) == 0.0
+    assert float(local_of(states[3]).talks[0].weighting[0]) == 0.0
     assert wr.distance(after.params, whole.params) < 1e-6

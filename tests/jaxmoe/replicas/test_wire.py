@@ -24,6 +24,7 @@ from jaxmoe.replicas import (
 from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.replicas.cost import cost
 from jaxmoe.replicas.method import begin, merge, send
+from jaxmoe.training.workers.local import local_of
 from jaxmoe.training.workers.step import exchange_late, exchange_now
 from sharding import MeshConfig, make_mesh
 from sharding import axes as ax
@@ -97,7 +98,7 @@ def test_a_step_does_not_wait_for_a_message_that_overlaps_it(delay):
 
     def read_by_the_step(state):
         after = exchange(training, state)
-        return after.local.params, after.params, after.opt_state
+        return local_of(after).params, after.params, after.opt_state
 
     params = wr.parameters()
     with jax.set_mesh(make_mesh(MeshConfig(replica=4), jax.devices()[:4])):

@@ -100,7 +100,7 @@ def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
     evaluated = opened.evaluate()
     assert (evaluated.step, evaluated.bits_per_token) == (STEPS, values[-1])
     with opened._restored(None) as loaded:
-        assert loaded.state.local is None and loaded.state.opt_state == {}
+        assert loaded.state.parts == {} and loaded.state.opt_state == {}
         for path, leaf in found.items():
             if path.startswith("['params']"):
                 assert own["['local']" + path].shape[1:] == leaf.shape

@@ -25,6 +25,7 @@ from jaxmoe.training.workers.between_jobs import (
     is_finite,
     to_bytes,
 )
+from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.step import exchange_now
 from tests.support.models import MOE, TINY
 from tests.support.one_step import params_of
@@ -35,7 +36,7 @@ ROUNDS = 3
 
 def _stepped(state, seed):
     """The state after steps that random numbers stand for: other parameters on every worker."""
-    rng, local = np.random.default_rng(seed), state.local
+    rng, local = np.random.default_rng(seed), local_of(state)
 
     def moved(x):
         return x + jnp.asarray(0.01 * rng.standard_normal(x.shape), x.dtype)
@@ -46,13 +47,13 @@ def _stepped(state, seed):
             lambda x: jnp.asarray(rng.integers(0, 9, x.shape)).astype(x.dtype), local.past
         )
     local = dataclasses.replace(local, params=jax.tree.map(moved, local.params), past=past)
-    return dataclasses.replace(state, step=state.step + 1, local=local)
+    return with_local(dataclasses.replace(state, step=state.step + 1), local)
 
 
 def _one(state, worker):
     """The state of an island: that of one worker."""
-    local = jax.tree.map(lambda x: x[worker : worker + 1], state.local)
-    return dataclasses.replace(state, local=local)
+    local = jax.tree.map(lambda x: x[worker : worker + 1], local_of(state))
+    return with_local(state, local)
 
 
 def _exchanged(between, states):
@@ -93,12 +94,11 @@ def _check_rounds(whole, alone, inner_state, rounding=0.0):
         wanted = _stepped(wanted, number)
         names = ("params", "past")
         states = [
-            dataclasses.replace(
-                state,
-                step=wanted.step,
-                local=dataclasses.replace(
-                    state.local,
-                    **{name: getattr(_one(wanted, worker).local, name) for name in names},
+            with_local(
+                dataclasses.replace(state, step=wanted.step),
+                dataclasses.replace(
+                    local_of(state),
+                    **{name: getattr(local_of(_one(wanted, worker)), name) for name in names},
                 ),
             )
             for worker, state in enumerate(states)
@@ -110,10 +110,10 @@ def _check_rounds(whole, alone, inner_state, rounding=0.0):
             for name in names:
                 allowed = rounding if name in ("params", "opt_state") else 0.0
                 _check_equal(getattr(state, name), getattr(wanted, name), allowed)
-            mine = _one(wanted, worker).local
+            mine = local_of(_one(wanted, worker))
             for name in ("params", "router_state", "talks"):
                 allowed = rounding if name == "params" else 0.0
-                _check_equal(getattr(state.local, name), getattr(mine, name), allowed)
+                _check_equal(getattr(local_of(state), name), getattr(mine, name), allowed)
     return wanted
 
 

@@ -24,6 +24,7 @@ from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
 from jaxmoe.training.workers import GradientTraining
 from jaxmoe.training.workers.gradient_step import gradient_step
+from jaxmoe.training.workers.local import local_of
 from sharding import MeshConfig
 from sharding.constrain import place_like
 from sharding.distributed import global_batch
@@ -170,7 +171,7 @@ def exchanged(config, execution):
             return {path: place_like(x, stacked[path]) for path, x in grads.items()}
 
         def both(state, *rounds):
-            found, talk = [], state.local
+            found, talk = [], local_of(state)
             agreed = None
             if training.method.agreed is not None:
                 mean = training.trained(state.params)
@@ -244,5 +245,5 @@ def test_a_step_that_the_guard_refuses_leaves_the_state_of_the_exchanges():
     state, _, metrics = trained(GRADIENTS["econtrol"], ONE, alive=np.zeros((WORKERS,), bool))
     assert bool(metrics.is_skipped)
     assert int(state.skipped) == STEPS
-    assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.local))
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(local_of(state)))
     assert_close(state.params, params_of(TINY), "elementwise")

@@ -22,6 +22,7 @@ from jaxmoe.training.metrics import fetch_metrics
 from jaxmoe.training.state import state_around
 from jaxmoe.training.step import Step
 from jaxmoe.training.workers import WorkerTraining, make_worker_step
+from jaxmoe.training.workers.local import local_of
 from sharding import MeshConfig, make_mesh
 from sharding import axes as ax
 from sharding.distributed import global_batch
@@ -145,7 +146,7 @@ def test_workers_begin_with_the_moments_of_their_own_experts():
     experts = [leaf.shape for leaf in training.leaves.values() if ax.EXPERTS in leaf.axes]
     whole, foreign = _sizes(jax.eval_shape(ADAM.init, params)), sum(map(math.prod, experts)) // 2
     assert foreign > 0
-    assert _sizes(state.local.opt_state) == WORKERS * (whole - 2 * foreign)
+    assert _sizes(local_of(state).opt_state) == WORKERS * (whole - 2 * foreign)
 
 
 @pytest.mark.slow
@@ -161,10 +162,10 @@ def test_own_moments_make_the_steps_that_all_moments_make(inner, mesh, monkeypat
     monkeypatch.setattr(WorkerTraining, "own_rows", None)
     whole = Trained(mesh, config=SPES, inner=OPTIMIZERS[inner])
     is_cut = mesh is not None and mesh.expert > 1
-    held = [_sizes(one.state.local.opt_state) for one in (few, whole)]
+    held = [_sizes(local_of(one.state).opt_state) for one in (few, whole)]
     assert held[0] == held[1] if is_cut else held[0] < held[1]
     after, wanted = (one.steps(one.state)[0] for one in (few, whole))
-    pairs = ((after.params, wanted.params), (after.local.params, wanted.local.params))
+    pairs = ((after.params, wanted.params), (local_of(after).params, local_of(wanted).params))
     for mine, theirs in pairs:
         for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
@@ -176,7 +177,7 @@ def _check(trained, name="adam"):
     for wanted, got in zip(jax.tree.leaves(slow), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5)
     for worker, params in enumerate(own):
-        mine = jax.tree.leaves(state.local.params)
+        mine = jax.tree.leaves(local_of(state).params)
         for wanted, got in zip(jax.tree.leaves(params), mine, strict=True):
             np.testing.assert_allclose(np.asarray(got)[worker], wanted, atol=1e-5)
     assert all(np.isfinite(metric.loss) for metric in metrics)
@@ -205,7 +206,7 @@ def test_workers_on_a_mesh_equal_separate_runs_and_are_silent_between():
     after, (metric,) = trained.steps(state, 1, broken)
     assert metric.exchange["refused"] == 1 and not metric.is_skipped
     assert np.isfinite(metric.loss)
-    assert list(np.asarray(after.local.skipped)) == [0, 1]
+    assert list(np.asarray(local_of(after).skipped)) == [0, 1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))
 
 
@@ -231,13 +232,13 @@ def test_weights_count_the_tokens_of_accepted_steps_since_the_exchange(mesh):
     rows = one_step.batch()
     tokens = [float(np.sum(_part(rows, worker).loss_weights)) for worker in range(WORKERS)]
     state, _ = trained.steps(trained.state, 1)
-    np.testing.assert_allclose(state.local.talks[0].weighting, tokens, rtol=1e-6)
+    np.testing.assert_allclose(local_of(state).talks[0].weighting, tokens, rtol=1e-6)
     weights = np.where(np.arange(BATCH)[:, None] < BATCH // 2, rows.loss_weights, np.nan)
     broken = dataclasses.replace(rows, loss_weights=weights.astype(np.float32))
     state, _ = trained.steps(state, 1, broken)
-    assert list(np.asarray(state.local.talks[0].weighting)) == [0.0, 0.0]
+    assert list(np.asarray(local_of(state).talks[0].weighting)) == [0.0, 0.0]
     state, _ = trained.steps(state, 1, broken)
-    np.testing.assert_allclose(state.local.talks[0].weighting, [tokens[0], 0.0], rtol=1e-6)
+    np.testing.assert_allclose(local_of(state).talks[0].weighting, [tokens[0], 0.0], rtol=1e-6)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
