@@ -138,11 +138,7 @@ class PolicyTraits:
     """Lanes that share the device."""
     needs_layers: bool = False
     """Pieces that stop between layers."""
-    needs_fleet: bool = False
-    """Several instances."""
     needs_moves: bool = False
     """Pages that travel between instances."""
-    needs_lengths: bool = False
-    """Lengths of answers before they are written."""
     needs_cost: bool = False
     """A model of the time that a step takes."""

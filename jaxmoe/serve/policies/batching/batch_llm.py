@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.plan import Plan, PolicyTraits
+from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
@@ -25,7 +25,6 @@ class BatchLLMConfig(BatchingConfig):
     """Groups by shared beginning, the largest share of decoding first."""
 
     name: ClassVar[str] = "batch_llm"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_lengths=True)
 
     budget: int = 2048
     """Tokens of one step, decoding included."""

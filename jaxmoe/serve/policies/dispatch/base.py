@@ -96,7 +96,7 @@ class DispatchConfig(abc.ABC):
     """A dispatch policy."""
 
     name: ClassVar[str]
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True)
+    traits: ClassVar[PolicyTraits] = PolicyTraits()
     is_measured: ClassVar[bool] = False
     """Whether `measured` makes use of a run of the same workload."""
 

@@ -29,7 +29,7 @@ class DistServeConfig(DispatchConfig):
     """Instances for prompts, and others for answers."""
 
     name: ClassVar[str] = "dist_serve"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True, needs_moves=True)
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
 
     prefill: int = 0
     """Instances for prompts; half of them when 0."""

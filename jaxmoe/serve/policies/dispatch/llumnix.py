@@ -24,7 +24,7 @@ class LlumnixConfig(DispatchConfig):
     """Freest instance; running requests move there."""
 
     name: ClassVar[str] = "llumnix"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True, needs_moves=True)
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
 
     threshold: float = 3.0
     """Freeness below which an instance gives sequences away."""

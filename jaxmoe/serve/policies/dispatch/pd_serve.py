@@ -33,7 +33,7 @@ class PDServeConfig(DispatchConfig):
     """Instances for prompts that take a request when idle, and others for answers."""
 
     name: ClassVar[str] = "pd_serve"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True, needs_moves=True)
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
     is_measured: ClassVar[bool] = True
 
     prefill_seconds: float = 1.0

@@ -35,7 +35,7 @@ class PrfaasConfig(DispatchConfig):
     """Remote instances for prompts, when that is faster."""
 
     name: ClassVar[str] = "prfaas"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True, needs_moves=True)
+    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
 
     remote: int = 1
     """Instances for prompts alone, the last ones; fewer where the fleet has no more."""

@@ -24,7 +24,6 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.serve.facts import Part
-from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.policies.dispatch.base import (
     DispatchConfig,
     Dispatcher,
@@ -48,7 +47,6 @@ class SagaConfig(DispatchConfig):
     """One instance for all calls of a workflow."""
 
     name: ClassVar[str] = "saga"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_fleet=True)
 
     rent: float = 0.01
     """Seconds of computing that all pages of an instance together are worth to others in each
