@@ -41,8 +41,8 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import LayerwiseTransformation
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.host_arrays import is_on_host
-from jaxmoe.training.parts.update import Inputs, Update, UpdatedState
-from jaxmoe.training.state import TrainState
+from jaxmoe.training.parts.update import Inputs, Update, UpdatedState, one_program
+from jaxmoe.training.state import CheckedStep, TrainState
 
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
@@ -117,7 +117,11 @@ class UpdateInParts(Update):
 
     def check(self, step: Step) -> None:
         """Refuse an optimiser that does not promise to treat each layer by itself."""
-        _check_layerwise(step.execution, step.optimizer)
+        check_layerwise(step.execution, step.optimizer)
+
+    def jitted(self, step: Step) -> CheckedStep:
+        """Return the step as one program; see the base class."""
+        return one_program(step)
 
     def update(
         self, step: Step, state: TrainState, inputs: Inputs
@@ -134,7 +138,16 @@ class UpdateInParts(Update):
         )
 
 
-def _check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
+def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransformation) -> None:
+    """Refuse an optimiser that may mix layers.
+
+    Args:
+        execution: Where parameters and state lie.
+        optimizer: Optimiser of the step.
+
+    Raises:
+        ValueError: The optimiser does not promise to treat each layer by itself.
+    """
     if isinstance(optimizer, LayerwiseTransformation):
         return
     field, value, other = "optimizer_parts", str(execution.optimizer_parts), "1"

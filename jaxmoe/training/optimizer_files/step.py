@@ -36,8 +36,14 @@ from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.metrics import StepMetrics
 from jaxmoe.training.optimizer_files.array import FileArray
 from jaxmoe.training.optimizer_files.part_files import PartFiles, PartLayout, Pass
-from jaxmoe.training.optimizer_parts import Module, OwnedState, UpdateInParts, modules_of
-from jaxmoe.training.parts.update import Clipped, UpdatedParams, UpdatedState
+from jaxmoe.training.optimizer_parts import (
+    Module,
+    OwnedState,
+    UpdateInParts,
+    check_layerwise,
+    modules_of,
+)
+from jaxmoe.training.parts.update import Clipped, Inputs, Update, UpdatedParams, UpdatedState
 from jaxmoe.training.state import CheckedStep, TrainState
 from sharding.constrain import place_like
 
@@ -137,13 +143,23 @@ def _layout(part: Part, leaves: Sequence[Any]) -> PartLayout:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateFromFiles(UpdateInParts):
+class UpdateFromFiles(Update):
     """Part after part, of a state in files."""
 
     name: ClassVar[str] = "files"
 
     files: PartFiles | None = None
     """Files of the state, of `open_files`; a step without any can be traced."""
+
+    def check(self, step: Step) -> None:
+        """Refuse an optimiser that does not promise to treat each layer by itself."""
+        check_layerwise(step.execution, step.optimizer)
+
+    def update(
+        self, step: Step, state: TrainState, inputs: Inputs
+    ) -> tuple[Any, Any, UpdatedState]:
+        """Return updates, parameters and state in one program, as planners trace it."""
+        return UpdateInParts().update(step, state, inputs)
 
     def jitted(self, step: Step) -> CheckedStep:
         """Return the step of several programs, between which the host reads and writes files."""

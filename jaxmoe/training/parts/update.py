@@ -126,6 +126,7 @@ class Update(abc.ABC):
     name: ClassVar[str]
     """Name in the catalogue."""
 
+    @abc.abstractmethod
     def check(self, step: Step) -> None:
         """Refuse a step whose optimiser cannot be updated so, before anything is traced.
 
@@ -135,20 +136,14 @@ class Update(abc.ABC):
         Raises:
             ValueError: See the member.
         """
-        del step
 
+    @abc.abstractmethod
     def jitted(self, step: Step) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state.
 
         Args:
             step: Step with the update.
         """
-
-        def run(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-            state, metrics, _ = step(state, batch)
-            return state, metrics
-
-        return CheckedStep(jax.jit(run, donate_argnums=0), step.model.vocab_size)
 
     @abc.abstractmethod
     def update(
@@ -170,6 +165,18 @@ class WholeUpdate(Update):
 
     name: ClassVar[str] = "whole"
 
+    def check(self, step: Step) -> None:
+        """Refuse a state that does not come to the device as a whole."""
+        if step.execution.updates_in_parts:
+            raise ValueError(
+                f"update={self.name} has the whole optimizer state on the device, and the execution"
+                f" updates it in {step.execution.update}: leave update out"
+            )
+
+    def jitted(self, step: Step) -> CheckedStep:
+        """Return the step as one program; see the base class."""
+        return one_program(step)
+
     def update(
         self, step: Step, state: TrainState, inputs: Inputs
     ) -> tuple[Any, Any, UpdatedState]:
@@ -181,6 +188,20 @@ class WholeUpdate(Update):
         updates, opt_state = update(inputs.grads, fetched, inputs.params, **options)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), inputs.params, updates)
         return updates, params, WholeState(new=opt_state, old=fetched, execution=step.execution)
+
+
+def one_program(step: Step) -> CheckedStep:
+    """Return the jitted (state, batch) -> (state, metrics) of a step in one program.
+
+    Args:
+        step: Step to compile.
+    """
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        state, metrics, _ = step(state, batch)
+        return state, metrics
+
+    return CheckedStep(jax.jit(run, donate_argnums=0), step.model.vocab_size)
 
 
 def update_of(execution: ExecutionConfig) -> Update:

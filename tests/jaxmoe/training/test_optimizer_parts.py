@@ -15,7 +15,7 @@ from jaxmoe.optim import AdamWConfig, LinearConfig, MuonConfig, MuonHConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.accumulation import GradientSums
-from jaxmoe.training.parts.update import Clipped, update_params
+from jaxmoe.training.parts.update import Clipped, WholeUpdate, update_params
 from jaxmoe.training.state import TrainState, put_away
 from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
@@ -128,3 +128,8 @@ def test_an_optimizer_that_may_mix_layers_is_refused():
 def test_parts_that_do_not_fit_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         ExecutionConfig(**fields)
+
+
+def test_an_update_that_the_execution_does_not_ask_for_is_refused():
+    with pytest.raises(ValueError, match="update=whole has the whole optimizer state on the dev"):
+        make_train_step(MODEL, optimizer_named("adamw"), execution=PARTS, update=WholeUpdate())
