@@ -19,6 +19,7 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.optimizer_files import part_files
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import OptimizerFilesError, UpdateFromFiles, open_files
@@ -71,11 +72,17 @@ def batch(seed: int, weight: float = 1.0) -> Batch:
 class Training:
     """A model with a state in files, or in device memory, and its compiled step."""
 
-    def __init__(self, execution: ExecutionConfig, directory: Any = None, model: Any = MODEL):
+    def __init__(
+        self,
+        execution: ExecutionConfig,
+        directory: Any = None,
+        model: Any = MODEL,
+        **options: Any,
+    ):
         self.model, table = model, parameter_table(model, standard(model))
         self.optimizer = AdamWConfig().build(table, LinearConfig().build(8))
         self.execution, self.table = execution, table
-        step = Step(model=model, optimizer=self.optimizer, execution=execution)
+        step = Step(model=model, optimizer=self.optimizer, execution=execution, **options)
         self.files: PartFiles | None = None
         if directory is not None:
             self.files = open_files(str(directory), step, self.state())
@@ -105,6 +112,7 @@ def files(tmp_path_factory):
     training = Training(FILES, tmp_path_factory.mktemp("optimizer"))
     state, metrics = training.trained()
     yield training, state, metrics
+    assert training.files is not None  # a directory was given
     training.files.close()
 
 
@@ -178,6 +186,28 @@ def test_a_refused_step_leaves_the_files_untouched(files, is_late, monkeypatch):
     first = store.layouts[0].size
     wanted = (store.size, store.size) if is_late else (first, 0)
     assert (metrics.disk["bytes_read"], metrics.disk["bytes_written"]) == wanted
+
+
+@pytest.mark.slow
+def test_answers_without_an_advantage_leave_the_files_untouched(tmp_path):
+    """As in device memory, and the step counts as made: weight decay alone would move all."""
+    training = Training(FILES, tmp_path, objective=PolicyGradientConfig())
+    store: Any = training.files
+
+    def answers(advantage: float) -> Batch:
+        signs = advantage * jnp.asarray([1.0, -1.0])[:, None] * jnp.ones((2, 8))
+        extra = {"advantages": signs, "old_log_probs": jnp.full((2, 8), -3.0)}
+        return dataclasses.replace(batch(0), extra=extra)
+
+    try:
+        state, _ = training.step(training.state(), answers(1.0))
+        before, kept = contents(store), on_host(state)
+        after, metrics = training.step(state, answers(0.0))
+        assert not bool(metrics.is_skipped) and int(after.step) == 2
+        assert contents(store) == before
+        jax.tree.map(np.testing.assert_array_equal, on_host(after), kept)
+    finally:
+        store.close()
 
 
 def test_a_state_in_memory_goes_to_the_files_and_is_freed(files):

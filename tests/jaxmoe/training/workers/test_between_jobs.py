@@ -128,6 +128,22 @@ def test_messages_between_jobs_equal_an_exchange_in_one_program(config):
     _check_rounds(whole, alone, new_state(parameters(), SGD), rounding=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("config", "due", "rounds"),
+    [
+        (DiLoCoConfig(every=500), {5: [0]}, [0, 0, 0, 0, 0, 1]),
+        (StreamingConfig(every=6, fragments=2, delay=0), {3: [0], 5: [0, 1]}, [0, 0, 0, 1, 1, 3]),
+    ],
+    ids=("shorter_than_a_round", "within_a_round"),
+)
+def test_islands_exchange_all_that_they_have_learnt_after_the_last_step(config, due, rounds):
+    """A run has five steps, however its rounds divide them."""
+    between = BetweenJobs(training_of(config, workers=1, steps=5))
+    for step in range(1, 6):
+        assert [part.number for part in between.due(step)] == due.get(step, [])
+    assert [between.rounds_before(step) for step in range(6)] == rounds
+
+
 @pytest.mark.slow
 def test_routers_of_islands_equal_those_of_one_program():
     """A model whose experts have biases: statistics of all islands are added up and replayed."""
