@@ -223,13 +223,20 @@ def _decode(hint: Any, data: Any, path: str) -> Any:
         return ()
     for option in options:
         if option is float and isinstance(data, int | float) and not isinstance(data, bool):
-            return float(data)
+            return _float(data, path)
         if option is type(data):
             return data
         if typing.get_origin(option) is Literal and data in typing.get_args(option):
             return data
     wanted = " or ".join(_spell(option) for option in options)
     raise ValueError(f"{path}={json.dumps(data)} must be {wanted}")
+
+
+def _float(number: float, path: str) -> float:
+    try:
+        return float(number)
+    except OverflowError as error:  # JSON has integers of any size
+        raise ValueError(f"{path} has {len(str(number))} digits, too many for a float") from error
 
 
 def _decode_config(registry: Mapping[Any, Any], data: Any, path: str) -> Any:

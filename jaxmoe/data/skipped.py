@@ -21,6 +21,9 @@ from typing import Any
 
 from jaxmoe.data.batch import DataError
 
+_MOST = (1 << 31) - 1
+"""Largest step, and number of rows."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SkippedRows:
@@ -76,16 +79,16 @@ class SkippedRows:
         """Return the windows of `to_json`.
 
         Raises:
-            DataError: The data is not a list of [step, rows].
+            DataError: The data is not a list of [step, rows], or a number is too large.
         """
         is_list = isinstance(data, list) and all(
             isinstance(window, list)
             and len(window) == 2
-            and all(type(number) is int for number in window)
+            and all(type(number) is int and abs(number) <= _MOST for number in window)
             for window in data
         )
         if not is_list:
-            raise DataError(f"skipped={data!r} must be a list of [step, rows]")
+            raise DataError(f"skipped={data!r} must be a list of [step, rows], below 2**31")
         return cls(tuple((step, rows) for step, rows in data))
 
 

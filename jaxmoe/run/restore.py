@@ -27,6 +27,7 @@ import numpy as np
 from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest, CheckpointsLostError
 from jaxmoe.data import Loader, SkippedRows, check_position
+from jaxmoe.json_bounds import named
 from jaxmoe.messages import say
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
@@ -312,7 +313,9 @@ def read_skipped(directory: RunDirectory) -> SkippedRows:
     skipped, problem = SkippedRows(), None
     if jax.process_index() == 0:
         try:
-            skipped = SkippedRows.from_json(directory.skipped())
+            windows = directory.skipped()
+            with named(directory.skipped_file):
+                skipped = SkippedRows.from_json(windows)
         except ValueError as error:
             problem = error
     if agree(problem is not None):

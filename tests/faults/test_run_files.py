@@ -181,3 +181,20 @@ def test_a_config_with_values_of_other_types_is_named(directory):
                 check_trains(directory, recipes.markov(steps=9))
                 directory.load_config(PretrainConfig)
             assert str(directory.config_file) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "windows", [[[]], [7], [[1]], [[1, None]], [[1, 10**20]], [[-1, 2]], [[2, 1], [1, 1]]]
+)
+def test_skipped_rows_that_are_none_are_named(directory, windows):
+    directory.skipped_file.write_text(json.dumps(windows))
+    with pytest.raises(ValueError, match=r"skipped\.json cannot be used \(skipped=.*: restore or"):
+        read_skipped(directory)
+
+
+def test_an_integer_that_no_float_holds_is_named(directory):
+    whole = json.loads(directory.config_file.read_text())
+    whole["model"]["norm_epsilon"] = 10**400
+    directory.config_file.write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=r"config\.json: model.norm_epsilon has 401 digits"):
+        directory.load_config(PretrainConfig)
