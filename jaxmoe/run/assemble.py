@@ -17,7 +17,6 @@ from jaxmoe.data import Batch, DataConfig, Loader, Source, check_hosts, evaluati
 from jaxmoe.data.levels import LevelPacking
 from jaxmoe.data.mixture import tasks_of
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.models.quantize import abstract_params, quantized_params
 from jaxmoe.optim.steps import ProbingTransformation
@@ -30,7 +29,6 @@ from jaxmoe.rl.feed import Learner, RolloutFeed
 from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, make_plan
-from jaxmoe.run.replicas.checks import check_island
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.optimizer_files.part_files import PartFiles
@@ -51,6 +49,17 @@ from sharding.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run is assembled from."""
+
+    config: PretrainConfig
+    devices: Sequence[jax.Device]
+    job: tuple[int, int] | None = None
+    """Part of every batch that this job reads, and the number of parts, where jobs of their own
+    share the batches; None for a job that reads all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Assembly:
     """A plan on devices, with its data."""
 
@@ -60,8 +69,9 @@ class Assembly:
     mesh: Mesh
     source: Source
     loader: Loader
-    island: IslandConfig | None = None
-    """This job as one of several islands; None for a job that has all workers."""
+    job: tuple[int, int] | None = None
+    """Worker that this job is, and the number of workers, where each is a job of its own; None for
+    a job that has all workers."""
     files: PartFiles | None = None
     """Files of the optimiser state, with `execution.optimizer_memory` files; None without, and
     until the run holds its directory."""
@@ -128,7 +138,7 @@ class Assembly:
         mesh, replicas = self.execution.mesh, self.plan.config.replicas
         if replicas.exchanges == "nothing":
             return mesh.batch_shards
-        return replicas.num_workers(mesh.replica) if self.island is None else 1
+        return replicas.num_workers(mesh.replica) if self.job is None else 1
 
     @functools.cached_property
     def worker_training(self) -> WorkerTraining | None:
@@ -142,7 +152,7 @@ class Assembly:
 
     def check_replicas(self) -> None:
         """Raise ValueError if the method does not fit the mesh, or cannot leave the program."""
-        if self.worker_training is not None and self.island is not None:
+        if self.worker_training is not None and self.job is not None:
             BetweenJobs(self.worker_training)
         _ = self.gradient_training  # building it checks the mesh
 
@@ -161,15 +171,13 @@ class Assembly:
 
     @property
     def _member(self) -> int | None:
-        """Number of this island among those that share a batch."""
-        return None if self.island is None else self.island.member % self.island.of
+        """Number of this job among those that share a batch."""
+        return None if self.job is None else self.job[0]
 
     @property
     def batch_part(self) -> tuple[int, int]:
         """Part of every batch that this process reads, and the number of parts."""
-        if self.island is not None:
-            return self.island.member % self.island.of, self.island.of
-        return batch_part(self.mesh)
+        return batch_part(self.mesh) if self.job is None else self.job
 
     @functools.cached_property
     def publish(self) -> Callable[[TrainState], TrainState]:
@@ -287,6 +295,7 @@ def assemble(
     trains: bool = False,
     source: Source | None = None,
     devices: Sequence[jax.Device] | None = None,
+    job: tuple[int, int] | None = None,
 ) -> Assembly:
     """Return everything a run needs, after all checks that need no compilation.
 
@@ -295,9 +304,10 @@ def assemble(
         data: Config to read the data with, such as one with a copy of the tokenizer; that of the
             run when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone where it can.
-        trains: Whether the run is trained, so that an island takes its part of each batch.
+        trains: Whether the run is trained.
         source: Data that were read already; None reads them.
         devices: Devices of the mesh; all of the job when None.
+        job: See `Setting`.
 
     Raises:
         ValueError: Sizes do not divide, the vocabulary is too small for the data, there are too few
@@ -333,11 +343,9 @@ def assemble(
         mesh=mesh,
         source=source,
         loader=loader,
-        island=IslandConfig.from_environment() if trains else None,
+        job=job,
     )
-    if assembly.island is not None:
-        check_island(config, assembly.island, mesh_config)
-    else:
+    if job is None:
         index, count = assembly.batch_part
         check_hosts(loader, process_index=index, process_count=count)
     if trains:

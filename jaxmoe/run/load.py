@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.data import DataError, SkippedRows, check_position
 from jaxmoe.models.bitstack import abstract_stacks, expanded_params
 from jaxmoe.models.quantize import abstract_params
@@ -31,8 +32,8 @@ from jaxmoe.run.provenance.adapted import base_of
 from jaxmoe.run.provenance.huggingface_values import huggingface_values
 from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.run.provenance.saved import at_execution, saved_config
-from jaxmoe.run.replicas.workers import has_workers, world_of_workers
 from jaxmoe.training.state import TrainState, state_around
+from jaxmoe.training.workers.local import WORKERS
 from sharding.mesh import MeshConfig
 from sharding.specs import named_shardings
 
@@ -145,9 +146,9 @@ def restore_run(
 
     try:
         newest = max(manager.shared_steps(), default=None) if step is None else step
-        if newest is not None and has_workers(manifest := manager.shared_manifest(newest)):
+        if newest is not None and _has_workers(manifest := manager.shared_manifest(newest)):
             check(manifest)
-            return assembly, world_of_workers(assembly, manager, newest), newest
+            return assembly, _without_workers(assembly, manager, newest), newest
         if step is not None:
             check(manager.shared_manifest(step))
             state = manager.restore(step, _target(assembly, manager, step))
@@ -303,3 +304,23 @@ def describe_precision(assembly: Assembly) -> str:
         )
         words.append(f"cache={precision.cache} cache_bytes_per_token={taken}")
     return " ".join(words)
+
+
+def _has_workers(manifest: CheckpointManifest) -> bool:
+    """Return whether a checkpoint holds states of workers that communicate rarely."""
+    return any(name.startswith(f"parts/{WORKERS}/") for name in manifest.arrays)
+
+
+def _without_workers(assembly: Assembly, manager: CheckpointManager, step: int) -> TrainState:
+    """Return what all workers of a run have in common, without the state of each.
+
+    Args:
+        assembly: Plan and devices.
+        manager: Checkpoints of the run.
+        step: Step to read.
+    """
+    names = ("params", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
+    shapes = assembly.world_shapes()
+    target = {name: getattr(shapes, name) for name in names}
+    state = dataclasses.replace(assembly.new_world(), opt_state={}, **dict.fromkeys(names))
+    return dataclasses.replace(state, **restore_part(manager.directory, target, step=step))

@@ -12,23 +12,18 @@ import jax
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
-from jaxmoe.run.assemble import assemble
+from jaxmoe.run.assemble import Assembly, Setting, assemble, describe_devices
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.resizing import record_devices
-from jaxmoe.run.elastic.shrink import fitted
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.parts.members import make_parts
-from jaxmoe.run.parts.snapshots import open_snapshots
 from jaxmoe.run.provenance.adapted import base_of
-from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
 from jaxmoe.run.provenance.saved_config import config_check
-from jaxmoe.run.recovery import averaged_steps, with_raised_rate
 from jaxmoe.run.reporter import check_packages
-from jaxmoe.run.restore import Begun, Lineage, read_skipped
+from jaxmoe.run.restore import Begun, Lineage, Place, read_skipped
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import RESTORE, START
 from sharding.coordination import barrier
@@ -42,7 +37,7 @@ class Prepared:
 
     begun: Begun
     checkpoints: CheckpointManager
-    parts: tuple[RunPart, ...]
+    parts: list[RunPart]
     """What the run does beside its steps."""
 
 
@@ -69,20 +64,16 @@ def prepare(
     check_packages(config.tracking)
     check_agreement(config, config.processes.barrier)
     check_trains(directory, config)
-    config, devices = fitted(config)
-    assembly = assemble(config, trains=True, devices=devices)
+    parts = make_parts(config, directory, supervision)
+    setting = Setting(config=config, devices=jax.devices())
+    for part in parts:
+        setting = part.fit(setting)
+    config = setting.config
+    assembly = assemble(config, trains=True, devices=setting.devices, job=setting.job)
     assembly.feed.check()
     is_first, record = jax.process_index() == 0, None
     if is_first:
-        step_plan = assembly.plan.step_plan(assembly.execution)
-        if text := memory_warning(step_plan, jax.local_devices()):
-            logger.warning("%s", text)
-        directory.acquire(
-            steal=config.run.steal_lock,
-            heartbeat=config.run.lock_heartbeat,
-            on_lost=supervision.stop.taken_over,
-        )
-        resources.callback(directory.release)
+        _hold(directory, assembly, supervision)
         record = check_config(directory, config, assembly.plan, extends=extends is not False)
     assembly = assembly.with_files(directory.path)
     if assembly.files is not None:
@@ -98,24 +89,58 @@ def prepare(
     resources.callback(checkpoints.close)
     watchdog.beat("restoring")
     barrier("before restoring", config.processes.barrier)
-    snapshots = open_snapshots(assembly, directory)
+    for part in parts:
+        assembly = part.prepared(assembly)
+    sources = [source for part in parts for source in part.sources()]
     own = dataclasses.replace(assembly.plan.config, model=assembly.plan.model)
     agrees = config_check(directory, own, extends)
     lineage = Lineage(assembly.loader, read_skipped(directory), agrees)
     # Initial values of a new run belong to its start.
-    restores = checkpoints.latest_step() is not None or snapshots is not None
+    keeps = any(place is Place.NEWER for place, _ in sources)
+    restores = checkpoints.latest_step() is not None or keeps
     kind = RESTORE if restores or config.checkpoint.initial is not None else START
-    assembly = with_raised_rate(assembly, averaged_steps(directory))
     with supervision.stopwatch.on(kind):
-        begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
-    parts = make_parts(begun, directory, supervision, snapshots)
+        begun = lineage.restore_or_start(assembly, checkpoints, sources=sources)
+    for part in parts:
+        resources.callback(part.close)
+    for part in parts:
+        part.restored(begun)
     if record is not None:
         record()
         if begun.source is not None:
             record_source(directory, begun.source, config)
         keep_tokenizer(directory, config, assembly.source)
-        keep_partition(directory, assembly.source)
         record_devices(directory, assembly)
     for part in parts:
-        part.restored(begun)
+        part.record(begun)
     return Prepared(begun=begun, checkpoints=checkpoints, parts=parts)
+
+
+def _hold(directory: RunDirectory, assembly: Assembly, supervision: Supervision) -> None:
+    """Lease the directory until the end of the run, and warn if the step will not fit."""
+    run = assembly.plan.config.run
+    step_plan = assembly.plan.step_plan(assembly.execution)
+    if text := memory_warning(step_plan, jax.local_devices()):
+        logger.warning("%s", text)
+    directory.acquire(
+        steal=run.steal_lock,
+        heartbeat=run.lock_heartbeat,
+        on_lost=supervision.stop.taken_over,
+    )
+    supervision.resources.callback(directory.release)
+
+
+def record_devices(directory: RunDirectory, assembly: Assembly) -> None:
+    """Write `environment.json`: what the run is on, and which devices of the job it leaves out.
+
+    Args:
+        directory: Held directory of the run.
+        assembly: Plan, devices and data of the run.
+    """
+    used = list(assembly.mesh.devices.flat)
+    directory.write_environment(
+        describe_devices(used),
+        assembly.execution.precision.compute_dtype.name,
+        mesh=assembly.execution.mesh.by_axis,
+        spare_devices=describe_devices([one for one in jax.devices() if one not in used]),
+    )

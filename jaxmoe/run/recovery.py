@@ -23,7 +23,7 @@ import dataclasses
 import logging
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,9 +54,13 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.resilience.shared_snapshot import shared_snapshot
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage
+from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
+from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.recovery import RATE, Sources, sources_of
@@ -325,36 +329,72 @@ def _changes(
     return tuple(changes) or ("optimiser state or records are new where they are lost",)
 
 
-def averaged_steps(directory: RunDirectory) -> tuple[int, ...]:
-    """Return the steps at which the run was averaged; every process must call this.
+class Replacement(RunPart):
+    """Replaces what is lost of a state, and records it in lineage and summary.
 
     Args:
-        directory: Run directory; the first process reads it.
-    """
-    is_first = jax.process_index() == 0
-    events = read_lineage(directory) if is_first else ()
-    steps = [event.step for event in events if event.event == AVERAGED]
-    return tuple(share(np.asarray(steps, np.int32), is_first).tolist())
-
-
-def averaged_events(directory: RunDirectory) -> list[str]:
-    """Return what was replaced in the run so far, as text; empty on all processes but the first.
-
-    Args:
+        config: Configuration of the run.
         directory: Run directory.
+        supervision: Unused.
     """
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del supervision
+        self._is_asked = config.checkpoint.on_lost_stage == "average"
+        self._directory = directory
+
+    def prepared(self, assembly: Assembly) -> Assembly:
+        """Return the assembly with a higher learning rate after the steps of replacements."""
+        is_first = jax.process_index() == 0
+        steps = [event.step for event in _replacements(self._directory)]
+        shared = share(np.asarray(steps, np.int32), is_first)
+        return with_raised_rate(assembly, tuple(shared.tolist()))
+
+    def sources(self) -> Sequence[PlacedSource]:
+        """Return the newest damaged checkpoint, if what it lost is to be replaced."""
+        return ((Place.LOST, _from_damaged),) if self._is_asked else ()
+
+    def record(self, begun: Begun) -> None:
+        """Record what was replaced, if anything."""
+        if begun.changes and jax.process_index() == 0:
+            event = Event(event=AVERAGED, step=begun.step, changes=begun.changes)
+            add_event(self._directory, event)
+
+    def rows(self) -> Mapping[str, Any]:
+        """Return what was replaced in the run so far, if anything."""
+        replaced = [str(event) for event in _replacements(self._directory)]
+        return {"averaged": replaced} if replaced else {}
+
+
+def _replacements(directory: RunDirectory) -> list[Event]:
+    """Return the replacements in the run so far; none on all processes but the first."""
     events = read_lineage(directory) if jax.process_index() == 0 else ()
-    return [str(event) for event in events if event.event == AVERAGED]
+    return [event for event in events if event.event == AVERAGED]
 
 
-def record_averaged(directory: RunDirectory, averaged: Averaged) -> None:
-    """Record in the lineage what was replaced.
+def _from_damaged(search: Search) -> Begun | None:
+    """Return the newest damaged checkpoint, of which what was lost is replaced."""
+    assembly = search.assembly
+    averaged = restore_averaged(
+        search.checkpoints.damaged_directory,
+        assembly.new_state(),
+        assembly.plan.table,
+        search.lineage.check_own,
+    )
+    return None if averaged is None else begun_with(search, averaged)
+
+
+def begun_with(search: Search, averaged: Averaged) -> Begun:
+    """Return a state with parts that were replaced, and a higher learning rate after its step.
 
     Args:
-        directory: Run directory, held by this process.
-        averaged: Result of `restore_averaged`.
+        search: What the state is for.
+        averaged: State.
     """
-    add_event(directory, Event(event=AVERAGED, step=averaged.step, changes=averaged.changes))
+    origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"
+    begun = search.begun(averaged.step, averaged.state, origin)
+    raised = with_raised_rate(begun.assembly, (averaged.step,))
+    return dataclasses.replace(begun, assembly=raised, changes=averaged.changes)
 
 
 def with_raised_rate(assembly: Assembly, steps: tuple[int, ...]) -> Assembly:

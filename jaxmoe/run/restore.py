@@ -2,23 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the state that a run begins with, or goes on with after a rollback.
 
-`SOURCES` is the order in which it is looked for; the first source that has a state gives it:
+`Place` is the order in which it is looked for; the first source that has a state gives it:
 
-    snapshot       in the memory of the hosts, at least as new as the newest checkpoint
-    other workers  a checkpoint of another number of workers that communicate rarely
-    checkpoint     the newest valid one
-    parts          with `checkpoint.on_lost_stage=average`: an older snapshot, then one of which
-                   several processes are lost, then the newest damaged checkpoint
-    branch         with `checkpoint.initial_state=all`: a checkpoint of another run, and its step
-    initial        with `checkpoint.initial`: the parameters of another run or model
+    newer          what parts of the run keep, at least as new as the newest checkpoint
+    checkpoint     the newest valid one; before it, what a part makes of one that does not fit
+    lost           what parts of the run make of checkpoints of which none is whole
+    another run    with `checkpoint.initial_state=all`: a checkpoint of another run, and its step;
+                   with `checkpoint.initial`: the parameters of another run or model
     new            drawn from the seed
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,19 +27,11 @@ from jaxmoe.checkpoint.manifest import CheckpointManifest, CheckpointsLostError
 from jaxmoe.data import Loader, SkippedRows, check_position
 from jaxmoe.json_bounds import named
 from jaxmoe.messages import say
-from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import Source
 from jaxmoe.run.provenance.warm_start import branched_state, initial_state
-from jaxmoe.run.recovery import (
-    Averaged,
-    restore_averaged,
-    restore_averaged_snapshot,
-    with_raised_rate,
-)
-from jaxmoe.run.replicas.workers import with_other_workers
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, share
 
@@ -59,8 +49,18 @@ class Begun:
     """Description of the source of the state; None for a new state."""
     source: Source | None = None
     """Checkpoint of another run that the state is from; None for others."""
-    averaged: Averaged | None = None
-    """What was replaced in the state, of which files were lost; None for others."""
+    changes: tuple[str, ...] = ()
+    """What was replaced in the state because it was lost, as text."""
+
+
+class Place(enum.IntEnum):
+    """Place of a source of a state; of sources with one place those of parts come first."""
+
+    NEWER = 0
+    CHECKPOINT = 1
+    LOST = 2
+    ANOTHER_RUN = 3
+    NEW = 4
 
 
 class Lineage:
@@ -121,7 +121,7 @@ class Lineage:
         assembly: Assembly,
         checkpoints: CheckpointManager,
         *,
-        snapshots: SnapshotStore | None = None,
+        sources: Sequence[PlacedSource] = (),
         target: Any = None,
     ) -> Begun:
         """Return the newest valid state of this lineage, or a new one.
@@ -129,7 +129,7 @@ class Lineage:
         Args:
             assembly: Plan, devices and data of the run.
             checkpoints: Checkpoint manager of the run.
-            snapshots: Snapshots of this process; None without any.
+            sources: Sources of the parts of the run.
             target: Shapes and shardings to restore to; those of a new state when None. A new state
                 is drawn only where none is restored: the devices may hold but one.
         """
@@ -137,11 +137,10 @@ class Lineage:
             lineage=self,
             assembly=assembly,
             checkpoints=checkpoints,
-            snapshots=snapshots,
             shapes=assembly.state_shapes() if target is None else target,
             is_start=target is None,
         )
-        for source in SOURCES:
+        for _, source in sorted((*sources, *SOURCES), key=lambda source: source[0]):
             begun = source(search)
             if begun is not None:
                 return begun
@@ -155,8 +154,6 @@ class Search:
     lineage: Lineage
     assembly: Assembly
     checkpoints: CheckpointManager
-    snapshots: SnapshotStore | None
-    """Snapshots of this process; None without any."""
     shapes: Any
     """Shapes and shardings of the state."""
     is_start: bool
@@ -173,34 +170,6 @@ class Search:
         """Return a state with the data that follow it."""
         assembly = dataclasses.replace(self.assembly, loader=self.lineage.loader)
         return Begun(assembly=assembly, step=step, state=state, origin=origin, source=source)
-
-
-def from_snapshot(search: Search) -> Begun | None:
-    """Return a snapshot at least as new as the newest checkpoint, of which none is read then."""
-    snapshots = search.snapshots
-    if snapshots is None:
-        return None
-    newest = agree(search.checkpoints.latest_step() or 0)
-    check = search.lineage.check_own
-    restored = snapshots.restore_newest(search.shapes, at_least=newest, check=check)
-    if restored is not None:
-        snapshots.keep_only(restored.step)
-        return search.begun(restored.step, restored.state, restored.words)
-    if search.config.on_lost_stage == "fail":
-        snapshots.keep_only(None)
-    return None
-
-
-def from_other_workers(search: Search) -> Begun | None:
-    """Return the newest checkpoint if it has another number of workers than the run."""
-    newest = search.checkpoints.latest_step()
-    if newest is None or not search.is_start:
-        return None
-    state = with_other_workers(search.assembly, search.checkpoints, newest, search.shapes)
-    if state is None:
-        return None
-    search.lineage.check_own(search.checkpoints.shared_manifest(newest))
-    return search.begun(newest, state, f"step {newest}, with other workers")
 
 
 def from_checkpoint(search: Search) -> Begun | None:
@@ -225,34 +194,8 @@ def from_checkpoint(search: Search) -> Begun | None:
         return None
     if config.initial and search.assembly.plan.model.adapter is None:
         say(f"checkpoint.initial={config.initial} is ignored: the run continues")
-    if search.snapshots is not None:
-        search.snapshots.keep_only(None)
     step, state = restored
     return search.begun(step, state, f"step {step} from {checkpoints.directory}")
-
-
-def from_parts(search: Search) -> Begun | None:
-    """Return an older snapshot, or a state of which what was lost is replaced."""
-    if search.config.on_lost_stage != "average":
-        return None
-    assembly, snapshots, check = search.assembly, search.snapshots, search.lineage.check_own
-    table, state, averaged = assembly.plan.table, assembly.new_state(), None
-    if snapshots is not None:
-        restored = snapshots.restore_newest(state, check=check)
-        if restored is not None:
-            snapshots.keep_only(restored.step)
-            return search.begun(restored.step, restored.state, restored.words)
-        shared = pathlib.Path(search.checkpoints.directory).with_name("snapshots")
-        averaged = restore_averaged_snapshot(snapshots, shared, state, table, check)
-        snapshots.keep_only(None)
-    if averaged is None:
-        averaged = restore_averaged(search.checkpoints.damaged_directory, state, table, check)
-    if averaged is None:
-        return None
-    origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"
-    begun = search.begun(averaged.step, averaged.state, origin)
-    raised = with_raised_rate(begun.assembly, (averaged.step,))
-    return dataclasses.replace(begun, assembly=raised, averaged=averaged)
 
 
 def from_branch(search: Search) -> Begun | None:
@@ -289,16 +232,16 @@ def from_seed(search: Search) -> Begun | None:
     return search.begun(0, search.assembly.new_state(), None)
 
 
-SOURCES: tuple[Callable[[Search], Begun | None], ...] = (
-    from_snapshot,
-    from_other_workers,
-    from_checkpoint,
-    from_parts,
-    from_branch,
-    from_initial,
-    from_seed,
+PlacedSource = tuple[Place, Callable[[Search], Begun | None]]
+"""Place of a source, and the source: it returns a state, or None."""
+
+SOURCES: tuple[PlacedSource, ...] = (
+    (Place.CHECKPOINT, from_checkpoint),
+    (Place.ANOTHER_RUN, from_branch),
+    (Place.ANOTHER_RUN, from_initial),
+    (Place.NEW, from_seed),
 )
-"""Sources of a state, in the order in which they are asked; the last always has one."""
+"""Sources of every run, in the order in which they are asked; the last always has a state."""
 
 
 def read_skipped(directory: RunDirectory) -> SkippedRows:

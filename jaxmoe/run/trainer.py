@@ -157,7 +157,8 @@ class Trainer:
                 status="done", step=begun.step, checkpoint_step=begun.step, summary=summary
             )
             return False
-        print_header(self._name, self._directory, begun.assembly, begun.step)
+        lines = [line for part in self._parts for line in part.heading(begun.assembly)]
+        print_header(self._name, self._directory, begun.assembly, begun.step, lines)
         if begun.origin is not None:
             say(f"restored {begun.origin}")
         self._started = time.perf_counter()
@@ -306,9 +307,14 @@ class Trainer:
             part.go_back()
         self._watchdog.beat("restoring")
         with configuration_errors(), self._stopwatch.on(RESTORE):
-            begun = lineage.restore_or_start(assembly, self._checkpoints, target=shapes)
+            sources = [source for part in self._parts for source in part.sources()]
+            begun = lineage.restore_or_start(
+                assembly, self._checkpoints, sources=sources, target=shapes
+            )
         for part in self._parts:
             part.restored(begun)
+        for part in self._parts:
+            part.record(begun)
         if begun.step < self._compiled_from:
             self._watchdog.beat("compiling")
             with self._stopwatch.on(COMPILE):

@@ -11,18 +11,28 @@ import pytest
 
 from experiments import recipes, resize
 from experiments.cli.exit_codes import ExitCode
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.elastic.request import read_resizes
 from jaxmoe.run.elastic.resizing import Resizing
+from jaxmoe.run.supervision import library_supervision
 from tests.faults.test_run_files import PLACES, TEXTS, directory, impatient, put
 
 __all__ = ["directory", "impatient"]
 
 
+@pytest.fixture
+def supervision():
+    with library_supervision(PretrainConfig().processes) as entered:
+        yield entered
+
+
 @pytest.mark.parametrize("kind", [kind for kind in [*TEXTS, *PLACES] if kind != "empty"])
-def test_a_request_that_is_none_is_set_aside_and_the_run_goes_on(directory, kind, caplog):
+def test_a_request_that_is_none_is_set_aside_and_the_run_goes_on(
+    directory, kind, caplog, supervision
+):
     path = directory.resize_file
     with directory.held():
-        resizing = Resizing(directory)
+        resizing = Resizing(PretrainConfig(), directory, supervision)
         put(path, kind)
         assert resizing.event() is None
         assert not os.path.lexists(path)
@@ -75,9 +85,9 @@ def test_the_command_ends_when_the_run_has_ended(trains, capsys, end):
     trains.release()
 
 
-def test_a_request_that_comes_too_late_is_answered_by_the_end_of_the_run(directory):
+def test_a_request_that_comes_too_late_is_answered_by_the_end_of_the_run(directory, supervision):
     with directory.held():
-        resizing = Resizing(directory)
+        resizing = Resizing(PretrainConfig(), directory, supervision)
         directory.resize_file.write_text('{"mesh": {"data": 4}, "name": "late"}')
         resizing.ended(9, "done")
         resizing.close()

@@ -23,13 +23,15 @@ from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint import CheckpointManager, checksums
 from jaxmoe.data import DataError, SkippedRows
 from jaxmoe.resilience.pieces import num_words, pack_words, pieces_of, place_words
+from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.move import move_state, move_through_hosts
-from jaxmoe.run.parts.snapshots import open_snapshots
-from jaxmoe.run.restore import Begun, Lineage
+from jaxmoe.run.parts.snapshots import Snapshots, open_snapshots
+from jaxmoe.run.restore import Lineage
+from jaxmoe.run.supervision import library_supervision
 from sharding import MeshConfig, make_mesh
 from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
 
@@ -292,7 +294,15 @@ def test_torn_writes_are_never_used(tmp_path):
     assert manifest["run"] == "run" and len(manifest["manifest"]["fingerprints"]) == 6
 
 
-def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def supervision():
+    with library_supervision(ProcessesConfig()) as entered:
+        yield entered
+
+
+def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(
+    tmp_path, monkeypatch, caplog, supervision
+):
     given = flags(tmp_path / "run", 9, "--checkpoint.snapshot_every", "2")
     _, config = cli.parse(RECIPES, DEFAULT, given, "pretrain", "")
     assembly, directory = assemble(config), RunDirectory(tmp_path / "run")
@@ -300,13 +310,18 @@ def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(tmp_path, monkeyp
     assert open_snapshots(assembly, directory) is None
     assert "checkpoint.snapshot_every=2 keeps nothing: start the run with" in caplog.text
     monkeypatch.setenv(SNAPSHOTS, str(tmp_path / "memory"))
-    store, state = open_snapshots(assembly, directory), assembly.new_state()
+    state = assembly.new_state()
+    snapshots = Snapshots(config, directory, supervision)
+    assert snapshots.prepared(assembly) is assembly
+    store = snapshots._store
     assert store is not None
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
 
-    def begin() -> Begun:
+    def begin():
         lineage = Lineage(assembly.loader, SkippedRows())
-        return lineage.restore_or_start(assembly, checkpoints, snapshots=store)
+        found = lineage.restore_or_start(assembly, checkpoints, sources=snapshots.sources())
+        snapshots.restored(found)
+        return found
 
     def restore():
         store.finish()

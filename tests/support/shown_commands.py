@@ -30,8 +30,9 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.parts.members import LinkMeasurements
-from jaxmoe.run.parts.snapshots import Snapshots, open_snapshots
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts.devices import LinkMeasurements
+from jaxmoe.run.parts.snapshots import Snapshots
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import save_tables
@@ -101,16 +102,21 @@ def program(assembly: Assembly, directory: pathlib.Path) -> str:
 def watched(assembly: Assembly, directory: pathlib.Path) -> dict[str, list[int]]:
     """The steps of the run after which devices are compared, by what compares them."""
     watches, every = _watches(assembly, directory), assembly.plan.config.watch.links_every
-    links = LinkMeasurements(every).hooks(assembly, watches) if every else ()
+    links = _part(LinkMeasurements, assembly, directory).hooks(assembly, watches) if every else ()
     return {type(hook).__name__: _due(hook, assembly) for hook in (*watches.hooks(), *links)}
 
 
 def snapshots(assembly: Assembly, directory: pathlib.Path) -> list[int]:
     """The steps of a supervised run after which the state is kept in memory."""
-    store = open_snapshots(assembly, RunDirectory(directory))
-    watches = _watches(assembly, directory)
-    hooks = () if store is None else Snapshots(store).hooks(assembly, watches)
+    part = _part(Snapshots, assembly, directory)
+    part.prepared(assembly)
+    hooks = part.hooks(assembly, _watches(assembly, directory))
     return [step for hook in hooks for step in _due(hook, assembly)]
+
+
+def _part(kind: Any, assembly: Assembly, directory: pathlib.Path) -> RunPart:
+    """Return a part that reads nothing of its process."""
+    return kind(assembly.plan.config, RunDirectory(directory), None)
 
 
 def saves(assembly: Assembly, directory: pathlib.Path) -> list[tuple[int, bool]]:

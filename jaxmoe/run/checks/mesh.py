@@ -11,7 +11,6 @@ from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import Plan
-from jaxmoe.run.replicas.checks import check_workers
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.pipeline import check_pipeline
 from sharding import axes as ax
@@ -34,7 +33,7 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
         check_pipeline(plan.model, execution, number)
         step = dataclasses.replace(plan.step_plan(execution), accumulation=number)
         step.gradients.check(step)
-    check_workers(config, mesh_config, trains=trains)
+    _check_workers(config, mesh_config, trains=trains)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(
             f"watch.gradients_every={every} compares gradients of whole layers, and"
@@ -111,3 +110,43 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
                 " devices that share a batch must divide: choose fewer training.batch_ramp.stages"
                 " or a larger batch"
             )
+
+
+def _check_workers(config: PretrainConfig, mesh: MeshConfig, *, trains: bool) -> None:
+    """Refuse batches that workers cannot share, and features that need one state.
+
+    Args:
+        config: Configuration of a run.
+        mesh: Mesh with every size filled in.
+        trains: Whether the run is trained on this mesh.
+    """
+    replicas, training = config.replicas, config.training
+    if replicas.exchanges == "nothing":
+        return
+    number = replicas.num_workers(mesh.replica)
+    if config.data.packs_levels:
+        raise ValueError(
+            f"data.packing levels packs the batch of all devices, and replicas {replicas.name!r}"
+            f" gives each of {number} workers a batch of its own: set data.packing to best_fit"
+        )
+    devices = mesh.batch_shards // mesh.replica if trains else 1
+    for _, rows in training.batch_sizes.stages:
+        accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
+        if rows % (number * accumulation * devices):
+            shared = f" times the {devices} devices that share the rows of a worker"
+            raise ValueError(
+                f"training.batch_size={rows} must be divisible by the {number} workers of replicas"
+                f" {replicas.name!r} times training.accumulation={accumulation}"
+                f"{shared * (devices > 1)}: choose a multiple of"
+                f" {number * accumulation * devices}"
+            )
+    if config.checkpoint.on_lost_stage == "average":
+        raise ValueError(
+            "checkpoint.on_lost_stage=average weighs layers by the gradients of one model, and"
+            f" replicas {replicas.name!r} trains {number}: set checkpoint.on_lost_stage to fail"
+        )
+    if every := config.watch.gradients_every:
+        raise ValueError(
+            f"watch.gradients_every={every} compares gradients of equal parameters, and workers of"
+            f" replicas {replicas.name!r} have their own: set watch.gradients_every to 0"
+        )

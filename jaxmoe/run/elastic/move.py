@@ -32,7 +32,7 @@ def check_movable(running: Assembly) -> None:
             " the run, and resume it on the other mesh"
         )
     replicas = running.plan.config.replicas
-    if running.island is not None or replicas.exchanges != "nothing":
+    if running.job is not None or replicas.exchanges != "nothing":
         raise ValueError(
             f"replicas {replicas.name!r} keeps a state for each worker: stop the run, and resume it"
             " on the other mesh"

@@ -28,8 +28,9 @@ import numpy as np
 
 from jaxmoe.messages import say
 from jaxmoe.planning.attached import memory_warning
-from jaxmoe.run.assemble import Assembly, assemble, describe_devices, describe_mesh
+from jaxmoe.run.assemble import Assembly, assemble, describe_mesh
 from jaxmoe.run.compile import CompiledStep, compile_steps
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.move import check_movable, check_shapes, move_state
 from jaxmoe.run.elastic.request import (
@@ -45,7 +46,9 @@ from jaxmoe.run.elastic.request import (
 )
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import Moved, RunPart
+from jaxmoe.run.prepare import record_devices
 from jaxmoe.run.recovery import with_raised_rate
+from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, share
 
@@ -76,10 +79,13 @@ class Resizing(RunPart):
     """Ends the loop when the mesh that a request names is ready, and moves the run there.
 
     Args:
+        config: Unused.
         directory: Held directory of the run.
+        supervision: Unused.
     """
 
-    def __init__(self, directory: RunDirectory):
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del config, supervision
         self._directory = directory
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="resize")
         self._assembly: Assembly | None = None
@@ -288,22 +294,6 @@ def prepare_mesh(text: str, running: Assembly, step: int, shapes: TrainState) ->
         first_step=step,
         compile_seconds=time.perf_counter() - began,
         warning=memory_warning(assembly.plan.step_plan(assembly.execution), local),
-    )
-
-
-def record_devices(directory: RunDirectory, assembly: Assembly) -> None:
-    """Write `environment.json`: what the run is on, and which devices of the job it leaves out.
-
-    Args:
-        directory: Held directory of the run.
-        assembly: Plan, devices and data of the run.
-    """
-    used = list(assembly.mesh.devices.flat)
-    directory.write_environment(
-        describe_devices(used),
-        assembly.execution.precision.compute_dtype.name,
-        mesh=assembly.execution.mesh.by_axis,
-        spare_devices=describe_devices([one for one in jax.devices() if one not in used]),
     )
 
 

@@ -18,8 +18,30 @@ import jax
 
 from jaxmoe.messages import say
 from jaxmoe.resilience.shared_memory import ELASTIC
+from jaxmoe.run.assemble import Setting
 from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.request import Place, check_resized, fit_data
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.supervision import Supervision
+
+
+class Shrink(RunPart):
+    """Fits the mesh of a run to the processes that are left.
+
+    Args:
+        config: Unused.
+        directory: Unused.
+        supervision: Unused.
+    """
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del config, directory, supervision
+
+    def fit(self, setting: Setting) -> Setting:
+        """Return the configuration for the devices that are there, and those that are used."""
+        config, devices = fitted(setting.config)
+        return dataclasses.replace(setting, config=config, devices=devices)
 
 
 def fitted(config: PretrainConfig) -> tuple[PretrainConfig, list[jax.Device]]:

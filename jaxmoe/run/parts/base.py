@@ -3,7 +3,7 @@
 """`RunPart`: what a capability does in a run that most runs do without.
 
 `jaxmoe.run.trainer.Trainer` calls the parts of a run where its own steps say so, and knows none by
-name.
+name. They are made before anything else of the run, see `jaxmoe/run/parts/members.py`.
 
 To add a part: a class derived from `RunPart`, a config derived from `RunPartConfig` that builds it,
 and a row in `jaxmoe/catalog/runs.py`.
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.assemble import Assembly, Setting
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.restore import Begun
+from jaxmoe.run.restore import Begun, PlacedSource
 from jaxmoe.training.hooks import Hook
+from jaxmoe.training.loop import StopReason
 from jaxmoe.training.state import TrainState
 
 
@@ -37,7 +38,12 @@ class RunPart:
 
     All processes call the methods alike, in this order:
 
+    fit             before the run is assembled: its config and devices
+    prepared        once the run directory is held: plan, devices and data
+    sources         before a state is restored: where one may be found
     restored        when a state was restored; again after a rollback
+    record          after that, when the run has recorded its config; again after a rollback
+    heading         for the header
     join            before the first step, with what compiles the step
     around, hooks   make the step and the hooks of each loop of steps
     begin           just before the first step of each loop
@@ -50,6 +56,41 @@ class RunPart:
 
     goes_back: ClassVar[bool] = True
     """Whether the run may go on from an earlier step after refused steps."""
+
+    def fit(self, setting: Setting) -> Setting:
+        """Return what the run is assembled from.
+
+        Args:
+            setting: Config and devices of this start.
+
+        Raises:
+            ValueError: The config does not fit the processes, or what this part does.
+        """
+        return setting
+
+    def prepared(self, assembly: Assembly) -> Assembly:
+        """Return plan, devices and data with which the run begins; the directory is held.
+
+        Args:
+            assembly: Those of the config.
+        """
+        return assembly
+
+    def sources(self) -> Sequence[PlacedSource]:
+        """Return sources of a state, with their places among those of `restore.SOURCES`."""
+        return ()
+
+    def record(self, begun: Begun) -> None:
+        """Write what belongs to the state to the run directory; the first process writes."""
+
+    def heading(self, assembly: Assembly) -> Sequence[str]:
+        """Return lines for the header of the run.
+
+        Args:
+            assembly: Plan, devices and data with which the run begins.
+        """
+        del assembly
+        return ()
 
     def restored(self, begun: Begun) -> None:
         """Note the state that the run begins with, or goes on with after a rollback."""
@@ -98,7 +139,7 @@ class RunPart:
             watches: Receiver of numbers and warnings.
         """
 
-    def event(self) -> Literal["resized"] | None:
+    def event(self) -> StopReason | None:
         """Return a reason to end the loop, the same on all processes; each asks at one step."""
         return None
 

@@ -20,12 +20,12 @@ class RunPartConfig(abc.ABC):
     """Name in the catalogue, in config files and on the command line."""
 
     @abc.abstractmethod
-    def build(self, begun: Any, supervision: Any) -> Any:
+    def build(self, directory: Any, supervision: Any) -> Any:
         """Return the part for one start of a run, a `jaxmoe.run.parts.base.RunPart`.
 
         Args:
-            begun: State that the run begins with, and its plan, devices and data:
-                `jaxmoe.run.restore.Begun`.
+            directory: Directory of the run, which is not held yet:
+                `jaxmoe.run.directory.RunDirectory`.
             supervision: Watchdog, signals and resources of this process:
                 `jaxmoe.run.supervision.Supervision`.
 

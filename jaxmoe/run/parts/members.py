@@ -1,136 +1,164 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the parts of a run: those that fields of its config ask for, and those of `parts`."""
+"""Makes the parts of a run: those that its config, its environment or its history ask for.
+
+A part is imported when a run asks for it, by its address in `PARTS`. What the tuple `parts` of the
+config names follows. To add a part that no field asks for: a row in `jaxmoe/catalog/runs.py`.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import os
+import pkgutil
+import time
+from collections.abc import Callable
+from typing import Final
 
 import jax
 
-from jaxmoe.resilience.links.probe import LinkProbe
-from jaxmoe.resilience.links.watch import PROBE_BYTES, LinkHook
-from jaxmoe.resilience.recompute import RecomputedStep
-from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.compile import CompiledStep
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.resizing import Resizing
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.snapshots import Snapshots
-from jaxmoe.run.recovery import averaged_events, record_averaged
-from jaxmoe.run.replicas.islands import connect_island
-from jaxmoe.run.restore import Begun
+from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.supervision import Supervision
-from jaxmoe.training.hooks import Hook
-from jaxmoe.training.optimizer_files.part_files import PartFiles
+from jaxmoe.training.loop import StopReason
+from jaxmoe.training.state import TrainState
+from sharding.distributed import agree
+
+PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
+    (
+        lambda config: config.checkpoint.snapshot_every,
+        "jaxmoe.run.parts.snapshots:Snapshots",
+    ),
+    (
+        lambda config: config.checkpoint.on_lost_stage == "average",
+        "jaxmoe.run.recovery:Replacement",
+    ),
+    (
+        lambda config: os.environ.get("JAXMOE_ELASTIC"),
+        "jaxmoe.run.elastic.shrink:Shrink",
+    ),
+    (
+        lambda config: getattr(config.data, "partition", None),
+        "jaxmoe.run.provenance.kept_partition:KeptPartition",
+    ),
+    (
+        lambda config: config.execution.optimizer_memory == "files",
+        "jaxmoe.run.parts.optimizer_files:OptimizerFiles",
+    ),
+    (
+        lambda config: config.replicas.exchanges != "nothing",
+        "jaxmoe.run.replicas.workers:ReplicasPart",
+    ),
+    (
+        lambda config: os.environ.get("JAXMOE_ISLAND"),
+        "jaxmoe.run.replicas.islands:Island",
+    ),
+    (
+        lambda config: config.checkpoint.recompute,
+        "jaxmoe.run.parts.devices:Recomputation",
+    ),
+    (
+        lambda config: config.watch.links_every,
+        "jaxmoe.run.parts.devices:LinkMeasurements",
+    ),
+)
+"""What asks for a part, and the address of its class, in the order in which the parts act."""
+
+HISTORY: Final = {"averaged": "jaxmoe.run.recovery:Replacement"}
+"""Events of lineage.json after which a part belongs to the run whatever its config says."""
+
+REQUESTS: Final = {"resize.json": "jaxmoe.run.elastic.resizing:Resizing"}
+"""Files of the run directory that ask for a part while the run trains."""
+
+_POLL_SECONDS = 0.5
+"""Seconds between two looks for a request."""
 
 
 def make_parts(
-    begun: Begun,
-    directory: RunDirectory,
-    supervision: Supervision,
-    snapshots: SnapshotStore | None,
-) -> tuple[RunPart, ...]:
-    """Return the parts of a run, in the order in which they act.
+    config: PretrainConfig, directory: RunDirectory, supervision: Supervision
+) -> list[RunPart]:
+    """Return the parts of a run, in the order in which they act; every process must call this.
 
     Args:
-        begun: State that the run begins with.
-        directory: Run directory, held by the first process.
-        supervision: Watchdog, signals and resources of this process, which closes the parts.
-        snapshots: Snapshots of this process; None without any.
+        config: Configuration of this start.
+        directory: Run directory, which is not held yet.
+        supervision: Watchdog, signals and resources of this process.
+
+    Raises:
+        ValueError: The run cannot have a part, or its lineage.json is damaged.
     """
-    assembly, config = begun.assembly, begun.assembly.plan.config
-    parts: list[RunPart] = [Replacement(directory), Resizing(directory)]
-    if assembly.files is not None:
-        parts.append(OptimizerFiles(assembly.files))
-    if snapshots is not None:
-        parts.append(Snapshots(snapshots))
-    if assembly.island is not None and begun.step < config.training.steps:
-        parts.append(connect_island(assembly, begun.state, supervision))
-    if config.checkpoint.recompute:
-        parts.append(Recomputation(config.checkpoint.recompute))
-    if config.watch.links_every:
-        parts.append(LinkMeasurements(config.watch.links_every))
-    parts += [one.build(begun, supervision) for one in config.parts]
-    for part in parts:
-        supervision.resources.callback(part.close)
-    return tuple(parts)
+    events = read_lineage(directory) if jax.process_index() == 0 else ()
+    names = {event.event for event in events}
+    past = {address for name, address in HISTORY.items() if agree(name in names)}
+    addresses = [address for asks, address in PARTS if asks(config) or address in past]
+    parts: list[RunPart] = [
+        pkgutil.resolve_name(address)(config, directory, supervision) for address in addresses
+    ]
+    parts += [Request(name, config, directory, supervision, parts) for name in REQUESTS]
+    parts += [member.build(directory, supervision) for member in config.parts]
+    return parts
 
 
-class Recomputation(RunPart):
-    """Computes steps twice, which finds a device that computes wrong numbers.
+class Request(RunPart):
+    """Adds a part to a run once a file in the run directory asks for it.
 
     Args:
-        every: Steps between comparisons.
+        name: Name of the file.
+        config: Configuration of the run.
+        directory: Run directory.
+        supervision: Watchdog, signals and resources of this process, which closes the part.
+        parts: Parts of the run, to which the part is added.
     """
 
-    def __init__(self, every: int):
-        self._every = every
+    def __init__(
+        self,
+        name: str,
+        config: PretrainConfig,
+        directory: RunDirectory,
+        supervision: Supervision,
+        parts: list[RunPart],
+    ):
+        self._file = directory.path / name
+        self._address = REQUESTS[name]
+        self._arguments = config, directory, supervision
+        self._resources = supervision.resources
+        self._parts = parts
+        self._part: RunPart | None = None
+        self._loop: tuple[Assembly, int, TrainState, Watches] | None = None
+        self._looked = -_POLL_SECONDS
 
-    def around(self, step_function: CompiledStep, assembly: Assembly, step: int) -> CompiledStep:
-        """Return the step that is computed twice every few steps."""
-        del assembly
-        return RecomputedStep(step_function, self._every, step)
-
-
-class LinkMeasurements(RunPart):
-    """Measures the links between devices, and names slow ones.
-
-    Args:
-        every: Steps between measurements.
-    """
-
-    def __init__(self, every: int):
-        self._every = every
-
-    def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
-        """Return the hook that measures; none on one device."""
-        if assembly.mesh.size == 1:
-            return ()
-        hook = LinkHook(
-            functools.partial(LinkProbe, assembly.mesh, PROBE_BYTES),
-            every=self._every,
-            report=watches.warn,
-            log=watches.reporter.watched,
+    def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
+        """Keep what a part is told of the loop, of its state the shapes."""
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
         )
-        return (hook,)
+        self._loop = assembly, step, shapes, watches
 
+    def event(self) -> StopReason | None:
+        """Add the part when the first process sees the file; it is asked for events at once."""
+        if self._part is not None:
+            return None
+        is_there, now = False, time.monotonic()
+        if jax.process_index() == 0 and now - self._looked >= _POLL_SECONDS:
+            self._looked = now
+            is_there = os.path.lexists(self._file)
+        if agree(is_there):
+            assert self._loop is not None  # the loop has begun
+            part = self._part = self._make()
+            self._resources.callback(part.close)
+            part.begin(*self._loop)
+            self._parts.append(part)
+        return None
 
-class Replacement(RunPart):
-    """Records in lineage and summary what was replaced in a state that had lost a part.
+    def ended(self, step: int, status: str) -> None:
+        """Let a part answer a request that came too late for this loop."""
+        if self._part is None and jax.process_index() == 0 and os.path.lexists(self._file):
+            part = self._make()
+            part.ended(step, status)
+            part.close()
 
-    Args:
-        directory: Run directory, held by the first process.
-    """
-
-    def __init__(self, directory: RunDirectory):
-        self._directory = directory
-
-    def restored(self, begun: Begun) -> None:
-        """Record what was replaced, if anything."""
-        if begun.averaged is not None and jax.process_index() == 0:
-            record_averaged(self._directory, begun.averaged)
-
-    def rows(self) -> Mapping[str, Any]:
-        """Return what was replaced in the run so far, if anything."""
-        replaced = averaged_events(self._directory)
-        return {"averaged": replaced} if replaced else {}
-
-
-class OptimizerFiles(RunPart):
-    """Tells where the optimiser state lies that is kept in files.
-
-    Args:
-        files: Files of the run.
-    """
-
-    def __init__(self, files: PartFiles):
-        self._files = files
-
-    def rows(self) -> Mapping[str, Any]:
-        """Return directory, size and speed of the files."""
-        return {"optimizer_files": self._files.facts()}
+    def _make(self) -> RunPart:
+        return pkgutil.resolve_name(self._address)(*self._arguments)

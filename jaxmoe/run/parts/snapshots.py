@@ -9,25 +9,31 @@ $JAXMOE_SNAPSHOTS and deletes it at the end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmoe.configs import fingerprint, to_json
-from jaxmoe.resilience.hooks import SnapshotHook
 from jaxmoe.resilience.shared_memory import SNAPSHOTS
-from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.resilience.snapshot import Restored, SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.recovery import begun_with, restore_averaged_snapshot
+from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
+from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.hooks import Hook
+from jaxmoe.training.state import TrainState
 from jaxmoe.training.stopwatch import CHECKPOINT
-from sharding.distributed import gather
+from sharding.distributed import agree, gather
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +67,41 @@ class Snapshots(RunPart):
     """Keeps snapshots every few steps, from which processes restarted by a supervisor continue.
 
     Args:
-        store: Snapshots of this process.
+        config: Configuration of the run.
+        directory: Run directory.
+        supervision: Unused.
     """
 
-    def __init__(self, store: SnapshotStore):
-        self._store = store
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del supervision
+        self._averages = config.checkpoint.on_lost_stage == "average"
+        self._directory = directory
+        self._store: SnapshotStore | None = None
+        self._restored: int | None = None
+
+    def prepared(self, assembly: Assembly) -> Assembly:
+        """Open the snapshots of this process."""
+        self._store = open_snapshots(assembly, self._directory)
+        return assembly
+
+    def sources(self) -> Sequence[PlacedSource]:
+        """Return the snapshots, if any are kept."""
+        if self._store is None:
+            return ()
+        newest = (Place.NEWER, functools.partial(self._newest, self._store))
+        older = (Place.LOST, functools.partial(self._older, self._store))
+        return (newest, older) if self._averages else (newest,)
+
+    def restored(self, begun: Begun) -> None:
+        """Delete the snapshots, unless the run begins with one."""
+        del begun
+        if self._store is not None and self._restored is None:
+            self._store.keep_only(None)
 
     def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
         """Return the hook that keeps snapshots, with the metrics of their steps on disk."""
+        if self._store is None:
+            return ()
         config = assembly.plan.config
         hook = SnapshotHook(
             self._store,
@@ -83,15 +116,88 @@ class Snapshots(RunPart):
     def ended(self, step: int, status: str) -> None:
         """Wait for the snapshot that is written."""
         del step, status
-        self._store.finish()
+        self.close()
 
     def go_back(self) -> None:
         """Delete the snapshots."""
-        self._store.keep_only(None)
+        if self._store is not None:
+            self._store.keep_only(None)
 
     def close(self) -> None:
         """Wait for the snapshot that is written."""
-        self._store.finish()
+        if self._store is not None:
+            self._store.finish()
+
+    def _newest(self, store: SnapshotStore, search: Search) -> Begun | None:
+        """Return a snapshot at least as new as the newest checkpoint, of which none is read then.
+
+        A run that goes back has deleted its snapshots.
+        """
+        if not search.is_start:
+            return None
+        newest = agree(search.checkpoints.latest_step() or 0)
+        check = search.lineage.check_own
+        restored = store.restore_newest(search.shapes, at_least=newest, check=check)
+        if restored is not None:
+            return self._begun(store, search, restored)
+        if not self._averages:
+            store.keep_only(None)
+        return None
+
+    def _older(self, store: SnapshotStore, search: Search) -> Begun | None:
+        """Return a snapshot older than checkpoints that are lost, or one that lost processes."""
+        if not search.is_start:
+            return None
+        state, check = search.assembly.new_state(), search.lineage.check_own
+        restored = store.restore_newest(state, check=check)
+        if restored is not None:
+            return self._begun(store, search, restored)
+        shared = pathlib.Path(search.checkpoints.directory).with_name("snapshots")
+        table = search.assembly.plan.table
+        averaged = restore_averaged_snapshot(store, shared, state, table, check)
+        store.keep_only(None)
+        return None if averaged is None else begun_with(search, averaged)
+
+    def _begun(self, store: SnapshotStore, search: Search, restored: Restored) -> Begun:
+        """Return the state of a snapshot, and keep no other."""
+        self._restored = restored.step
+        store.keep_only(restored.step)
+        return search.begun(restored.step, restored.state, restored.words)
+
+
+class SnapshotHook:
+    """Saves a snapshot every few steps, except after the last, when a checkpoint is saved.
+
+    Args:
+        store: Snapshots of this process.
+        config: Config of the run as JSON.
+        position: Data position after a number of steps.
+        every: Steps between snapshots; 0 disables them.
+        last_step: Last step of the run.
+        before: Called before each snapshot, to flush what belongs to its steps.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        *,
+        config: dict[str, Any],
+        position: Callable[[int], dict[str, Any]],
+        every: int,
+        last_step: int,
+        before: Callable[[], None],
+    ):
+        self._store, self._config, self._position = store, config, position
+        self._every, self._last_step, self._before = every, last_step, before
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is a multiple of `every` and not the last."""
+        return self._every > 0 and step % self._every == 0 and step < self._last_step
+
+    def run(self, step: int, state: TrainState) -> None:
+        """Copy the state; writing continues in the background."""
+        self._before()
+        self._store.save(step, state, config=self._config, data=self._position(step))
 
 
 def _decisive(config: PretrainConfig) -> str:

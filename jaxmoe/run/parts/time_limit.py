@@ -9,6 +9,7 @@ import time
 from typing import ClassVar, Literal
 
 from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.parts.config import RunPartConfig
 from jaxmoe.run.restore import Begun
@@ -28,9 +29,9 @@ class TimeLimitConfig(RunPartConfig):
         if not self.minutes > 0:
             raise ValueError(f"minutes={self.minutes} must be above 0")
 
-    def build(self, begun: Begun, supervision: Supervision) -> TimeLimit:
-        """Return the part, whose time begins now."""
-        del begun
+    def build(self, directory: RunDirectory, supervision: Supervision) -> TimeLimit:
+        """Return the part, whose time begins with the restored state."""
+        del directory
         return TimeLimit(60.0 * self.minutes, supervision.stop)
 
 
@@ -38,15 +39,22 @@ class TimeLimit(RunPart):
     """Asks a run to stop once a time has passed.
 
     Args:
-        seconds: Seconds from now.
+        seconds: Seconds from the restored state on.
         stop: Request of this process to stop, on which all processes agree.
     """
 
     def __init__(self, seconds: float, stop: StopRequest):
-        self._end, self._stop = time.monotonic() + seconds, stop
+        self._seconds, self._stop = seconds, stop
+        self._end: float | None = None
+
+    def restored(self, begun: Begun) -> None:
+        """Begin the time, unless this was a rollback."""
+        del begun
+        if self._end is None:
+            self._end = time.monotonic() + self._seconds
 
     def event(self) -> Literal["resized"] | None:
         """Ask to stop when the time is over; the run ends after the next step."""
-        if time.monotonic() > self._end:
+        if self._end is not None and time.monotonic() > self._end:
             self._stop.time_is_over()
         return None

@@ -4,10 +4,16 @@
 
 from __future__ import annotations
 
+import jax
+
 from jaxmoe.data import Source
 from jaxmoe.data.partition import Partition
 from jaxmoe.disk import replace_file
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.restore import Begun
+from jaxmoe.run.supervision import Supervision
 
 
 def partition_of(source: Source) -> Partition | None:
@@ -15,17 +21,27 @@ def partition_of(source: Source) -> Partition | None:
     return getattr(source, "partition", None)
 
 
-def keep_partition(directory: RunDirectory, source: Source) -> None:
-    """Write the centroids of a run's data, if its documents are partitioned.
+class KeptPartition(RunPart):
+    """Writes the centroids of a run's data.
 
     Args:
-        directory: Run directory, held by this process.
-        source: Data of the run.
-
-    Raises:
-        ValueError: The directory cannot be written.
+        config: Unused.
+        directory: Run directory.
+        supervision: Unused.
     """
-    partition = partition_of(source)
-    if partition is not None and not directory.partition_file.exists():
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del config, supervision
+        self._directory = directory
+
+    def record(self, begun: Begun) -> None:
+        """Write the centroids, unless they are there.
+
+        Raises:
+            ValueError: The directory cannot be written.
+        """
+        directory, partition = self._directory, partition_of(begun.assembly.source)
+        if jax.process_index() != 0 or partition is None or directory.partition_file.exists():
+            return
         with directory.usable():
             replace_file(directory.partition_file, partition.clusters.to_bytes())

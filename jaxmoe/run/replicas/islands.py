@@ -27,12 +27,14 @@ import jax.numpy as jnp
 from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.errors import EndRunError
 from jaxmoe.islands import IslandConfig, MessageSizes, Rounds, connect
+from jaxmoe.islands.config import VARIABLE
 from jaxmoe.islands.errors import IslandError, StoppedError
 from jaxmoe.messages import say
 from jaxmoe.replicas.fragments import Fragment
-from jaxmoe.resilience.stop import Reason
-from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.assemble import Assembly, Setting
 from jaxmoe.run.compile import CompiledStep
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.restore import Begun
 from jaxmoe.run.supervision import Supervision
@@ -47,6 +49,7 @@ from jaxmoe.training.workers.between_jobs import (
 )
 from jaxmoe.training.workers.local import local_of, with_local
 from jaxmoe.training.workers.state import WorkerTraining
+from sharding.mesh import MeshConfig
 
 logger = logging.getLogger(__name__)
 
@@ -70,36 +73,57 @@ class Island(RunPart):
     """Rounds of one island with the others.
 
     Args:
-        config: Number of the island, and where islands meet.
-        training: Method, with one worker.
-        state: State from which shapes and sizes are taken.
-        stop: Returns why the run is to stop; None while it goes on.
-        beat: Called with an activity when it begins.
+        config: Configuration of the run.
+        directory: Unused.
+        supervision: Watchdog and signals of this process.
     """
 
     goes_back: ClassVar[bool] = False  # the others do not
 
-    def __init__(
-        self,
-        config: IslandConfig,
-        training: WorkerTraining,
-        state: TrainState,
-        stop: Callable[[], Reason | None] = lambda: None,
-        beat: Callable[[str], None] = lambda what: None,
-    ):
-        self._config, self._training, self._stop = config, training, stop
-        self._beat = beat
+    _training: WorkerTraining
+    _between: BetweenJobs
+    _like: dict[int, Any]
+    _layout: TrainState
+    _rounds: Rounds
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del config, directory
+        island = IslandConfig.from_environment()
+        assert island is not None  # or the run has no such part
+        self._config = island
+        self._stop_request = supervision.stop
+        self._beat = supervision.watchdog.beat
         self._stops: float | None = None
-        self._between = BetweenJobs(training)
-        self._like = {part.number: self._between.like(part, state) for part in training.fragments}
-        self._layout = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        sizes = MessageSizes(
-            update=max(map(num_bytes, self._like.values())), state=num_bytes(state)
-        )
-        self._rounds: Rounds = connect(config, sizes, check=self._check)
+        self._is_connected = False
         self._step = self._exchanged = 0
+
+    def fit(self, setting: Setting) -> Setting:
+        """Let the job take its part of each batch."""
+        config, island = setting.config, self._config
+        _check_island(config, island, config.execution.mesh.resolve(len(setting.devices)))
+        return replace(setting, job=(island.member % island.of, island.of))
+
+    def restored(self, begun: Begun) -> None:
+        """Find the other islands, which this one has not joined yet."""
+        assembly, state = begun.assembly, begun.state
+        if begun.step >= assembly.plan.config.training.steps:
+            return
+        training = assembly.worker_training
+        assert training is not None  # checked by `fit`
+        with jax.set_mesh(assembly.mesh):
+            self._training = training
+            self._between = BetweenJobs(training)
+            self._like = {
+                part.number: self._between.like(part, state) for part in training.fragments
+            }
+            self._layout = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+            )
+            sizes = MessageSizes(
+                update=max(map(num_bytes, self._like.values())), state=num_bytes(state)
+            )
+            self._rounds = connect(self._config, sizes, check=self._check)
+        self._is_connected = True
 
     def join(self, begun: Begun, compile_step: Callable[[], None]) -> Begun:
         """Take the island's place among the others, with their state or its own.
@@ -168,11 +192,12 @@ class Island(RunPart):
 
     def close(self) -> None:
         """Leave the other islands."""
-        self._rounds.close()
+        if self._is_connected:
+            self._rounds.close()
 
     def _check(self) -> None:
         """End a wait for the others some seconds after the run was asked to stop."""
-        if (reason := self._stop()) is None:
+        if (reason := self._stop_request.reason) is None:
             return
         now = time.monotonic()
         self._stops = now if self._stops is None else self._stops
@@ -184,7 +209,7 @@ class Island(RunPart):
         text = f"island {self._config.member}: {error}"
         if not isinstance(error, StoppedError):
             return IslandLeftError(f"{text}; it joins when it is started again")
-        reason = self._stop()
+        reason = self._stop_request.reason
         if reason == "taken_over":
             return LeaseLostError(text)
         kind = IslandInterruptedError if reason == "interrupted" else IslandLeftError
@@ -226,16 +251,28 @@ class Island(RunPart):
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), arrays, self._layout)
 
 
-def connect_island(assembly: Assembly, state: TrainState, supervision: Supervision) -> Island:
-    """Return the rounds of an island, which it has not joined yet.
-
-    Args:
-        assembly: Plan, devices and data of a run that is one of several islands.
-        state: State of the run, from which shapes are taken.
-        supervision: Watchdog and signals of this process.
-    """
-    config, training = assembly.island, assembly.worker_training
-    assert config is not None and training is not None  # checked by `assemble`
-    stop, watchdog = supervision.stop, supervision.watchdog
-    with jax.set_mesh(assembly.mesh):
-        return Island(config, training, state, lambda: stop.reason, watchdog.beat)
+def _check_island(config: PretrainConfig, island: IslandConfig, mesh: MeshConfig) -> None:
+    """Refuse what a run whose replicas are jobs of their own cannot do."""
+    where = f"{VARIABLE} makes this run island {island.member} of {island.of}"
+    if config.replicas.exchanges != "parameters":
+        raise ValueError(
+            f"{where}, and replicas {config.replicas.name!r} exchanges {config.replicas.exchanges}:"
+            " choose replicas:diloco"
+        )
+    if mesh.replica > 1 or jax.process_count() > 1:
+        raise ValueError(
+            f"{where}, and an island is one worker in one process: execution.mesh.replica="
+            f"{mesh.replica} must be 1, and {jax.process_count()} processes must be 1"
+        )
+    parts = island.of * config.training.accumulation
+    if config.training.batch_size % (parts * mesh.batch_shards):
+        raise ValueError(
+            f"{where}: training.batch_size={config.training.batch_size} must be divisible by the"
+            f" islands times micro-batches times devices that share a batch"
+            f" ({parts * mesh.batch_shards})"
+        )
+    if config.checkpoint.recompute:
+        raise ValueError(
+            f"{where}, and checkpoint.recompute={config.checkpoint.recompute} repeats steps with"
+            " their exchanges: set checkpoint.recompute to 0"
+        )

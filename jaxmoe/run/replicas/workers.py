@@ -1,18 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads checkpoints of runs whose workers communicate rarely, and describes such runs.
+"""Restores checkpoints of runs whose workers communicate rarely, and describes such runs.
 
-A run is read without the states of its workers to be evaluated, generated from or exported. It
-continues with another number of workers as well: each new worker begins with the parameters that
-the world sees and the optimiser of worker i mod R of the checkpoint; messages under way and errors
-that codecs had kept are dropped. Moments of which each worker has those of its own rows begin anew:
-with other workers the rows are others.
+A run continues with another number of workers as well: each new worker begins with the parameters
+that the world sees and the optimiser of worker i mod R of the checkpoint; messages under way and
+errors that codecs had kept are dropped. Moments of which each worker has those of its own rows
+begin anew: with other workers the rows are others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,16 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.replicas.cost import cost
 from jaxmoe.replicas.timing import Timing
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
+from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, flatten, unpack
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.local import WORKERS, local_of, with_local
@@ -35,24 +40,47 @@ logger = logging.getLogger(__name__)
 _LOCAL = f"parts/{WORKERS}/"
 
 
-def has_workers(manifest: CheckpointManifest) -> bool:
-    """Return whether a checkpoint holds states of workers that communicate rarely."""
-    return any(name.startswith(_LOCAL) for name in manifest.arrays)
-
-
-def world_of_workers(assembly: Assembly, manager: CheckpointManager, step: int) -> TrainState:
-    """Return what the world sees of a run, without the states of its workers.
+class ReplicasPart(RunPart):
+    """Restores checkpoints of other numbers of workers, and describes the workers of a run.
 
     Args:
-        assembly: Plan and devices.
-        manager: Checkpoints of the run.
-        step: Step to read.
+        config: Unused.
+        directory: Unused.
+        supervision: Unused.
     """
-    names = ("params", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
-    shapes = assembly.world_shapes()
-    target = {name: getattr(shapes, name) for name in names}
-    state = dataclasses.replace(assembly.new_world(), opt_state={}, **dict.fromkeys(names))
-    return dataclasses.replace(state, **restore_part(manager.directory, target, step=step))
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del config, directory, supervision
+        self._description: str | None = None
+
+    def sources(self) -> Sequence[PlacedSource]:
+        """Return the newest checkpoint, where it has another number of workers."""
+        return ((Place.CHECKPOINT, _from_other_workers),)
+
+    def heading(self, assembly: Assembly) -> Sequence[str]:
+        """Return method, number of workers and bytes."""
+        return (f"replicas {describe_workers(assembly)}",)
+
+    def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
+        """Note the workers of the mesh."""
+        del step, state, watches
+        self._description = describe_workers(assembly)
+
+    def rows(self) -> Mapping[str, Any]:
+        """Return the description."""
+        return {"replicas": self._description}
+
+
+def _from_other_workers(search: Search) -> Begun | None:
+    """Return the newest checkpoint if it has another number of workers than the run."""
+    newest = search.checkpoints.latest_step()
+    if newest is None or not search.is_start:
+        return None
+    state = with_other_workers(search.assembly, search.checkpoints, newest, search.shapes)
+    if state is None:
+        return None
+    search.lineage.check_own(search.checkpoints.shared_manifest(newest))
+    return search.begun(newest, state, f"step {newest}, with other workers")
 
 
 def with_other_workers(
@@ -140,7 +168,7 @@ def describe_workers(assembly: Assembly) -> str | None:
     number, often = _num_workers(assembly), "gradients in every step"
     if assembly.worker_training is not None:
         often = _timing_in_words(assembly.worker_training.method.timing)
-    is_alone = training.workers.is_spread or assembly.island is not None
+    is_alone = training.workers.is_spread or assembly.job is not None
     where = "" if is_alone else " on the same devices"
     synchronous = synchronous_bytes(assembly, number)
     return (
@@ -151,8 +179,8 @@ def describe_workers(assembly: Assembly) -> str | None:
 
 
 def _num_workers(assembly: Assembly) -> int:
-    if assembly.island is not None:
-        return assembly.island.of
+    if assembly.job is not None:
+        return assembly.job[1]
     return assembly.plan.config.replicas.num_workers(assembly.execution.mesh.replica)
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 
 from jaxmoe.data.levels.rows import documents_of
@@ -16,12 +18,17 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import Plan, describe_rates
 from jaxmoe.run.provenance.lineage import read_lineage
-from jaxmoe.run.replicas.workers import describe_workers
 from jaxmoe.run.reporting.pipelines import pipeline_in_words, skipping_in_words
 from jaxmoe.tracking.console import format_count, format_flops
 
 
-def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_step: int) -> None:
+def print_header(
+    name: str,
+    directory: RunDirectory,
+    assembly: Assembly,
+    first_step: int,
+    part_lines: Sequence[str],
+) -> None:
     """Log devices, model, data and plan of a run, before the first step.
 
     Args:
@@ -29,6 +36,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         directory: Run directory.
         assembly: Plan, devices and data of the run.
         first_step: Number of steps already done.
+        part_lines: Lines of the parts of the run.
     """
     plan, training = assembly.plan, assembly.plan.config.training
     model, moe = plan.model, plan.model.moe
@@ -62,13 +70,8 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     if training.skipping is not None:
         given = training.skipping, assembly.execution, training.accumulation
         say(f"skipping {skipping_in_words(*given)}")
-    if (files := assembly.files) is not None:
-        say(
-            f"moments  {files.size / 1e6:.1f} MB in {len(files.layouts)} files, read and written"
-            f" once a step: {files.directory}"
-        )
-    if (workers := describe_workers(assembly)) is not None:
-        say(f"replicas {workers}")
+    for line in part_lines:
+        say(line)
     if model.adapter is not None:
         say("\n".join(_adapter_lines(plan)))
     if rates := describe_rates(plan):

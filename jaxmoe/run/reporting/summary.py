@@ -19,7 +19,6 @@ from jaxmoe.routing.balancers import conversions
 from jaxmoe.routing.telemetry import LoadWindow
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.replicas.workers import describe_workers
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.header import sequence_form
 from jaxmoe.run.reporting.pipelines import saved_by_skipping
@@ -91,7 +90,7 @@ def summarise(
         "skipped_steps": reporter.skipped,
         "rollbacks": len(assembly.loader.skipped.windows),
         "mesh": describe_mesh(assembly.mesh),
-        "replicas": describe_workers(assembly),
+        "replicas": None,
         "skipping": _skipping(assembly),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
@@ -101,6 +100,7 @@ def summarise(
         "profile": facts.get("profile"),
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
+        "resizes": [],
         **facts["parts"],
     }
 

@@ -4,35 +4,127 @@
 
 import dataclasses
 import inspect
+import pkgutil
+import subprocess
+import sys
 
 import pytest
 
+from jaxmoe.islands.config import VARIABLE
+from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
+from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.elastic.resizing import Resizing
+from jaxmoe.run.elastic.shrink import Shrink
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.members import LinkMeasurements, OptimizerFiles, Recomputation, Replacement
+from jaxmoe.run.parts.devices import LinkMeasurements, Recomputation
+from jaxmoe.run.parts.members import HISTORY, PARTS, REQUESTS, Request, make_parts
+from jaxmoe.run.parts.optimizer_files import OptimizerFiles
 from jaxmoe.run.parts.snapshots import Snapshots
-from jaxmoe.run.parts.time_limit import TimeLimit
+from jaxmoe.run.parts.time_limit import TimeLimit, TimeLimitConfig
+from jaxmoe.run.provenance.kept_partition import KeptPartition
+from jaxmoe.run.provenance.lineage import Event, add_event
+from jaxmoe.run.recovery import Replacement
 from jaxmoe.run.replicas.islands import Island
+from jaxmoe.run.replicas.workers import ReplicasPart
+from jaxmoe.run.supervision import library_supervision
 from tests.jaxmoe.run.test_run import config
+from tests.support.source_tree import ROOT
 
-PARTS = (
-    *(Island, LinkMeasurements, OptimizerFiles, Recomputation, Replacement, Resizing, Snapshots),
-    TimeLimit,
+MEMBERS = (
+    *(Island, KeptPartition, LinkMeasurements, OptimizerFiles, Recomputation, Replacement),
+    *(ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
 )
+ABSENT = {
+    *("jaxmoe.run.elastic", "jaxmoe.run.recovery", "jaxmoe.run.replicas"),
+    *("jaxmoe.run.parts.snapshots", "jaxmoe.run.parts.devices", "jaxmoe.resilience.snapshot"),
+    *(
+        "jaxmoe.run.ensemble",
+        "jaxmoe.run.serving",
+        "jaxmoe.resilience.links.watch",
+        "jaxmoe.islands",
+    ),
+}
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
-    *("restored", "join", "around", "hooks", "begin"),
+    *("fit", "prepared", "sources", "restored", "record", "heading"),
+    *("join", "around", "hooks", "begin"),
     *("event", "event", "event"),
     *("ended", "rows", "close"),
 )
 
 
 def test_the_table_has_every_part():
-    assert set(RunPart.__subclasses__()) - {Recorder} == set(PARTS)
+    assert set(RunPart.__subclasses__()) - {Recorder} == set(MEMBERS)
+    addresses = {address for _, address in PARTS} | {*HISTORY.values(), *REQUESTS.values()}
+    assert {pkgutil.resolve_name(address) for address in addresses} == {*MEMBERS} - {
+        *(Request, TimeLimit)
+    }
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+NAMES = {
+    "default": (PretrainConfig(), {}, ("Request",)),
+    "all": (
+        PretrainConfig(
+            checkpoint=CheckpointConfig(snapshot_every=2, on_lost_stage="average", recompute=3),
+            watch=WatchConfig(links_every=4),
+            parts=(TimeLimitConfig(),),
+        ),
+        {"JAXMOE_ELASTIC": "shrink"},
+        (
+            *("Snapshots", "Replacement", "Shrink", "Recomputation", "LinkMeasurements"),
+            *("Request", "TimeLimit"),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_has_the_parts_that_it_asks_for(name, tmp_path, monkeypatch):
+    config, environment, names = NAMES[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    with library_supervision(config.processes) as supervision:
+        parts = make_parts(config, RunDirectory(tmp_path), supervision)
+    assert tuple(type(part).__name__ for part in parts) == names
+
+
+def test_the_history_of_a_run_asks_for_a_part(tmp_path):
+    config, directory = PretrainConfig(), RunDirectory(tmp_path)
+    with directory.held():
+        add_event(directory, Event(event="averaged", step=3, changes=("layer 1",)))
+    with library_supervision(config.processes) as supervision:
+        parts = make_parts(config, directory, supervision)
+    assert [type(part) for part in parts] == [Replacement, Request]
+
+
+def test_variables_of_the_table_are_those_of_their_owners():
+    assert (ELASTIC, VARIABLE) == ("JAXMOE_ELASTIC", "JAXMOE_ISLAND")
+
+
+def test_a_default_run_imports_no_part():
+    """Nor what only parts need."""
+    program = f"""
+import sys
+from experiments import pretrain
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts.members import make_parts
+from jaxmoe.run.supervision import library_supervision
+config = PretrainConfig()
+with library_supervision(config.processes) as supervision:
+    make_parts(config, RunDirectory("nowhere"), supervision)
+absent = {sorted(ABSENT)}
+print([name for name in sys.modules if name.startswith(tuple(absent))])
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert answer.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("part", MEMBERS, ids=lambda part: part.__name__)
 def test_a_part_keeps_the_signatures_of_the_socket(part):
     overridden = [name for name in SOCKET if name in vars(part)]
     assert overridden, "it would do nothing in a run"
@@ -64,11 +156,10 @@ class Recorder(RunPart):
 @pytest.mark.slow
 def test_a_run_asks_a_part_in_the_order_of_its_contract(tmp_path, monkeypatch):
     """And does the same with a part that only has the neutral defaults."""
-    recorder, make_parts = Recorder(), prepare.make_parts
+    recorder = Recorder()
 
-    def with_recorder(begun, directory, supervision, snapshots):
-        supervision.resources.callback(recorder.close)
-        return (*make_parts(begun, directory, supervision, snapshots), recorder)
+    def with_recorder(config, directory, supervision):
+        return [*make_parts(config, directory, supervision), recorder]
 
     short = config()
     short = dataclasses.replace(short, training=dataclasses.replace(short.training, steps=3))

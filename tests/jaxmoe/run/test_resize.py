@@ -36,6 +36,7 @@ from jaxmoe.run.elastic.request import (
     read_resizes,
     resolve,
 )
+from jaxmoe.run.parts import members
 from sharding import MeshConfig
 from tests.support.faults import read_batches
 from tests.support.runs import logged_losses, saved_leaves
@@ -87,6 +88,7 @@ def prepared_at_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resizing, "prepare_mesh", watched)
         patch.setattr(resizing, "_POLL_SECONDS", 0.0)
+        patch.setattr(members, "_POLL_SECONDS", 0.0)
         yield wait
 
 

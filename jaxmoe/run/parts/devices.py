@@ -1,0 +1,65 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Finds devices that compute wrong numbers, and devices and links that are slow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from jaxmoe.resilience.links.probe import LinkProbe
+from jaxmoe.resilience.links.watch import PROBE_BYTES, LinkHook
+from jaxmoe.resilience.recompute import RecomputedStep
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.compile import CompiledStep
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.supervision import Supervision
+from jaxmoe.training.hooks import Hook
+
+
+class Recomputation(RunPart):
+    """Computes steps twice, which finds a device that computes wrong numbers.
+
+    Args:
+        config: Configuration of the run.
+        directory: Unused.
+        supervision: Unused.
+    """
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del directory, supervision
+        self._every = config.checkpoint.recompute
+
+    def around(self, step_function: CompiledStep, assembly: Assembly, step: int) -> CompiledStep:
+        """Return the step that is computed twice every few steps."""
+        del assembly
+        return RecomputedStep(step_function, self._every, step)
+
+
+class LinkMeasurements(RunPart):
+    """Measures the links between devices, and names slow ones.
+
+    Args:
+        config: Configuration of the run.
+        directory: Unused.
+        supervision: Unused.
+    """
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del directory, supervision
+        self._every = config.watch.links_every
+
+    def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
+        """Return the hook that measures; none on one device."""
+        if assembly.mesh.size == 1:
+            return ()
+        hook = LinkHook(
+            functools.partial(LinkProbe, assembly.mesh, PROBE_BYTES),
+            every=self._every,
+            report=watches.warn,
+            log=watches.reporter.watched,
+        )
+        return (hook,)
