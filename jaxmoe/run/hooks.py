@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the hooks of a run: evaluation, checkpoints, those of its parts, traces, comparisons.
 
+`save_last` saves the state that the loop ended with.
+
 To add a hook: a class in `jaxmoe/training/hooks.py` and a line in `make_hooks` here.
 """
 
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.configs import to_json
 from jaxmoe.messages import say
@@ -25,7 +27,10 @@ from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import EvaluateHook, Hook, RefreshHook, Trace
+from jaxmoe.training.loop import Status
+from jaxmoe.training.state import TrainState
 from jaxmoe.training.stopwatch import CHECKPOINT, EVALUATE
+from sharding.distributed import agree
 
 
 def make_hooks(
@@ -94,6 +99,49 @@ def make_saving(
         max_failed=config.checkpoint.max_failed_saves,
         is_lazy=config.checkpoint.capture == "lazy",
     )
+
+
+def save_last(
+    status: Status,
+    step: int,
+    state: TrainState,
+    saving: CheckpointHook,
+    checkpoints: CheckpointManager,
+) -> bool:
+    """Save the state that the steps ended with, if it may be saved.
+
+    Args:
+        status: How they ended.
+        step: Number of steps done.
+        state: State after them; donated where a step has ended the run.
+        saving: Hook that saves checkpoints.
+        checkpoints: Checkpoint manager of the run.
+
+    Returns:
+        Whether the last state is on disk, or the newest one that a step has left; the same on all
+        processes.
+
+    Raises:
+        LeaseLostError: Another process holds the run directory by now.
+        ReplicasDifferError: Devices hold other bits than their replicas.
+    """
+    if status in ("diverged", "corrupted", "taken_over", "not_saved"):
+        return checkpoints.finish() and status != "not_saved"
+    if not has_arrays(state):
+        return checkpoints.finish()
+    for _ in range(2):
+        if agree(not checkpoints.finish() or saving.saved_step != step):
+            try:
+                saving.save(step, state)
+            except SavesFailedError:  # every failed save was logged
+                return False
+    is_there = jax.process_index() != 0 or checkpoints.latest_step() == step
+    return not agree(not (checkpoints.finish() and is_there))
+
+
+def has_arrays(state: TrainState) -> bool:
+    """Return whether a state is there; a step that ended the run has donated it."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def make_trace(directory: RunDirectory, config: PretrainConfig, first_step: int) -> Trace | None:

@@ -23,6 +23,7 @@ the window do not change.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import jax
 
@@ -30,6 +31,7 @@ from jaxmoe.data import Loader
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.diagnostics.refused_batches import dump_batches
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.restore import Lineage
 from sharding.distributed import agree
 
@@ -37,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 def without_refused(
-    directory: RunDirectory, assembly: Assembly, refused: tuple[int, int], *, goes_back: bool
+    directory: RunDirectory,
+    assembly: Assembly,
+    refused: tuple[int, int],
+    parts: Sequence[RunPart],
 ) -> Lineage | None:
     """Write the data of refused steps, and return the states that go on without them.
 
@@ -45,7 +50,7 @@ def without_refused(
         directory: Run directory, held by this process.
         assembly: Plan, devices and data of the steps.
         refused: First and last of the refused steps.
-        goes_back: Whether all parts of the run can go on from an earlier step.
+        parts: Parts of the run.
 
     Returns:
         The lineage without the rows of these steps; None if the run cannot go back.
@@ -53,7 +58,7 @@ def without_refused(
     loader = assembly.loader
     dump_batches(directory, loader, refused)
     is_last = len(loader.skipped.windows) >= assembly.plan.config.training.rollbacks
-    if is_last or not goes_back:
+    if is_last or not all(part.goes_back for part in parts):
         return None
     return _jump(directory, loader, refused)
 

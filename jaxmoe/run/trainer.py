@@ -15,13 +15,12 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, cast
 
 import jax
 
-from jaxmoe.checkpoint import CheckpointManager, LeaseLostError, SavesFailedError
-from jaxmoe.checkpoint.hook import CheckpointHook
+from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.errors import EndRunError, configuration_errors
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import say
@@ -29,12 +28,12 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.hooks import make_hooks, make_saving, make_trace
+from jaxmoe.run.hooks import has_arrays, make_hooks, make_saving, make_trace, save_last
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts.base import StopOrEvent
 from jaxmoe.run.prepare import prepare
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.reporting.advice import divergence_advice
+from jaxmoe.run.reporting.advice import end_of_run
 from jaxmoe.run.reporting.finish import finish_run
 from jaxmoe.run.reporting.header import nothing_to_do, print_header
 from jaxmoe.run.restore import first_state
@@ -42,7 +41,7 @@ from jaxmoe.run.results import TrainedStep, TrainResult
 from jaxmoe.run.rollback import rollback_message, without_refused
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.hooks import Trace
-from jaxmoe.training.loop import Loop, Status, Stop, StopReason
+from jaxmoe.training.loop import Loop, Status
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import (
@@ -55,7 +54,6 @@ from jaxmoe.training.stopwatch import (
     RESTORE,
 )
 from sharding.coordination import barrier
-from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +127,8 @@ class Trainer:
                     if self._loop.status == "diverged" and self._go_back():
                         continue
                     break
-                self._end_steps()
+                self._step, self._status = self._loop.step, cast(Status, self._loop.status)
+                self._watchdog.beat("the last save", self._step)
                 if self._status == "taken_over":
                     self._give_up()
                     return
@@ -215,13 +214,7 @@ class Trainer:
         say(f"compiled in {self._compile_seconds:.1f} s")
 
     def _begin_loop(self, assembly: Assembly, step: int, state: TrainState) -> None:
-        """Make the loop of the steps that follow, on the mesh of its assembly.
-
-        Args:
-            assembly: Plan, devices and data of the steps.
-            step: Number of steps already done.
-            state: State after these steps; donated.
-        """
+        """Make the loop of the steps after `step`, which donates their state, on its mesh."""
         self._assembly = assembly
         assert self._compiled is not None and self._reporter is not None  # by `_open`
         config, watches, reporter = assembly.plan.config, self._watches, self._reporter
@@ -255,7 +248,7 @@ class Trainer:
                 report_every=config.tracking.print_every,
                 max_skipped=config.training.max_skipped,
                 publish=assembly.publish,
-                stop=_StopOrEvent(self._supervision.stop, self._parts),
+                stop=StopOrEvent(self._supervision.stop, self._parts),
                 stopwatch=self._stopwatch,
                 beat=self._watchdog.beat,
             )
@@ -295,9 +288,8 @@ class Trainer:
         assembly, refused = self._assembly, self._loop.refused
         if refused is None or not assembly.feed.skips_rows:
             return False
-        self._checkpoints.check_held()  # the next lines write
-        goes_back = all(part.goes_back for part in self._parts)
-        lineage = without_refused(self._directory, assembly, refused, goes_back=goes_back)
+        self._checkpoints.check_held()  # the next line writes
+        lineage = without_refused(self._directory, assembly, refused, self._parts)
         if lineage is None:
             return False
         shapes = jax.tree.map(_shape_of, self._loop.state)
@@ -313,7 +305,6 @@ class Trainer:
             )
         for part in self._parts:
             part.restored(begun)
-        for part in self._parts:
             part.record(begun)
         if begun.step < self._compiled_from:
             self._watchdog.beat("compiling")
@@ -327,15 +318,9 @@ class Trainer:
         self._begin_loop(begun.assembly, begun.step, begun.state)
         return True
 
-    def _end_steps(self) -> None:
-        """Note how the steps ended, which no loop follows."""
-        self._step = self._loop.step
-        self._status = cast(Status, self._loop.status)
-        self._watchdog.beat("the last save", self._step)
-
     def _save(self) -> None:
         """Save the state that the steps ended with, if it may be saved."""
-        if self._status in ("preempted", "interrupted") and _has_arrays(self._loop.state):
+        if self._status in ("preempted", "interrupted") and has_arrays(self._loop.state):
             say(f"{self._status}: saving step {self._step} (a second signal ends at once)")
         try:
             with self._stopwatch.on(CHECKPOINT), jax.set_mesh(self._assembly.mesh):
@@ -375,17 +360,14 @@ class Trainer:
                 facts,
             )
         watches.note(self._step, status)
-        message = ""
-        if status == "diverged" and self._loop.refused is not None:
-            message = divergence_advice(
-                self._directory, self._config, self._loop.refused, self._checkpoint_step
-            )
-        if status not in ("diverged", "corrupted") and not self._is_saved:
-            status = "not_saved"
-            message = (
-                "the last state could not be saved; the run can continue from step"
-                f" {self._checkpoint_step}"
-            )
+        status, message = end_of_run(
+            status,
+            self._directory,
+            self._config,
+            refused=self._loop.refused,
+            checkpoint_step=self._checkpoint_step,
+            is_saved=self._is_saved,
+        )
         self.result = TrainResult(
             status=status,
             step=self._step,
@@ -406,75 +388,6 @@ class Trainer:
         self.result = TrainResult(
             status="taken_over", step=self._step, checkpoint_step=None, message=reason
         )
-
-
-class _StopOrEvent:
-    """Signals, which come first, and events of the parts of a run.
-
-    Args:
-        stop: Signals.
-        parts: Parts of the run.
-    """
-
-    def __init__(self, stop: Stop, parts: Sequence[RunPart]):
-        self._stop = stop
-        self._parts = parts
-
-    def steps_begin(self) -> None:
-        """From now on a signal takes effect after a step."""
-        self._stop.steps_begin()
-
-    def agreed(self) -> StopReason | None:
-        """Return the first reason to end the loop; every process must call it at the same step."""
-        if reason := self._stop.agreed():
-            return reason
-        for part in self._parts:
-            if event := part.event():
-                return event
-        return None
-
-
-def save_last(
-    status: Status,
-    step: int,
-    state: TrainState,
-    saving: CheckpointHook,
-    checkpoints: CheckpointManager,
-) -> bool:
-    """Save the state that the steps ended with, if it may be saved.
-
-    Args:
-        status: How they ended.
-        step: Number of steps done.
-        state: State after them; donated where a step has ended the run.
-        saving: Hook that saves checkpoints.
-        checkpoints: Checkpoint manager of the run.
-
-    Returns:
-        Whether the last state is on disk, or the newest one that a step has left; the same on all
-        processes.
-
-    Raises:
-        LeaseLostError: Another process holds the run directory by now.
-        ReplicasDifferError: Devices hold other bits than their replicas.
-    """
-    if status in ("diverged", "corrupted", "taken_over", "not_saved"):
-        return checkpoints.finish() and status != "not_saved"
-    if not _has_arrays(state):
-        return checkpoints.finish()
-    for _ in range(2):
-        if agree(not checkpoints.finish() or saving.saved_step != step):
-            try:
-                saving.save(step, state)
-            except SavesFailedError:  # every failed save was logged
-                return False
-    is_there = jax.process_index() != 0 or checkpoints.latest_step() == step
-    return not agree(not (checkpoints.finish() and is_there))
-
-
-def _has_arrays(state: TrainState) -> bool:
-    """Return whether a state is there; a step that ended the run has donated it."""
-    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def _shape_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:

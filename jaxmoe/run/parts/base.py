@@ -20,7 +20,7 @@ from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.restore import Begun, PlacedSource
 from jaxmoe.training.hooks import Hook
-from jaxmoe.training.loop import StopReason
+from jaxmoe.training.loop import Stop, StopReason
 from jaxmoe.training.state import TrainState
 
 
@@ -170,3 +170,29 @@ class RunPart:
 
     def close(self) -> None:
         """Close what is open; further calls do nothing."""
+
+
+class StopOrEvent:
+    """Signals, which come first, and events of the parts of a run.
+
+    Args:
+        stop: Signals.
+        parts: Parts of the run.
+    """
+
+    def __init__(self, stop: Stop, parts: Sequence[RunPart]):
+        self._stop = stop
+        self._parts = parts
+
+    def steps_begin(self) -> None:
+        """From now on a signal takes effect after a step."""
+        self._stop.steps_begin()
+
+    def agreed(self) -> StopReason | None:
+        """Return the first reason to end the loop; every process must call it at the same step."""
+        if reason := self._stop.agreed():
+            return reason
+        for part in self._parts:
+            if event := part.event():
+                return event
+        return None

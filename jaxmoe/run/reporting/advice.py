@@ -1,27 +1,50 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Says what to try after a run that has diverged."""
+"""Says why a run has ended with an error, and what to try."""
 
 from __future__ import annotations
 
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.training.loop import Status
 
 
-def divergence_advice(
+def end_of_run(
+    status: Status,
+    directory: RunDirectory,
+    config: PretrainConfig,
+    *,
+    refused: tuple[int, int] | None,
+    checkpoint_step: int | None,
+    is_saved: bool,
+) -> tuple[Status, str]:
+    """Return how a run has ended, and the message about an end that is an error.
+
+    Args:
+        status: How its steps ended.
+        directory: Run directory.
+        config: Configuration of the run.
+        refused: First and last of refused steps that ended it; None for none.
+        checkpoint_step: Step of the newest checkpoint; None without one.
+        is_saved: Whether the last state is on disk.
+    """
+    if status == "diverged" and refused is not None:
+        return status, _divergence(directory, config, refused, checkpoint_step)
+    if status in ("diverged", "corrupted"):
+        return status, ""
+    if is_saved:
+        return status, ""
+    lost = "the last state could not be saved; the run can continue from step"
+    return "not_saved", f"{lost} {checkpoint_step}"
+
+
+def _divergence(
     directory: RunDirectory,
     config: PretrainConfig,
     refused: tuple[int, int],
     checkpoint_step: int | None,
 ) -> str:
-    """Return the message about a diverged run.
-
-    Args:
-        directory: Run directory.
-        config: Configuration of the run.
-        refused: First and last of the refused steps.
-        checkpoint_step: Step of the newest checkpoint; None without one.
-    """
+    """Return the message about a diverged run."""
     first, last = refused
     resume = f"python -m experiments.pretrain resume {directory.path}"
     rate, training = config.optimizer.learning_rate, config.training

@@ -25,7 +25,7 @@ from jaxmoe.checkpoint import (
 from jaxmoe.checkpoint import manager as room
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
-from jaxmoe.run import trainer
+from jaxmoe.run import hooks
 
 
 def _state(step):
@@ -128,10 +128,10 @@ def test_bad_sector_is_reported_as_damage(manager, monkeypatch, caplog):
 @pytest.mark.parametrize("is_wrong_elsewhere", [False, True])
 def test_failed_last_save_is_retried_by_all_processes(monkeypatch, is_wrong_elsewhere):
     saved = []
-    monkeypatch.setattr(trainer, "agree", lambda code: int(code or is_wrong_elsewhere))
+    monkeypatch.setattr(hooks, "agree", lambda code: int(code or is_wrong_elsewhere))
     checkpoints = types.SimpleNamespace(finish=lambda: True, latest_step=lambda: 5)
     saving = types.SimpleNamespace(saved_step=5, save=lambda step, state: saved.append(step))
-    monkeypatch.setattr(trainer, "_has_arrays", lambda state: True)
-    save_last = inspect.unwrap(trainer.save_last)  # plain objects will do
+    monkeypatch.setattr(hooks, "has_arrays", lambda state: True)
+    save_last = inspect.unwrap(hooks.save_last)  # plain objects will do
     assert save_last("done", 5, {}, saving, checkpoints) is not is_wrong_elsewhere
     assert saved == ([5, 5] if is_wrong_elsewhere else [])
