@@ -3,25 +3,35 @@
 """Programs of the steps that send, without a conditional, and of those that do not."""
 
 import dataclasses
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.hlo import collectives
 from jaxmoe.replicas import CO2Config, StreamingConfig, exchange
 from jaxmoe.replicas.exchange import About, mean, permuted_mean
 from jaxmoe.replicas.timing import Timing
-from jaxmoe.training.state import TrainState
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.state import TrainState, state_around
+from jaxmoe.training.step import Step
+from jaxmoe.training.workers import WorkerTraining
 from jaxmoe.training.workers.programs import Schedule
 from jaxmoe.training.workers.step import exchange_late, exchange_now, local_steps
 from sharding import MeshConfig, make_mesh
 from sharding import axes as ax
 from tests.jaxmoe.training.workers.test_steps import Trained
 from tests.support import one_step
+from tests.support.meshes import mesh_of
+from tests.support.models import TINY
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,40 @@ def _conditional(training):
         return exchange_now(training, state), metrics
 
     return jax.jit(run)
+
+
+def _collectives(jaxpr: Any, is_conditional: bool = False) -> Iterator[bool]:
+    """Yield for each collective of a traced program whether it lies in a conditional."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name.startswith(("psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter")):
+            yield is_conditional
+        for inner in jaxprs_in_params(equation.params):
+            yield from _collectives(inner, is_conditional or name == "cond")
+
+
+@pytest.mark.parametrize(
+    "config", [StreamingConfig(every=4, fragments=2), CO2Config(every=2)], ids=lambda c: c.name
+)
+def test_what_a_step_sends_lies_in_no_conditional(config):
+    """A compiler cannot run products beside a collective that may not run at all."""
+    execution = ExecutionConfig(mesh=MeshConfig(replica=2, data=2))
+    step = Step(model=TINY, optimizer=optax.sgd(0.1), execution=execution)
+    table = parameter_table(TINY, None, execution.axis_rules)
+    training = WorkerTraining.of(config, table, step, steps=100)
+    mesh = mesh_of(execution)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(
+            one_step.params_of(TINY), table.tree(lambda row: NamedSharding(mesh, row.spec))
+        )
+        key = jax.random.key(0)
+        state = jax.eval_shape(
+            lambda x: training.begin(state_around(TINY, step.optimizer, execution, x, key)), params
+        )
+        for turn in training.method.timing.turns:
+            late = jax.make_jaxpr(partial(exchange_late, training, sent=turn))(state)
+            found = list(_collectives(late.jaxpr))
+            assert bool(found) == bool(turn) and not any(found)
 
 
 @pytest.mark.parametrize("shape", [(8, 5), (6, 5), (3,)])
