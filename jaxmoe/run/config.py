@@ -394,6 +394,9 @@ class PretrainConfig:
                 f"{self.data.name} trains on some: choose training.objective:next_token, or"
                 " data.train_on=all"
             )
+        names = [part.name for part in self.parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"parts={', '.join(names)}: name each at most once")
         self.training.gradients.check_run(self.replicas, self.watch.gradients_every)
         self.training.gradients.check_update(self.optimizer, self.training.clip)
         check_rollouts(self)

@@ -65,7 +65,7 @@ def summarise(
     balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
     memory, measured_on = peak_memory(jax.local_devices())
-    return {
+    entries = {
         "status": facts["status"],
         "steps": facts["steps"],
         "tokens": training.tokens_before(facts["steps"]),
@@ -101,8 +101,27 @@ def summarise(
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
         "resizes": [],
-        **facts["parts"],
     }
+    return with_rows(entries, facts["parts"])
+
+
+def with_rows(entries: Mapping[str, Any], rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a summary with the rows of parts of the run.
+
+    A row takes the place of an empty entry, and not of another.
+
+    Args:
+        entries: Entries of the run itself.
+        rows: Rows of its parts, by name.
+    """
+    clashes = [name for name in rows if entries.get(name)]
+    if clashes:
+        logger.warning(
+            "parts of the run have rows %s, which summary.json has of the run itself: the rows of"
+            " the parts are left out",
+            ", ".join(clashes),
+        )
+    return {**entries, **{name: row for name, row in rows.items() if name not in clashes}}
 
 
 def _skipping(assembly: Assembly) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from jaxmoe.run.provenance.lineage import Event, add_event
 from jaxmoe.run.recovery import Replacement
 from jaxmoe.run.replicas.islands import Island
 from jaxmoe.run.replicas.workers import ReplicasPart
+from jaxmoe.run.reporting.summary import with_rows
 from jaxmoe.run.supervision import library_supervision
 from tests.jaxmoe.run.test_run import config
 from tests.support.source_tree import ROOT
@@ -88,6 +89,18 @@ def test_a_run_has_the_parts_that_it_asks_for(name, tmp_path, monkeypatch):
     with library_supervision(config.processes) as supervision:
         parts = make_parts(config, RunDirectory(tmp_path), supervision)
     assert tuple(type(part).__name__ for part in parts) == names
+
+
+def test_a_part_that_is_named_twice_is_refused():
+    with pytest.raises(ValueError, match="parts=time_limit, time_limit: name each at most once"):
+        PretrainConfig(parts=(TimeLimitConfig(), TimeLimitConfig(minutes=3.0)))
+
+
+def test_a_row_of_a_part_replaces_no_entry_of_the_run(caplog):
+    rows = {"status": "odd", "replicas": "two", "norms": [1.0]}
+    found = with_rows({"status": "done", "replicas": None}, rows)
+    assert found == {"status": "done", "replicas": "two", "norms": [1.0]}
+    assert "rows status, which summary.json has of the run itself" in caplog.text
 
 
 def test_the_history_of_a_run_asks_for_a_part(tmp_path):
