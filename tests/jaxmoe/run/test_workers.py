@@ -86,11 +86,17 @@ def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
     assert _said(whole, "replicas") == said
     assert f"replicas {said}" in caplog.text
     found = saved_leaves(whole.directory.path, STEPS)
-    own = {path: leaf for path, leaf in found.items() if path.startswith("['local']['params']")}
+    own = {
+        path: leaf
+        for path, leaf in found.items()
+        if path.startswith("['parts']['workers']['params']")
+    }
     assert own and all(leaf.shape[0] == 2 for leaf in own.values())
     for path, leaf in own.items():
         np.testing.assert_array_equal(leaf[0], leaf[1], err_msg=path)
-        np.testing.assert_array_equal(leaf[0], found[path.removeprefix("['local']")], err_msg=path)
+        np.testing.assert_array_equal(
+            leaf[0], found[path.removeprefix("['parts']['workers']")], err_msg=path
+        )
 
     _check_equal_bitwise(_train_in_two(given, tmp_path / "parts", 4), whole)
 
@@ -103,7 +109,7 @@ def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
         assert loaded.state.parts == {} and loaded.state.opt_state == {}
         for path, leaf in found.items():
             if path.startswith("['params']"):
-                assert own["['local']" + path].shape[1:] == leaf.shape
+                assert own["['parts']['workers']" + path].shape[1:] == leaf.shape
     assert len(opened.generate("1 2", length=3).text.split()) == 3
 
 
@@ -167,7 +173,7 @@ def test_streaming_resumes_within_a_delay_bitwise(tmp_path):
     timing = replicas.build(TrainingFacts((), 2, STEPS)).timing
     sent = [step for step in range(STEPS) for part in range(2) if timing.sends(part, step)]
     assert (step := sent[1] + 1) < STEPS - 1
-    arrived = "['local']['arrived']"
+    arrived = "['parts']['workers']['arrived']"
     run = _train_in_two(given, tmp_path / "parts", step)
     kept = saved_leaves(run.directory.path, step)
     assert any(np.any(leaf) for path, leaf in kept.items() if path.startswith(arrived))
@@ -199,7 +205,7 @@ def test_a_run_goes_on_with_more_workers(replicas, tmp_path, caplog):
     for path, leaf in before.items():
         if path.startswith("['params']"):  # no exchange between steps 4 and 5
             np.testing.assert_array_equal(after[path], leaf, err_msg=path)
-        if path.startswith("['local']['params']"):
+        if path.startswith("['parts']['workers']['params']"):
             assert after[path].shape == (4, *leaf.shape[1:])
     assert more.train().status == "done" and _said(more, "replicas").startswith(
         f"4, {replicas.name}"
@@ -215,7 +221,7 @@ def test_the_mean_of_workers_without_a_common_copy_is_evaluated(tmp_path):
     differ = 0
     for path, leaf in found.items():
         if path.startswith("['params']"):
-            own = found["['local']" + path]
+            own = found["['parts']['workers']" + path]
             np.testing.assert_allclose(leaf, own.mean(0), rtol=1e-6, atol=1e-7, err_msg=path)
             differ += np.any(own[0] != own[1])
     assert differ
