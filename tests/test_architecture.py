@@ -124,7 +124,7 @@ REGISTRIES = {
     "jaxmoe.layers.mixers:MIXERS": {
         *("grouped_query", "latent", "mamba", "mamba2", "shared_keys", "parallel_streams"),
     },
-    "jaxmoe.layers.residual:Residuals": {"standard", "ladder", "hyper"},
+    "jaxmoe.layers.residual:RESIDUALS": {"standard", "ladder", "hyper"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor", "sgd"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},

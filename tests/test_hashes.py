@@ -27,7 +27,7 @@ AREAS = {
     "jaxmoe.data.tokenizer:TOKENIZERS": "tokenizer/",
     "jaxmoe.layers.feed_forwards:FEED_FORWARDS": "feed_forward/",
     "jaxmoe.layers.mixers:MIXERS": "mixer/",
-    "jaxmoe.layers.residual:Residuals": "residual/",
+    "jaxmoe.layers.residual:RESIDUALS": "residual/",
     "jaxmoe.optim.schedules:SCHEDULES": "schedule/",
     "jaxmoe.planning.placement:PLACERS": "placer/",
     "jaxmoe.replicas:REPLICAS": "replicas/",

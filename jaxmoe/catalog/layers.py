@@ -223,6 +223,21 @@ _FEED_FORWARD: Final = {
     ),
 }
 
+_RESIDUAL: Final = {
+    "standard": (
+        "jaxmoe.layers.residual:StandardResidualConfig",
+        "Each half adds its output to the stream at once.",
+    ),
+    "ladder": (
+        "jaxmoe.layers.residual:LadderResidualConfig",
+        "Each half adds its output to the stream one layer later, beside which it is summed.",
+    ),
+    "hyper": (
+        "jaxmoe.layers.hyper_connections:HyperResidualConfig",
+        "Each half reads from and writes to n streams with learned weights (hyper-connections).",
+    ),
+}
+
 BASES: Final = {
     "router": "jaxmoe.routing.base:RouterBase",
     "gate": "jaxmoe.routing.gates:GateBase",
@@ -231,6 +246,7 @@ BASES: Final = {
     "adapter": "jaxmoe.adapters.base:Adapter",
     "mixer": "jaxmoe.layers.context:MixerBase",
     "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
+    "residual": "jaxmoe.layers.residual:Residual",
 }
 
 MEMBERS: Final = {
@@ -241,4 +257,5 @@ MEMBERS: Final = {
     "adapter": _ADAPTER,
     "mixer": _MIXER,
     "feed_forward": _FEED_FORWARD,
+    "residual": _RESIDUAL,
 }

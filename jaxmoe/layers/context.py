@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixing import Mixing
-from jaxmoe.layers.residual import Residuals, StandardResidualConfig
+from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 
@@ -411,7 +411,7 @@ class LayerContext:
     """Names of the mixers that carry a state through a sequence, in its order."""
     keeps_order: bool = False
     """Whether a mixer or a feed-forward needs rows in the order of their tokens."""
-    residual: Residuals = StandardResidualConfig()
+    residual: Residual = StandardResidualConfig()
     """How halves of layers read the residual stream and write to it."""
     mixing: Mixing | None = None
     """Adapter whose additions are mixed for each token."""

@@ -36,6 +36,7 @@ from jaxtyping import Array, Float
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.records import Half, Stream
+from jaxmoe.layers.residual import Residual
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -56,7 +57,7 @@ _STREAMS = (ax.ACT_BATCH, ax.ACT_SEQ, None, ax.ACT_EMBED)
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HyperResidualConfig:
+class HyperResidualConfig(Residual):
     """Each half reads from and writes to n streams with learned weights (hyper-connections)."""
 
     name: ClassVar[str] = "hyper"
@@ -76,11 +77,7 @@ class HyperResidualConfig:
         return self.streams
 
     def flops_per_token(self, embed_dim: int) -> float:
-        """Return the FLOPs of one half beyond the parameters', forward and backward.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the FLOPs of one half: of reading, mixing and writing the streams."""
         return connection_flops(self.streams, embed_dim, self.mixing)
 
     def begin(self, stream: Stream) -> Stream:
@@ -90,14 +87,7 @@ class HyperResidualConfig:
     def build(
         self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
     ) -> HyperHalf:
-        """Return the module with which a half reads the stream and writes to it.
-
-        Args:
-            half: The half.
-            embed_dim: D.
-            epsilon: Term added to the mean square of the streams.
-            placement: Layout rules.
-        """
+        """Return the module with which a half reads the streams and writes to them."""
         return HyperHalf(
             self.streams, self.mixing, embed_dim, epsilon, placement, name=f"{half}_residual"
         )

@@ -16,37 +16,64 @@ shards (libtpu 0.0.42), and no more with the options that `execution.halves` nam
 model, and weights of the one are not weights of the
 other.
 
-A config's `begin` and `end` convert the stream before the first layer and after the last. Its
-`build` returns what a half calls: `read(stream)`, and `write(stream, y, multiplier)` with the
-output y [B S D] of the half and its factor. What is built may be a Linen module with parameters,
-which lie in the layer under `mixer_residual` and `feed_forward_residual`.
-
-To add a residual: a config in `jaxmoe/layers/residual.py`, its line in the union `Residuals`, a row
-of RESIDUALS in `tests/jaxmoe/layers/test_residual.py`.
+To add a residual: a config that extends `Residual`, its row under `residual` in
+`jaxmoe/catalog/layers.py`, a row of RESIDUALS in `tests/jaxmoe/layers/test_residual.py`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.layers.hyper_connections import HyperResidualConfig
+from jaxmoe.catalog import Registry
 from jaxmoe.layers.records import Half, Stream
+from sharding.constrain import Placement
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StandardResidualConfig:
-    """Each half adds its output to the stream at once."""
+class ResidualHalf(Protocol):
+    """How one half of a layer reads the stream and writes to it."""
 
-    name: ClassVar[str] = "standard"
-    arrays: ClassVar[int] = 1
-    """Arrays [B S D] that flow from layer to layer."""
+    def read(self, stream: Stream) -> Stream:
+        """Return the stream whose `x` is the input of the half."""
+        ...
+
+    def write(self, stream: Stream, y: Float[Array, "B S D"], multiplier: float) -> Stream:
+        """Return the stream after the half.
+
+        Args:
+            stream: Stream that was read.
+            y: Output of the half.
+            multiplier: Factor of the output.
+        """
+        ...
+
+
+class Residual(abc.ABC):
+    """Base class of the ways in which the halves of a layer share the residual stream."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+
+    @property
+    @abc.abstractmethod
+    def arrays(self) -> int:
+        """Arrays [B S D] that flow from layer to layer."""
 
     def flops_per_token(self, embed_dim: int) -> float:
-        """Return the FLOPs of one half beyond the parameters': 0, as additions are not counted."""
+        """Return the FLOPs of one half beyond the parameters', forward and backward.
+
+        Additions are not counted.
+
+        Args:
+            embed_dim: D.
+        """
         del embed_dim
         return 0.0
 
@@ -54,14 +81,40 @@ class StandardResidualConfig:
         """Return the stream before the first layer."""
         return stream
 
-    def build(self, half: Half, **sizes: Any) -> StandardHalf:
-        """Return what reads the stream and writes to it; see `HyperResidualConfig.build`."""
-        del half, sizes
-        return StandardHalf()
+    @abc.abstractmethod
+    def build(
+        self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
+    ) -> ResidualHalf:
+        """Return what a half reads the stream with and writes to it with.
+
+        It may be a Linen module, whose parameters are in the layer under `mixer_residual` and
+        `feed_forward_residual`.
+
+        Args:
+            half: The half.
+            embed_dim: D.
+            epsilon: Term added to the mean square of the streams.
+            placement: Layout rules.
+        """
 
     def end(self, stream: Stream) -> Stream:
         """Return the stream after the last layer."""
         return stream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StandardResidualConfig(Residual):
+    """Each half adds its output to the stream at once."""
+
+    name: ClassVar[str] = "standard"
+    arrays: ClassVar[int] = 1
+
+    def build(
+        self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
+    ) -> StandardHalf:
+        """Return the half that adds its output."""
+        del half, embed_dim, epsilon, placement
+        return StandardHalf()
 
 
 class StandardHalf:
@@ -77,26 +130,22 @@ class StandardHalf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LadderResidualConfig:
+class LadderResidualConfig(Residual):
     """Each half adds its output to the stream one layer later, beside which it is summed."""
 
     name: ClassVar[str] = "ladder"
     arrays: ClassVar[int] = 3
-    """Arrays [B S D] that flow from layer to layer."""
-
-    def flops_per_token(self, embed_dim: int) -> float:
-        """Return the FLOPs of one half beyond the parameters': 0, as additions are not counted."""
-        del embed_dim
-        return 0.0
 
     def begin(self, stream: Stream) -> Stream:
         """Return the stream before the first layer, with outputs of zero."""
         none = jnp.zeros_like(stream.x)
         return dataclasses.replace(stream, mixed=none, fed=none)
 
-    def build(self, half: Half, **sizes: Any) -> LadderHalf:
-        """Return what reads the stream and writes to it; see `HyperResidualConfig.build`."""
-        del sizes
+    def build(
+        self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
+    ) -> LadderHalf:
+        """Return the half whose output is added one layer later."""
+        del embed_dim, epsilon, placement
         return LadderHalf(half)
 
     def end(self, stream: Stream) -> Stream:
@@ -130,5 +179,4 @@ def _scaled(y: Array, multiplier: float, x: Array) -> Array:
     return jnp.asarray(multiplier, x.dtype) * y.astype(x.dtype)
 
 
-Residuals = StandardResidualConfig | LadderResidualConfig | HyperResidualConfig
-"""Union of the residuals, the registry that the command line reads."""
+RESIDUALS = Registry("residual")

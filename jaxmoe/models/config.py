@@ -25,7 +25,7 @@ from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import Mixers
 from jaxmoe.layers.mixing import has_mixing
-from jaxmoe.layers.residual import Residuals, StandardResidualConfig
+from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.models.loop import LoopConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan, group_layers
@@ -68,7 +68,7 @@ class ModelConfig:
     layer has the mixer `attention` and the feed-forward `moe`."""
     norm_epsilon: float = 1e-6
     """Term added to the mean square in RMSNorm."""
-    residual: Residuals = StandardResidualConfig()
+    residual: Residual = StandardResidualConfig()
     """How layers read the residual stream and write to it."""
     loop: LoopConfig | None = None
     """Layers that are called several times with the same parameters; None: each once."""

@@ -34,7 +34,7 @@ def rows() -> Iterator[tuple[str, Row]]:
     from jaxmoe.configs import registry_of
     from jaxmoe.layers.feed_forwards import FeedForwards
     from jaxmoe.layers.mixers import Mixers
-    from jaxmoe.layers.residual import Residuals
+    from jaxmoe.layers.residual import RESIDUALS
     from jaxmoe.routing import BALANCERS, BIASES, GATES, METHODS, ROUTERS
     from jaxmoe.training import OBJECTIVES
     from jaxmoe.training.estimators import ESTIMATORS
@@ -46,7 +46,7 @@ def rows() -> Iterator[tuple[str, Row]]:
     yield from _each("method", METHODS, _method)
     yield from _each("mixer", registry_of(Mixers), _mixer)
     yield from _each("feed_forward", registry_of(FeedForwards), _feed_forward)
-    yield from _each("residual", registry_of(Residuals), _residual)
+    yield from _each("residual", RESIDUALS, _residual)
     yield from _each("objective", OBJECTIVES, _objective)
     yield from _each("estimator", ESTIMATORS, _estimator)
     yield from _each("adapter", ADAPTERS, _adapter)
