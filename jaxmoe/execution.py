@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.kernels import KernelsConfig as KernelsConfig
-from jaxmoe.precision import PrecisionPolicy, kernels_of_products
+from jaxmoe.precision import MATMULS, PrecisionPolicy
 from pallas_kernels.backend import platform
 from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig, ResidentConfig
@@ -134,13 +134,16 @@ class ExecutionConfig:
     def _check_kernels(self) -> None:
         """Refuse an implementation of a kernel that no product uses."""
         matmul = self.precision.matmul
-        for name, other in kernels_of_products().items():
-            asked = getattr(self.kernels, name)
-            if asked is not None and name not in matmul.kernels:
+        for field in dataclasses.fields(self.kernels):
+            asked = getattr(self.kernels, field.name)
+            if asked is None or field.name in matmul.kernels:
+                continue
+            users = [name for name in MATMULS if field.name in MATMULS[name].kernels]
+            if users:
                 raise ValueError(
-                    f"execution.kernels.{name}={asked} computes nothing where"
+                    f"execution.kernels.{field.name}={asked} computes nothing where"
                     f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
-                    f" execution.precision.matmul to {other}"
+                    f" execution.precision.matmul to {users[-1]}"
                 )
 
     def unroll_of(self, length: int) -> int:

@@ -9,23 +9,24 @@ Router logits, softmaxes, norms, losses, optimiser state and reductions are alwa
            loss beyond rounding, so a resumed run must keep it. Routers, norms, head gates,
            embedding, head and the attention softmax are unchanged.
 
-To add a matrix product: a config class with `name`, `kernels` and `build` in jaxmoe/precision.py, a
-member of `MatmulConfig` there, and its name in tests/test_architecture.py.
+To add a matrix product: a config that extends `MatmulConfig`, its row under `matmul` in
+jaxmoe/catalog/executions.py, and its name in tests/test_architecture.py.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
-from typing import Any, ClassVar, Final, Literal, get_args
+from typing import Any, ClassVar, Final, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.catalog import Registry
 from jaxmoe.processor import multiplies_bfloat16_fast
-from pallas_kernels.halo import Halo
 from pallas_kernels.quantized_array import QuantizedDtype
-from sharding.products.halo import Gathered, HaloProduct
+from sharding.products.halo import HaloProduct
 from sharding.sequence_parallel.cache_formats import CacheFormat
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -55,55 +56,32 @@ MIXED: Final = "w4ax"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FullPrecisionConfig:
+class MatmulConfig(abc.ABC):
+    """Base class of the configs of the layers' matrix products."""
+
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+    kernels: ClassVar[tuple[str, ...]]
+    """Fields of `execution.kernels` that compute these products."""
+
+    @abc.abstractmethod
+    def build(self) -> HaloProduct | None:
+        """Return the product that layers use; None for `jnp.einsum`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FullPrecisionConfig(MatmulConfig):
     """Products in the compute dtype."""
 
     name: ClassVar[str] = "full"
     kernels: ClassVar[tuple[str, ...]] = ("grouped_swiglu",)
-    """Fields of `execution.kernels` that compute these products."""
 
     def build(self) -> None:
         """Return None: products use `jnp.einsum`."""
         return
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HaloConfig:
-    """Products in 8 bits, rotated first (HALO, arXiv 2501.02625)."""
-
-    name: ClassVar[str] = "halo"
-    kernels: ClassVar[tuple[str, ...]] = ("quantized_matmul", "grouped_matmul")
-    """Fields of `execution.kernels` that compute these products."""
-
-    dtype: Literal["int8", "float8_e4m3fn"] = "int8"
-    """Dtype of both factors, forward and backward."""
-    level: Literal[0, 1, 2] = 2
-    """Rotations: 0 for none, 1 along features, 2 for gradients also over tokens. int8 needs 2,
-    float8 1 or 0."""
-    block: int | None = 128
-    """Maximum of features or tokens rotated together; None for all on a device."""
-    gathered: Gathered = "codes"
-    """Data gathered of a fully sharded weight: its codes in 8 bits, or the weight itself."""
-
-    def __post_init__(self):
-        if self.block is not None and self.block < 2:
-            raise ValueError(
-                f"precision.matmul.block={self.block} must be at least 2, or None for all; without"
-                " rotations set precision.matmul.level to 0"
-            )
-
-    def build(self) -> HaloProduct:
-        """Return the product that layers use."""
-        halo = Halo(dtype=self.dtype, level=self.level, block=self.block)
-        return HaloProduct(halo=halo, gathered=self.gathered)
-
-
-MatmulConfig = FullPrecisionConfig | HaloConfig
-
-
-def kernels_of_products() -> dict[str, str]:
-    """Return for each kernel of products the name of the matmul config that runs it."""
-    return {name: config.name for config in get_args(MatmulConfig) for name in config.kernels}
+MATMULS = Registry("matmul")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

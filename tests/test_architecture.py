@@ -80,6 +80,7 @@ ORDER = (
         "declarations",
         "parameters",
         "precision",
+        "halo",
         "kernels",
         "execution",
         "routing",
@@ -128,7 +129,7 @@ REGISTRIES = {
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor", "sgd"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
-    "jaxmoe.precision:MatmulConfig": {"full", "halo"},
+    "jaxmoe.precision:MATMULS": {"full", "halo"},
     "jaxmoe.routing:BIASES": {"loss_free", "bip", "quantile"},
     "jaxmoe.routing:BALANCERS": {
         *("load_balance", "router_z", "heterogeneous", "top_one_balance"),

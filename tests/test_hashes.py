@@ -153,7 +153,7 @@ def test_every_registry_of_the_library_is_looked_at():
         "experiments.launch.config:CLUSTERS": "writes scripts",
         "jaxmoe.data.levels:ASSIGNERS": "sequence_parallel/levels",
         "jaxmoe.optim:OPTIMIZERS": "parameterization/ and optimizer/",
-        "jaxmoe.precision:MatmulConfig": "step/",
+        "jaxmoe.precision:MATMULS": "step/",
         "jaxmoe.rl.rewards:REWARDS": "run/reinforced",
         "jaxmoe.tracking:TRACKERS": "draws",
         "sharding.products.collective:TensorProductsConfig": "execution/",

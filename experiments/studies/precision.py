@@ -28,9 +28,10 @@ from experiments.studies.data import digest_of
 from experiments.studies.study import StoppedError, StudyRunConfig, run_study
 from experiments.studies.trials import TrialsFile, train
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
-from jaxmoe.precision import FullPrecisionConfig, HaloConfig, MatmulConfig, PrecisionPolicy
+from jaxmoe.precision import FullPrecisionConfig, MatmulConfig, PrecisionPolicy
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig

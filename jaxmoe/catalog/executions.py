@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Members of the choices of an execution: where tokens, positions, layers and experts go."""
+"""Members of the choices of an execution: products, and where tokens, layers and experts go."""
 
 from typing import Final
 
@@ -97,10 +97,31 @@ _UPDATE: Final = {
     ),
 }
 
+_MATMUL: Final = {
+    "full": ("jaxmoe.precision:FullPrecisionConfig", "Products in the compute dtype."),
+    "halo": (
+        "jaxmoe.halo:HaloConfig",
+        "Products in 8 bits, rotated first (HALO, arXiv 2501.02625).",
+    ),
+}
+
+_TENSOR_PRODUCTS: Final = {
+    "whole": (
+        "sharding.products.collective:WholeProductsConfig",
+        "One collective for all rows, before or after one product.",
+    ),
+    "ring": (
+        "sharding.products.collective:RingProductsConfig",
+        "Products of the rows of one device at a time, beside permutes to the next device.",
+    ),
+}
+
 BASES: Final = {
     "update": "jaxmoe.training.parts.update:Update",
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
+    "matmul": "jaxmoe.precision:MatmulConfig",
+    "tensor_products": "sharding.products.collective:TensorProductsConfig",
     "pipeline": "sharding.pipeline.order:PipelineOrder",
     "placer": "jaxmoe.planning.placement.solution:Placer",
 }
@@ -109,6 +130,8 @@ MEMBERS: Final = {
     "update": _UPDATE,
     "dispatcher": _DISPATCHER,
     "sequence_parallel": _SEQUENCE_PARALLEL,
+    "matmul": _MATMUL,
+    "tensor_products": _TENSOR_PRODUCTS,
     "pipeline": _PIPELINE,
     "placer": _PLACER,
 }

@@ -15,12 +15,13 @@ this in hardware; the decomposition is that of Wang et al., ASPLOS 2023). The gr
 is the other one, in the opposite direction. The sums of a ring are taken in the order of the
 devices, so that results differ from the whole form by rounding.
 
-To add a form: a config in `sharding/products/collective.py`, its line in the union
-`TensorProductsConfig`, a row of FORMS in `tests/sharding/test_collective_products.py`.
+To add a form: a config that extends `TensorProductsConfig`, its row under `tensor_products` in
+`jaxmoe/catalog/executions.py`, a row of FORMS in `tests/sharding/test_collective_products.py`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
@@ -33,13 +34,15 @@ Names = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WholeProductsConfig:
-    """One collective for all rows, before or after one product."""
+class TensorProductsConfig(abc.ABC):
+    """Base class of the forms of products beside a gather or a scatter of positions."""
 
-    name: ClassVar[str] = "whole"
-    cuts_rows: ClassVar[bool] = False
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+    cuts_rows: ClassVar[bool]
     """Whether a product is taken in parts of its rows."""
 
+    @abc.abstractmethod
     def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
         """Return products of rows that are split over mesh axes; inside an island.
 
@@ -48,8 +51,8 @@ class WholeProductsConfig:
             names: Mesh axes over which positions are split.
             multiply: Function from rows [B n D] to arrays [B n ...], row by row.
         """
-        return multiply(jax.lax.all_gather(x, names, axis=1, tiled=True))
 
+    @abc.abstractmethod
     def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
         """Return the rows of this device of a product that is summed over mesh axes.
 
@@ -58,19 +61,33 @@ class WholeProductsConfig:
             names: Mesh axes over which the addends are split, and the rows of the result.
             multiply: Function from activations [B n ...] to addends [B n D], row by row.
         """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WholeProductsConfig(TensorProductsConfig):
+    """One collective for all rows, before or after one product."""
+
+    name: ClassVar[str] = "whole"
+    cuts_rows: ClassVar[bool] = False
+
+    def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
+        """Return the product of all rows, gathered first."""
+        return multiply(jax.lax.all_gather(x, names, axis=1, tiled=True))
+
+    def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
+        """Return the rows of this device of one product of all rows."""
         return jax.lax.psum_scatter(multiply(hidden), names, scatter_dimension=1, tiled=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RingProductsConfig:
+class RingProductsConfig(TensorProductsConfig):
     """Products of the rows of one device at a time, beside permutes to the next device."""
 
     name: ClassVar[str] = "ring"
     cuts_rows: ClassVar[bool] = True
-    """Whether a product is taken in parts of its rows."""
 
     def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
-        """Return products of rows that are split over mesh axes; see `WholeProductsConfig`."""
+        """Return the products of the rows of one device after the other."""
         devices, here, rows = jax.lax.axis_size(names), jax.lax.axis_index(names), x.shape[1]
         whole = None
         for number in range(devices):
@@ -90,7 +107,7 @@ class RingProductsConfig:
         return whole
 
     def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
-        """Return the rows of this device of a summed product; see `WholeProductsConfig`."""
+        """Return the rows of this device, whose sum travels from device to device."""
         devices, here = jax.lax.axis_size(names), jax.lax.axis_index(names)
         rows = hidden.shape[1] // devices
 
@@ -104,9 +121,6 @@ class RingProductsConfig:
             total = arrived + part(number)
         return total
 
-
-TensorProductsConfig = WholeProductsConfig | RingProductsConfig
-"""Union of the forms, the registry that the command line reads."""
 
 WHOLE_PRODUCTS: Final = WholeProductsConfig()
 """The default form."""

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.studies import precision
 from experiments.studies.precision import ARMS, PrecisionConfig, as_text
-from jaxmoe.precision import HaloConfig
+from jaxmoe.halo import HaloConfig
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.data import Batch, MarkovConfig
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -35,7 +36,7 @@ from jaxmoe.models.config import (
     YarnConfig,
 )
 from jaxmoe.optim import OPTIMIZERS, LinearConfig
-from jaxmoe.precision import HaloConfig, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import BALANCERS, GATES, METHODS, CapacityConfig, SoftmaxGateConfig
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig

@@ -10,8 +10,9 @@ import pytest
 
 from experiments import recipes
 from jaxmoe import kernels
+from jaxmoe.halo import HaloConfig
 from jaxmoe.kernels import KernelsConfig
-from jaxmoe.precision import HaloConfig, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import assemble
 from pallas_kernels.proof import CASES, KERNELS, Verdict
 from sharding import MeshConfig, make_mesh

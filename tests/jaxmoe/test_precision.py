@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.configs import differences, from_json, to_json
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.halo import HaloConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.models.transformer import Transformer
-from jaxmoe.precision import FullPrecisionConfig, HaloConfig, PrecisionPolicy
+from jaxmoe.precision import FullPrecisionConfig, PrecisionPolicy
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding.distributed import global_batch

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.halo import HaloConfig
 from jaxmoe.planning.hlo import collectives
-from jaxmoe.precision import HaloConfig, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy
 from sharding import MeshConfig
 from sharding import axes as ax
 from sharding.mesh import make_mesh

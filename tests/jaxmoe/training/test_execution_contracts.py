@@ -18,11 +18,12 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
 from jaxmoe.planning.hlo import collectives
-from jaxmoe.precision import HaloConfig, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step

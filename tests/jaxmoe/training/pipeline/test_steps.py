@@ -9,6 +9,7 @@ import pytest
 
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -17,7 +18,7 @@ from jaxmoe.models.config import (
     MoEConfig,
 )
 from jaxmoe.optim import AdamWConfig, LinearConfig, MuonHConfig
-from jaxmoe.precision import HaloConfig, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import METHODS
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig

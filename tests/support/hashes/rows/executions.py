@@ -118,13 +118,14 @@ def _precision(**fields: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _halo(**fields: Any) -> tuple[Any, dict[str, Any]]:
-    from jaxmoe.precision import HaloConfig
+    from jaxmoe.halo import HaloConfig
 
     return _precision(matmul=HaloConfig(block=8, **fields))
 
 
 def _gathered_codes() -> tuple[Any, dict[str, Any]]:
-    from jaxmoe.precision import HaloConfig, PrecisionPolicy
+    from jaxmoe.halo import HaloConfig
+    from jaxmoe.precision import PrecisionPolicy
 
     precision = PrecisionPolicy(matmul=HaloConfig(block=8))
     return _single(mesh={"data": 8}, precision=precision, remat="full")
