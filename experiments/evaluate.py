@@ -30,7 +30,12 @@ from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
 from jaxmoe.run.diagnostics.router_details import format_router_details
 from sharding.mesh import MeshConfig
-from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
+from sharding.sequence_parallel import (
+    WHOLE_CACHE,
+    CacheFormat,
+    CacheReading,
+    PageSelectionConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +89,9 @@ def part_of_cache(reading: CacheReading, pages: int | None) -> CacheReading:
         reading: Choice of `--reading`.
         pages: Number of pages with the largest scores; that of `reading` when None.
     """
-    return reading if pages is None else reading.with_kept(pages)
+    if pages is None:
+        return reading
+    return reading.with_kept(pages) if reading.selects else PageSelectionConfig(kept=pages)
 
 
 def main(argv: Sequence[str]) -> int:

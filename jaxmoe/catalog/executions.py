@@ -116,12 +116,24 @@ _TENSOR_PRODUCTS: Final = {
     ),
 }
 
+_CACHE_READING: Final = {
+    "whole": (
+        "sharding.sequence_parallel.reading.readings:WholeCacheConfig",
+        "Attention of generated tokens to all earlier ones.",
+    ),
+    "pages": (
+        "sharding.sequence_parallel.reading.page_selection:PageSelectionConfig",
+        "Attention of generated tokens to some pages of the cache; it changes what is generated.",
+    ),
+}
+
 BASES: Final = {
     "update": "jaxmoe.training.parts.update:Update",
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
     "matmul": "jaxmoe.precision:MatmulConfig",
     "tensor_products": "sharding.products.collective:TensorProductsConfig",
+    "cache_reading": "sharding.sequence_parallel.reading.readings:CacheReading",
     "pipeline": "sharding.pipeline.order:PipelineOrder",
     "placer": "jaxmoe.planning.placement.solution:Placer",
 }
@@ -132,6 +144,7 @@ MEMBERS: Final = {
     "sequence_parallel": _SEQUENCE_PARALLEL,
     "matmul": _MATMUL,
     "tensor_products": _TENSOR_PRODUCTS,
+    "cache_reading": _CACHE_READING,
     "pipeline": _PIPELINE,
     "placer": _PLACER,
 }

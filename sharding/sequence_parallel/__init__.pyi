@@ -29,7 +29,7 @@ from sharding.sequence_parallel.reading.page_selection import (
 )
 from sharding.sequence_parallel.reading.readings import WHOLE_CACHE as WHOLE_CACHE
 from sharding.sequence_parallel.reading.readings import CacheReading as CacheReading
-from sharding.sequence_parallel.reading.whole_cache import WholeCacheConfig as WholeCacheConfig
+from sharding.sequence_parallel.reading.readings import WholeCacheConfig as WholeCacheConfig
 from sharding.sequence_parallel.ring import RingConfig as RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
 from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig

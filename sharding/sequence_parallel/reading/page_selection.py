@@ -53,6 +53,7 @@ from sharding.sequence_parallel.reading.page_scores import (
     page_scores,
     with_new_keys,
 )
+from sharding.sequence_parallel.reading.readings import CacheReading
 from sharding.sequence_parallel.reading.summarized_cache import (
     SummarizedCache,
     all_pages,
@@ -65,7 +66,7 @@ _NEVER: Final = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PageSelectionConfig:
+class PageSelectionConfig(CacheReading):
     """Attention of generated tokens to some pages of the cache; it changes what is generated."""
 
     name: ClassVar[str] = "pages"
@@ -112,25 +113,12 @@ class PageSelectionConfig:
         return dataclasses.replace(self, kept=kept)
 
     def num_slots(self, length: int, shards: int) -> int:
-        """Return the slots of a cache: whole pages, as many on every device.
-
-        Args:
-            length: Positions that it holds at least.
-            shards: Devices that share a sequence's cache.
-        """
+        """Return the positions in whole pages, as many on every device."""
         part = shards * self.size
         return -(-length // part) * part
 
     def check(self, name: str, *, can_select: bool) -> None:
-        """Refuse a mixer whose cache has no pages.
-
-        Args:
-            name: Name of the mixer.
-            can_select: Whether it has.
-
-        Raises:
-            ValueError: It has none.
-        """
+        """Refuse a mixer whose cache has no pages."""
         if not can_select:
             raise ValueError(
                 f"reading:{self.name} (--cache_pages) selects pages of keys and values, and the"
@@ -139,11 +127,7 @@ class PageSelectionConfig:
             )
 
     def describe(self, slots: int) -> str:
-        """Return the pages that a token reads as text.
-
-        Args:
-            slots: Slots of the cache, on all devices.
-        """
+        """Return the pages that a token reads as text."""
         pages = slots // self.size
         evicted = f" evicted_share={self.evicted_share}" if self.evicted_share else ""
         read = min(self.num_read, pages)
@@ -160,16 +144,10 @@ class PageSelectionConfig:
     def bytes_read(
         self, slots: int, *, bytes_per_token: int, num_layers: int, key_features: int
     ) -> int:
-        """Return the bytes of a stack's cache that one generated token of one sequence reads.
+        """Return the bytes of the pages of a token, and of what they were chosen by.
 
-            read pages * size * bytes of a token            keys and values of all layers
-            choosing layers * P * features * 4 * n          n: 2 for bounds, 1 for mean
-
-        Args:
-            slots: Slots of a sequence, from `num_slots`.
-            bytes_per_token: Bytes of one token in all layers.
-            num_layers: Layers of the stack.
-            key_features: Features of the keys of a token in one layer, M H.
+        read pages * size * bytes of a token            keys and values of all layers
+        choosing layers * P * features * 4 * n          n: 2 for bounds, 1 for mean
         """
         if self.reads_all(slots):
             return slots * bytes_per_token
@@ -179,12 +157,7 @@ class PageSelectionConfig:
         return read + choosing * pages * summaries
 
     def initial(self, entries: KVCache, placement: Placement) -> SummarizedCache:
-        """Return an empty cache with its pages.
-
-        Args:
-            entries: Empty keys and values.
-            placement: Layout rules.
-        """
+        """Return an empty cache with its pages."""
         layers, batch, slots, heads, width = entries.k.shape
         pages = (batch, slots // self.size, heads)
         choosing = -(-layers // self.layers_per_choice)
@@ -209,22 +182,7 @@ class PageSelectionConfig:
         token_mask: Bool[Array, "B S"],
         rules: AttentionRules,
     ) -> tuple[Float[Array, "B S N H"], Seen, SummarizedCache]:
-        """Write new keys and values and attend: a prompt to all, a single token to some pages.
-
-        Args:
-            q: Queries of the new tokens.
-            k: Keys of the new tokens.
-            v: Values of the new tokens.
-            cache: Cache with slots for all tokens to come.
-            layer: Layer of the cache that is written and read.
-            placement: Layout rules.
-            positions: Positions of the new tokens; a token's slot is its position.
-            token_mask: False for padding.
-            rules: Mask and kernel.
-
-        Returns:
-            The output, the watched logits (see `attend`), and the cache with the new tokens.
-        """
+        """Write new keys and values and attend: a prompt to all, a single token to some pages."""
         heads, kv_heads = (
             (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
         )

@@ -221,12 +221,11 @@ def _from_pages(directory: pathlib.Path) -> dict[str, str]:
     import jax
 
     from jaxmoe import ExecutionConfig, generate
-    from jaxmoe.configs import registry_of
     from jaxmoe.execution import WholeRowsConfig
-    from sharding.sequence_parallel import CacheReading
+    from sharding.sequence_parallel import PageSelectionConfig
     from tests.support.serving import MODEL, params
 
-    reading = registry_of(CacheReading)["pages"](kept=4, size=2, latest=1)
+    reading = PageSelectionConfig(kept=4, size=2, latest=1)
     model = dataclasses.replace(MODEL, attention=dataclasses.replace(MODEL.attention, window=None))
     execution = WholeRowsConfig.of(ExecutionConfig(), reading)
     options = {"num_tokens": 8, "key": jax.random.key(5), "execution": execution}
