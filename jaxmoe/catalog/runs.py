@@ -255,8 +255,28 @@ _RUN_PART: Final = {
     ),
 }
 
+_TOKENIZER: Final = {
+    "bytes": (
+        "jaxmoe.data.tokenizer.base:BytesConfig",
+        "Every byte is a token; vocabulary 256.",
+    ),
+    "file": (
+        "jaxmoe.data.tokenizer.subword:FileConfig",
+        "A tokenizer.json, as Hugging Face's `tokenizers` writes it.",
+    ),
+    "trained": (
+        "jaxmoe.data.tokenizer.subword:TrainedConfig",
+        "A byte-level BPE vocabulary, trained here on the train split and kept in the cache.",
+    ),
+    "ids": (
+        "jaxmoe.data.tokenizer.base:IdsConfig",
+        "No text: pre-tokenised files of token ids.",
+    ),
+}
+
 BASES: Final = {
     "data": "jaxmoe.data.source:SourceKind",
+    "tokenizer": "jaxmoe.data.tokenizer.base:TokenizerConfig",
     "assign": "jaxmoe.data.levels.plan:Assigner",
     "optimizer": "jaxmoe.optim.groups:Optimizer",
     "schedule": "jaxmoe.optim.schedules:ScheduleBase",
@@ -272,6 +292,7 @@ BASES: Final = {
 
 MEMBERS: Final = {
     "data": _DATA,
+    "tokenizer": _TOKENIZER,
     "assign": _ASSIGN,
     "optimizer": _OPTIMIZER,
     "schedule": _SCHEDULE,

@@ -27,7 +27,7 @@ from jaxmoe.data.synthetic import MarkovConfig as MarkovConfig
 from jaxmoe.data.synthetic import normalized_mutual_information as normalized_mutual_information
 from jaxmoe.data.text_only import TextOnlyConfig as TextOnlyConfig
 from jaxmoe.data.tokenizer import TOKENIZERS as TOKENIZERS
-from jaxmoe.data.tokenizer import TokenizerConfig as TokenizerConfig
+from jaxmoe.data.tokenizer.base import TokenizerConfig as TokenizerConfig
 
 DATA_SOURCES: Registry
 

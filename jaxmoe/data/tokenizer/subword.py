@@ -1,36 +1,120 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a tokenizer.json through the `tokenizers` package."""
+"""Subword tokenizers of the `tokenizers` package: of a tokenizer.json, or trained here."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxmoe.data.batch import DataError
+from jaxmoe.data.tokenizer.base import MOST_IDS, Texts, TokenizerConfig
 from jaxmoe.data.tokenizer.byte_level import BYTE_OF
+from jaxmoe.data.tokenizer.cutting import announced_pieces
 from jaxmoe.data.tokenizer.encoding import Kind, encode_pieces, kind_of
 from jaxmoe.disk import kind_of_special_file
 from jaxmoe.json_bounds import parse_json
+from jaxmoe.messages import say
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Int, Shaped
 
 SEPARATOR = "<|endoftext|>"
 """Separator of vocabularies that are trained here."""
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>", "<s>")
-MOST_IDS = 2**31
-"""Largest vocabulary: token ids are int32."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Token of a byte in vocabularies that fall back to bytes."""
+_SMALLEST_TRAINED = 257
 _MAX_JSON_VALUES = 1 << 24  # an object or a list for each merge
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FileConfig(TokenizerConfig):
+    """A tokenizer.json, as Hugging Face's `tokenizers` writes it."""
+
+    name: ClassVar[str] = "file"
+
+    path: str = ""
+    """A tokenizer.json file, or a directory with one."""
+    separator: str | None = None
+    """Token between documents; the usual end-of-text token of the vocabulary when None."""
+
+    def build(self, texts: Texts, directory: pathlib.Path) -> SubwordTokenizer:
+        """Read the file.
+
+        Raises:
+            DataError: The file is missing or invalid, or the separator is not in the vocabulary.
+        """
+        del texts, directory
+        if not self.path:
+            raise DataError("data.tokenizer.path is empty: give the path of a tokenizer.json")
+        path = pathlib.Path(self.path).expanduser()
+        return SubwordTokenizer(path / "tokenizer.json" if path.is_dir() else path, self.separator)
+
+    @property
+    def directory(self) -> pathlib.Path | None:
+        """Directory of its file, in which other files describe it; None without a file."""
+        if not self.path:
+            return None
+        path = pathlib.Path(self.path).expanduser()
+        return path if path.is_dir() else path.parent
+
+    def moved(self, before: pathlib.Path, after: pathlib.Path) -> FileConfig:
+        """Return the config with `after` in the place of the file `before`, if it names that."""
+        if pathlib.Path(self.path) != before:
+            return self
+        return dataclasses.replace(self, path=str(after))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedConfig(TokenizerConfig):
+    """A byte-level BPE vocabulary, trained here on the train split and kept in the cache."""
+
+    name: ClassVar[str] = "trained"
+    is_trained: ClassVar[bool] = True
+
+    vocab_size: int = 4096
+    """Largest number of ids, including 256 bytes and the separator; a short text gives fewer."""
+
+    def __post_init__(self):
+        if self.vocab_size < _SMALLEST_TRAINED:
+            raise ValueError(
+                f"data.tokenizer.vocab_size={self.vocab_size} must be at least "
+                f"{_SMALLEST_TRAINED}: 256 bytes and the separator"
+            )
+
+    def build(self, texts: Texts, directory: pathlib.Path) -> SubwordTokenizer:
+        """Train the tokenizer, unless the directory contains it."""
+        path = directory / f"bpe-{self.vocab_size}.json"
+        if not path.exists():
+            library = require("tokenizers")
+            bpe = library.Tokenizer(library.models.BPE())
+            bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            bpe.decoder = library.decoders.ByteLevel()
+            trainer = library.trainers.BpeTrainer(
+                vocab_size=self.vocab_size,
+                special_tokens=[SEPARATOR],
+                initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            )
+            say(f"training a tokenizer of {self.vocab_size} tokens ...")
+            # `tokenizers` buffers 256 texts, and needs about 100 bytes of memory for each byte.
+            bpe.train_from_iterator(announced_pieces(texts()), trainer)
+            directory.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(f".{uuid.uuid4().hex}.new")
+            new.write_text(bpe.to_str(), encoding="utf-8")
+            os.replace(new, path)
+        return SubwordTokenizer(path, SEPARATOR)
 
 
 class SubwordTokenizer:
