@@ -25,7 +25,7 @@ from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce
 from experiments.cli.process import start_process
-from jaxmoe.data import DataConfig
+from jaxmoe.data import SourceKind
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
 from jaxmoe.run.diagnostics.router_details import format_router_details
@@ -70,7 +70,7 @@ class EvaluateConfig:
     reading: CacheReading = WHOLE_CACHE
     """Part of the cache that a decoded token reads: whole, or pages with their size, score and
     eviction; --cache_pages is the short form."""
-    data: DataConfig | None = None
+    data: SourceKind | None = None
     """Data to evaluate on, all of it where it is files; the run's held-out data when None."""
     sequence_length: int | None = None
     """Tokens of a held-out sequence; when None those of a training row, 128 for an imported

@@ -18,7 +18,7 @@ from jaxmoe.kernels import KernelsConfig as KernelsConfig
 from jaxmoe.precision import MATMULS, PrecisionPolicy
 from pallas_kernels.backend import platform
 from sharding.constrain import Placement
-from sharding.expert_parallel import DispatcherConfig, LocalConfig, ResidentConfig
+from sharding.expert_parallel import Dispatcher, LocalConfig, ResidentConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineOrder
@@ -29,7 +29,7 @@ from sharding.sequence_parallel import (
     WHOLE_CACHE,
     CacheReading,
     NoSequenceParallelConfig,
-    SequenceParallelConfig,
+    SequenceParallelism,
 )
 from sharding.state_layouts import STATE_LAYOUTS, StateLayout, StateLayoutName
 
@@ -53,9 +53,9 @@ class ExecutionConfig:
     hosts with unequal links; empty keeps the usual order."""
     rules: StateLayoutName = "fully_sharded"
     """Layout of parameters, gradients and optimiser state; see sharding/state_layouts.py."""
-    dispatcher: DispatcherConfig = LocalConfig()
+    dispatcher: Dispatcher = LocalConfig()
     """Dispatcher that brings rows to their experts."""
-    sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
+    sequence_parallel: SequenceParallelism = NoSequenceParallelConfig()
     """Form of attention over sequences whose positions are sharded."""
     tensor_products: TensorProductsConfig = WHOLE_PRODUCTS
     """Form of the products beside which mesh.tensor gathers and scatters activations."""

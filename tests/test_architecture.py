@@ -179,13 +179,13 @@ REGISTRIES = {
         *("standard", "mup", "mup_plus_plus", "completep", "mup_muon", "mup_plus_plus_muon"),
         *("muonh_vanilla", "hyperp"),
     },
-    "sharding.expert_parallel:DispatcherConfig": {
+    "sharding.expert_parallel:Dispatcher": {
         *("local", "all_gather", "all_to_all", "all_to_all_dropping", "least_loaded"),
     },
     "sharding.products.collective:TensorProductsConfig": {"whole", "ring"},
     "sharding.pipeline:PipelineOrder": {"interleaved", "gpipe"},
     "sharding.sequence_parallel:CacheReading": {"whole", "pages"},
-    "sharding.sequence_parallel:SequenceParallelConfig": {
+    "sharding.sequence_parallel:SequenceParallelism": {
         *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring", "levels"),
     },
 }

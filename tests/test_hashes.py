@@ -45,9 +45,9 @@ AREAS = {
     "jaxmoe.serve.simulation.workload:WORKLOADS": "simulated/workload_",
     "jaxmoe.training:OBJECTIVES": "objective/",
     "jaxmoe.training.estimators:ESTIMATORS": "estimator/",
-    "sharding.expert_parallel:DispatcherConfig": "dispatcher/",
+    "sharding.expert_parallel:Dispatcher": "dispatcher/",
     "sharding.pipeline:PipelineOrder": "step/",
-    "sharding.sequence_parallel:SequenceParallelConfig": "sequence_parallel/",
+    "sharding.sequence_parallel:SequenceParallelism": "sequence_parallel/",
 }
 """Registries whose members have a row each, and what the names of these rows begin with."""
 

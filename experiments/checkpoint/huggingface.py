@@ -37,7 +37,7 @@ from jaxmoe.checkpoint.huggingface.tokenizer import (
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Nonfinite, Tensors
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
-from jaxmoe.data import DataConfig
+from jaxmoe.data import SourceKind
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.conversion import first_token_of, imported_generation, length_of, new_run
@@ -91,7 +91,7 @@ class ExportConfig:
 class ImportConfig:
     """Evaluation data of an imported run, or the model of an imported adapter."""
 
-    data: DataConfig | None = None
+    data: SourceKind | None = None
     """Data in the tokens of the model; files of text use its tokenizer.json. None: no data, only
     the tokenizer (the embedded corpus, for a model of bytes)."""
     batches: int = 8
@@ -258,11 +258,11 @@ def _card(title: str, family: str, files: TokenizerFiles) -> str:
 
 
 def _data(
-    data: DataConfig | None,
+    data: SourceKind | None,
     place: pathlib.Path,
     texts: Mapping[str, str],
     fields: Mapping[str, Any],
-) -> DataConfig:
+) -> SourceKind:
     """Return the data in the tokens of the model; its tokenizer alone if there is none.
 
     Raises:

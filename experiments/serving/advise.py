@@ -35,7 +35,7 @@ from experiments.cli.tables import text_table
 from experiments.serving.simulate import SimulateConfig, facts_of
 from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
-from jaxmoe.layers.mixers import AttentionConfig, LatentAttentionConfig, Mixers
+from jaxmoe.layers.mixers import AttentionConfig, LatentAttentionConfig, MixerBase
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
@@ -153,7 +153,7 @@ def attention_table(config: AdviseConfig, cost: Roofline) -> Table:
     """Return the choices for each kind of attention."""
     mixer = PRESETS[config.preset]().attention
     heads = mixer.num_heads
-    kinds: dict[str, Mixers] = {
+    kinds: dict[str, MixerBase] = {
         "own": mixer,
         "multi-head": AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=mixer.head_dim),
         "latent": LatentAttentionConfig(

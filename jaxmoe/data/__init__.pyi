@@ -30,5 +30,3 @@ from jaxmoe.data.tokenizer import TOKENIZERS as TOKENIZERS
 from jaxmoe.data.tokenizer.base import TokenizerConfig as TokenizerConfig
 
 DATA_SOURCES: Registry
-
-DataConfig = SourceKind

@@ -23,9 +23,9 @@ from jaxtyping import Array
 from jaxmoe.declarations import own_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
-from jaxmoe.layers.feed_forwards import FeedForwards
+from jaxmoe.layers.feed_forwards import FeedForwardBase
 from jaxmoe.layers.indicators import observe_branch
-from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.mixers import MixerBase
 from jaxmoe.layers.mixing import Losses, MixingInputs
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.records import (
@@ -55,8 +55,8 @@ class Block(nn.Module):
         train: Whether routers behave as in training.
     """
 
-    mixer: Mixers
-    feed_forward: FeedForwards
+    mixer: MixerBase
+    feed_forward: FeedForwardBase
     context: LayerContext
     execution: ExecutionConfig
     train: bool

@@ -19,11 +19,11 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import ForwardMultipliers as ForwardMultipliers
 from jaxmoe.layers.context import LayerContext, heads_of, require_positive
 from jaxmoe.layers.feed_forwards import DenseConfig as DenseConfig
-from jaxmoe.layers.feed_forwards import FeedForwards
+from jaxmoe.layers.feed_forwards import FeedForwardBase
 from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
-from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.mixers import MixerBase
 from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
@@ -38,9 +38,9 @@ class LayerConfig:
 
     name: ClassVar[str] = "layer"
 
-    mixer: Mixers | None = None
+    mixer: MixerBase | None = None
     """Mixer of the layer; `model.attention` when None."""
-    feed_forward: FeedForwards | None = None
+    feed_forward: FeedForwardBase | None = None
     """Feed-forward of the layer; when None, `model.moe`, or a dense one in `model.dense_layers`."""
 
 
@@ -55,7 +55,7 @@ class ModelConfig:
     """Number of layers (L)."""
     embed_dim: int = 128
     """Width of the residual stream (D)."""
-    attention: Mixers = AttentionConfig()
+    attention: MixerBase = AttentionConfig()
     """Mixer of every layer for which `layers` names no other."""
     moe: MoEConfig | None = MoEConfig()
     """Feed-forward of every layer that is not dense; all layers are dense when None."""
@@ -168,7 +168,7 @@ class ModelConfig:
         return _context(self)
 
     @property
-    def mixers(self) -> tuple[Mixers, ...]:
+    def mixers(self) -> tuple[MixerBase, ...]:
         """Distinct mixers, in the order of the layers."""
         given = [layer.mixer or self.attention for layer in self.layers]
         return tuple(dict.fromkeys(given or [self.attention]))

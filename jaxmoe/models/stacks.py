@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jaxmoe.layers.feed_forwards import FeedForwards
-from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.feed_forwards import FeedForwardBase
+from jaxmoe.layers.mixers import MixerBase
 from sharding import axes as ax
 
 
@@ -23,9 +23,9 @@ from sharding import axes as ax
 class Layer:
     """The kind of a layer."""
 
-    mixer: Mixers
+    mixer: MixerBase
     """Config of the mixer."""
-    feed_forward: FeedForwards
+    feed_forward: FeedForwardBase
     """Config of the feed-forward."""
 
 

@@ -22,6 +22,3 @@ from jaxmoe.optim.schedules import WarmupStableDecayConfig as WarmupStableDecayC
 from jaxmoe.optim.sgd import SGDConfig as SGDConfig
 
 OPTIMIZERS: Registry
-
-OptimizerConfig = Optimizer
-ScheduleConfig = ScheduleBase

@@ -20,4 +20,3 @@ from jaxmoe.replicas.sequential_codes import Multiplexed as Multiplexed
 from jaxmoe.replicas.sequential_codes import SelectiveReattempt as SelectiveReattempt
 
 REPLICAS: Registry
-ReplicasConfig = ReplicasKind

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jaxmoe.rl.rewards import ArithmeticConfig, RewardConfig
+from jaxmoe.rl.rewards import ArithmeticConfig, RewardBase
 
 OldName = Literal["trainer", "engine"]
 SyncName = Literal["copy", "exact", "bfloat16"]
@@ -17,7 +17,7 @@ SyncName = Literal["copy", "exact", "bfloat16"]
 class RolloutsConfig:
     """Answers that the model in training writes, and their rewards."""
 
-    reward: RewardConfig = ArithmeticConfig()
+    reward: RewardBase = ArithmeticConfig()
     """Prompts, and the reward of an answer."""
     group: int = 8
     """Answers to each prompt, which are compared with each other."""

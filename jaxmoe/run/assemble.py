@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxmoe.data import Batch, DataConfig, Loader, Source, check_hosts, evaluation_batches
+from jaxmoe.data import Batch, Loader, Source, SourceKind, check_hosts, evaluation_batches
 from jaxmoe.data.levels import LevelPacking
 from jaxmoe.data.mixture import tasks_of
 from jaxmoe.execution import ExecutionConfig
@@ -24,7 +24,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
-from jaxmoe.replicas import ReplicasConfig
+from jaxmoe.replicas import ReplicasKind
 from jaxmoe.rl.feed import Learner, RolloutFeed
 from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
@@ -164,7 +164,7 @@ class Assembly:
         """
         return jitted_step(*self._replicas(self.step(accumulation)), self._member)
 
-    def _replicas(self, step: Step) -> tuple[ReplicasConfig, ParameterTable, Step, int]:
+    def _replicas(self, step: Step) -> tuple[ReplicasKind, ParameterTable, Step, int]:
         """Return what a method is made of: its config, parameters, the step, number of steps."""
         config = self.plan.config
         return config.replicas, self.plan.table, step, config.training.steps
@@ -290,7 +290,7 @@ def _with_tasks(plan: Plan, source: Source) -> Source:
 def assemble(
     config: PretrainConfig,
     *,
-    data: DataConfig | None = None,
+    data: SourceKind | None = None,
     needs_data: bool = True,
     trains: bool = False,
     source: Source | None = None,
@@ -368,7 +368,7 @@ def _uncalled(plan: Plan, execution: ExecutionConfig) -> frozenset[str]:
     return frozenset(names if is_plain else ())
 
 
-def _source(config: PretrainConfig, data: DataConfig | None, *, needs_data: bool) -> Source:
+def _source(config: PretrainConfig, data: SourceKind | None, *, needs_data: bool) -> Source:
     """Return the data, of which the vocabulary of the model holds all ids."""
     training = config.training
     data = config.data if data is None else data

@@ -19,25 +19,25 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxmoe.checkpoint.damage import Verify
-from jaxmoe.data import CorpusConfig, DataConfig
+from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.data.batch_sizes import BatchSizes
-from jaxmoe.data.levels import AssignConfig, BucketsConfig
+from jaxmoe.data.levels import Assigner, BucketsConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
-from jaxmoe.replicas import ReplicasConfig, SynchronousConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
+from jaxmoe.replicas import ReplicasKind, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.rl.config import RolloutsConfig, check_rollouts
 from jaxmoe.run.diagnostics.profile_config import ProfileConfig
 from jaxmoe.run.parts.config import RunPartConfig
-from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationConfig, StandardConfig
-from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
+from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationBase, StandardConfig
+from jaxmoe.tracking import TensorBoardConfig, TrackerBase
 from jaxmoe.tracking.terminal import ConsoleKind
-from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
-from jaxmoe.training.estimators import BackpropConfig, GradientsConfig
+from jaxmoe.training.estimators import BackpropConfig, Gradients
 from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.parts.average import Average, Averaging
 from jaxmoe.training.parts.base import StepPart
@@ -118,13 +118,13 @@ class TrainingConfig:
     rollbacks: int = 1
     """Total number of rollbacks: after `max_skipped` refused steps a run restores the newest valid
     checkpoint and skips their batches. 0 ends the run as diverged at once."""
-    objective: ObjectiveConfig = NextTokenConfig()
+    objective: Objective = NextTokenConfig()
     """Training objective."""
-    assign: AssignConfig = BucketsConfig()
+    assign: Assigner = BucketsConfig()
     """Choice of the level of each document, with data.packing levels."""
     skipping: SkippingConfig | None = None
     """Layers that micro-batches leave out (SkipPipe); None for none."""
-    gradients: GradientsConfig = BackpropConfig()
+    gradients: Gradients = BackpropConfig()
     """How a step gets its gradient."""
     average: Average | None = None
     """Average that takes the place of the trained parameters after the last step; None for none."""
@@ -154,7 +154,7 @@ class TrainingConfig:
         return self.batch_ramp.build(self.steps, self.batch_size)
 
     @property
-    def step_gradients(self) -> GradientsConfig:
+    def step_gradients(self) -> Gradients:
         """How a step gets its gradient, with the layers that micro-batches leave out."""
         return self.gradients if self.skipping is None else PartialBackprop(skipping=self.skipping)
 
@@ -301,7 +301,7 @@ class TrackingConfig:
     """Steps between progress lines, and between the loads of layers and experts in trackers."""
     console: ConsoleKind = "auto"
     """Progress view: rich (live), plain (lines of key=value) or none; auto: rich on a terminal."""
-    trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
+    trackers: tuple[TrackerBase, ...] = (TensorBoardConfig(),)
     """Trackers beside metrics.jsonl; wandb and trackio need extras."""
     sample_length: int = 400
     """Tokens of text to generate at the end; 0 for none."""
@@ -341,22 +341,22 @@ class PretrainConfig:
     """Directory and name of the run."""
     model: ModelConfig = ModelConfig()
     """Model."""
-    data: DataConfig = CorpusConfig()
+    data: SourceKind = CorpusConfig()
     """Training and held-out data."""
     training: TrainingConfig = TrainingConfig()
     """Length of the run, size of its batches, and guards."""
-    optimizer: OptimizerConfig = AdamWConfig()
+    optimizer: Optimizer = AdamWConfig()
     """Optimiser."""
-    schedule: ScheduleConfig = LinearConfig()
+    schedule: ScheduleBase = LinearConfig()
     """Learning rate by step."""
-    parameterization: ParameterizationConfig = StandardConfig()
+    parameterization: ParameterizationBase = StandardConfig()
     """Initial scale, learning-rate multipliers and forward multipliers by role."""
     base: BasePoint = HYPERP_BASE
     """Sizes at which optimizer.learning_rate was tuned, for parameterisations that transfer it."""
     rl: RolloutsConfig | None = None
     """Answers of the model itself to train on, in place of the data; None for the data. See
     experiments.rl."""
-    replicas: ReplicasConfig = SynchronousConfig()
+    replicas: ReplicasKind = SynchronousConfig()
     """Training with workers that communicate rarely or briefly; none sums gradients in every step.
     """
     execution: ExecutionConfig = ExecutionConfig()

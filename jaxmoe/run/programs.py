@@ -21,7 +21,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling import Parameterization
-from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training import Objective
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import StepMetrics, make_train_step
@@ -52,7 +52,7 @@ class Programs:
         batch: Batch,
         *,
         training: TrainingConfig,
-        objective: ObjectiveConfig,
+        objective: Objective,
         execution: ExecutionConfig,
         parameterization: Parameterization | None = None,
     ):

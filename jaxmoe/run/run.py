@@ -27,7 +27,7 @@ import numpy as np
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, to_json
-from jaxmoe.data import DataConfig, Source
+from jaxmoe.data import Source, SourceKind
 from jaxmoe.errors import ConfigurationError, configuration_errors
 from jaxmoe.generation.text import GenerationConfig, OnSample, continue_texts, encode_prompts
 from jaxmoe.messages import shown
@@ -99,7 +99,7 @@ class Run:
         *,
         mesh: MeshConfig | None = None,
         cache: CacheFormat = "compute",
-        data: DataConfig | None = None,
+        data: SourceKind | None = None,
         sequence_length: int | None = None,
         batches: int | None = None,
         initial: str | None = None,

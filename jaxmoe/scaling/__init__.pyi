@@ -21,4 +21,3 @@ from jaxmoe.scaling.standard import StandardConfig as StandardConfig
 from jaxmoe.scaling.standard import standard as standard
 
 PARAMETERIZATIONS: Registry
-ParameterizationConfig = ParameterizationBase

@@ -27,4 +27,3 @@ from jaxmoe.tracking.trackio import TrackioConfig as TrackioConfig
 from jaxmoe.tracking.wandb import WandbConfig as WandbConfig
 
 TRACKERS: Registry
-TrackerConfig = TrackerBase

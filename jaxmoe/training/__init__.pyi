@@ -10,5 +10,3 @@ from jaxmoe.training.objective import Objective as Objective
 from jaxmoe.training.policy_gradient import PolicyGradientConfig as PolicyGradientConfig
 
 OBJECTIVES: Registry
-
-ObjectiveConfig = Objective

@@ -24,7 +24,7 @@ from jaxmoe.declarations import as_factor
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import only_predicted, output_logits, vocabulary_ids
-from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training import Objective
 from jaxmoe.training.objective import TokenGiven
 from pallas_kernels.jax_versions import match_varying
 from sharding import axes as ax
@@ -66,7 +66,7 @@ def chunked_loss(
     chunk: int,
     model: ModelConfig,
     execution: ExecutionConfig,
-    objective: ObjectiveConfig,
+    objective: Objective,
     has_rows: bool,
 ) -> tuple[Float[Array, ""], Float[Array, " B"] | None]:
     """Return the sum of the losses of all tokens, and the sums of the rows without a gradient.

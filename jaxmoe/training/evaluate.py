@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.pipeline import held_out_parts, pipeline_forward
 
@@ -38,7 +38,7 @@ def make_eval_step(
     model: ModelConfig,
     *,
     execution: ExecutionConfig | None = None,
-    objective: ObjectiveConfig | None = None,
+    objective: Objective | None = None,
 ) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
     """Return a jitted function (params, router_state, batch) -> (summed nll in nats, weights).
 

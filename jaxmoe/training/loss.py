@@ -30,7 +30,7 @@ from jaxmoe.models.transformer import Output, forward
 from jaxmoe.routing.balancers.base import of_weights
 from jaxmoe.routing.replay import EXPERTS, check_replayed
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.cross_entropy import chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
@@ -47,7 +47,7 @@ def summed_loss(
     *,
     model: ModelConfig,
     execution: ExecutionConfig,
-    objective: ObjectiveConfig | None = None,
+    objective: Objective | None = None,
     has_rows: bool = False,
 ) -> tuple[Float[Array, ""], Float[Array, " B"] | None]:
     """Return the sum of the losses of all tokens, and the sums of the rows.
@@ -92,7 +92,7 @@ def _all_nll(
     targets: Int[Array, "B S"],
     model: ModelConfig,
     execution: ExecutionConfig,
-    objective: ObjectiveConfig,
+    objective: Objective,
 ) -> Float[Array, "B S"]:
     """Return the negative log-likelihood of all targets, from all logits at once."""
     placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
@@ -112,7 +112,7 @@ def token_log_probs(
     params: Any,
     batch: Batch,
     *,
-    objective: ObjectiveConfig,
+    objective: Objective,
     router_state: Any = None,
 ) -> Float[Array, "B S"]:
     """Return the log-probability of each target, as a training pass without noise computes it.
@@ -155,7 +155,7 @@ def forward_and_nll(
     params: Any,
     batch: Batch,
     *,
-    objective: ObjectiveConfig | None = None,
+    objective: Objective | None = None,
     **given: Any,
 ) -> tuple[Float[Array, ""], Output]:
     """Return the summed loss of a batch and the output of the model.
@@ -183,7 +183,7 @@ def forward_and_row_nll(
     params: Any,
     batch: Batch,
     *,
-    objective: ObjectiveConfig | None = None,
+    objective: Objective | None = None,
     has_rows: bool = True,
     **given: Any,
 ) -> tuple[Float[Array, ""], Float[Array, " B"] | None, Output]:

@@ -158,7 +158,7 @@ def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransfo
     raise ValueError(
         f"execution.{field}={value} updates the layers of a stack apart, and this"
         " optimizer does not promise to treat each layer by itself: build it with an"
-        " OptimizerConfig, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
+        " Optimizer, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
         f" it does, or set execution.{field} to {other}"
     )
 

@@ -35,7 +35,7 @@ from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.base import Gradients, StepGradients
@@ -87,7 +87,7 @@ class Step:
     """Largest global gradient norm; None does not clip."""
     accumulated_balance: AccumulatedBalance = "buffer"
     """Form of a balance loss of the global batch over micro-batches."""
-    objective: ObjectiveConfig = NextTokenConfig()
+    objective: Objective = NextTokenConfig()
     """What is predicted from what."""
     max_norm_ratio: float | None = None
     """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.

@@ -11,5 +11,3 @@ from sharding.expert_parallel.dispatcher import Dispatcher as Dispatcher
 from sharding.expert_parallel.least_loaded import LeastLoadedConfig as LeastLoadedConfig
 from sharding.expert_parallel.local import LocalConfig as LocalConfig
 from sharding.expert_parallel.resident import ResidentConfig as ResidentConfig
-
-DispatcherConfig = Dispatcher

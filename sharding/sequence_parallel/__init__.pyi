@@ -35,5 +35,3 @@ from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
 from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig
 from sharding.sequence_parallel.ulysses import UlyssesConfig as UlyssesConfig
 from sharding.sequence_parallel.usp import UlyssesRingConfig as UlyssesRingConfig
-
-SequenceParallelConfig = SequenceParallelism

@@ -16,12 +16,12 @@ from typing import Final, Literal
 
 from experiments.cli.output import without_advice
 from experiments.studies.study import StudyRunConfig
-from jaxmoe.data import CorpusConfig, DataConfig
+from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
 from jaxmoe.routing import GATES, LoadBalanceConfig
 from jaxmoe.run.config import TrainingConfig
-from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationConfig, StandardConfig
+from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationBase, StandardConfig
 
 Axis = Literal["top_k", "granularity"]
 Gate = Literal["sqrt", "renormalized"]
@@ -67,15 +67,15 @@ class GatesConfig:
     """Width of an expert times K, on the axis granularity."""
     sparsity: int = 4
     """Experts over active experts, on the axis granularity."""
-    data: DataConfig = CorpusConfig()
+    data: SourceKind = CorpusConfig()
     """Training and held-out data."""
     training: TrainingConfig = TrainingConfig(steps=300, batch_size=8, sequence_length=32)
     """Training of each point."""
-    optimizer: OptimizerConfig = AdamWConfig(learning_rate=4e-3)
+    optimizer: Optimizer = AdamWConfig(learning_rate=4e-3)
     """Optimiser of each training."""
-    schedule: ScheduleConfig = LinearConfig(warmup_steps=20)
+    schedule: ScheduleBase = LinearConfig(warmup_steps=20)
     """Learning rate by step."""
-    parameterization: ParameterizationConfig = StandardConfig()
+    parameterization: ParameterizationBase = StandardConfig()
     """Initial scale and learning rate by role."""
     base: BasePoint = HYPERP_BASE
     """Size at which the learning rate was tuned, for parameterisations that transfer it."""

@@ -21,8 +21,8 @@ from jaxmoe.configs import closest
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
-from jaxmoe.replicas import REPLICAS, ReplicasConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
+from jaxmoe.replicas import REPLICAS, ReplicasKind
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from sharding.mesh import MeshConfig
 
@@ -71,9 +71,9 @@ class OuterConfig:
     """Language of exactly known entropy."""
     training: TrainingConfig = TrainingConfig(steps=300, batch_size=32, sequence_length=64)
     """Training of a method, for each seed; workers share batch_size."""
-    optimizer: OptimizerConfig = AdamWConfig(learning_rate=1e-2)
+    optimizer: Optimizer = AdamWConfig(learning_rate=1e-2)
     """Optimiser of each worker."""
-    schedule: ScheduleConfig = LinearConfig(warmup_steps=20, floor=0.02)
+    schedule: ScheduleBase = LinearConfig(warmup_steps=20, floor=0.02)
     """Learning rate by step."""
     evaluation_batches: int = 256
     """Held-out batches, each of the rows of one worker."""
@@ -141,7 +141,7 @@ FITTED: Final[dict[str, Callable[[OuterConfig, Any], Any]]] = {
 """{field of a method: (config, default of the field) -> its value in the study}."""
 
 
-def replicas_of(config: OuterConfig, name: str) -> ReplicasConfig:
+def replicas_of(config: OuterConfig, name: str) -> ReplicasKind:
     """Return the config of one method, fitted to the length of the study.
 
     Args:

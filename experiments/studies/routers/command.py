@@ -22,7 +22,7 @@ from experiments.cli.output import say
 from experiments.studies.routers.config import (
     FREE_FIELDS,
     RECIPES,
-    Objective,
+    ObjectiveName,
     RoutersConfig,
     model_of,
     objective_of,
@@ -60,7 +60,7 @@ class RoutersStudy:
         self._file = TrialsFile(directory.trials_file)
         # The last record of a trial is the newest.
         self._records = {(r["method"], r["objective"]): r for r in self._file.read(self._data)}
-        self._baselines: dict[Objective, RouterPrograms] = {}
+        self._baselines: dict[ObjectiveName, RouterPrograms] = {}
 
     def run(self, stop: StopRequest) -> str:
         """Run every missing trial; return the status."""
@@ -113,7 +113,7 @@ class RoutersStudy:
         words.append(f"{picture}; {len(records)} trials took {spent}")
         return "\n\n".join(words)
 
-    def _trial(self, name: str, objective: Objective, stop: StopRequest) -> Record:
+    def _trial(self, name: str, objective: ObjectiveName, stop: StopRequest) -> Record:
         """Return the record of a trial, which runs now unless it is current."""
         known = self._records.get((name, objective))
         trace_file = None
@@ -145,7 +145,7 @@ class RoutersStudy:
             return False
         return record["moe"] == moe_json(self._config, record["method"])
 
-    def _baseline(self, objective: Objective) -> RouterPrograms:
+    def _baseline(self, objective: ObjectiveName) -> RouterPrograms:
         """Return the baseline's programs; compile them if its trial ran in an earlier start."""
         if objective not in self._baselines:
             model = model_of(self._config, self._config.baseline, objective)

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
-from jaxmoe.data import CorpusConfig, DataConfig, LanguageMixtureConfig
+from jaxmoe.data import CorpusConfig, LanguageMixtureConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
 from jaxmoe.routing import METHODS
 from jaxmoe.run.config import TrainingConfig
 
-Objective = Literal["autoregressive", "masked_diffusion"]
+ObjectiveName = Literal["autoregressive", "masked_diffusion"]
 
 FREE_FIELDS = ("run", "methods", "trace")
 """Fields that may change when a directory is continued: further methods are added."""
@@ -52,15 +52,15 @@ class RoutersConfig:
     apart) and the same batches."""
     model: ModelConfig = _SHORT_MODEL
     """Model; a method replaces parts of model.moe."""
-    corpus: DataConfig = CorpusConfig()
+    corpus: SourceKind = CorpusConfig()
     """Text, for held-out bits per byte."""
     languages: LanguageMixtureConfig = LanguageMixtureConfig()
     """Disjoint languages, for excess bits and the mutual information of language and expert."""
     training: TrainingConfig = TrainingConfig(steps=100, batch_size=16, sequence_length=64)
     """Training of a method on either kind of data, for each seed."""
-    optimizer: OptimizerConfig = AdamWConfig(learning_rate=1e-2, weight_decay=0.1)
+    optimizer: Optimizer = AdamWConfig(learning_rate=1e-2, weight_decay=0.1)
     """Optimiser of each training."""
-    schedule: ScheduleConfig = LinearConfig(warmup_steps=10, floor=0.05)
+    schedule: ScheduleBase = LinearConfig(warmup_steps=10, floor=0.05)
     """Learning rate by step."""
     evaluation_batches: int = 16
     """Held-out batches of either kind of data."""
@@ -119,13 +119,13 @@ class RoutersConfig:
         )
 
 
-def objective_of(name: str) -> Objective:
+def objective_of(name: str) -> ObjectiveName:
     """Return the objective that a method can be trained by, from the traits of its router."""
     traits = METHODS[name].router.traits
     return "masked_diffusion" if traits.sees_others or not traits.is_causal else "autoregressive"
 
 
-def model_of(config: RoutersConfig, name: str, objective: Objective) -> ModelConfig:
+def model_of(config: RoutersConfig, name: str, objective: ObjectiveName) -> ModelConfig:
     """Return the model of one method, at the baseline's active FLOPs.
 
     Raises:

@@ -20,7 +20,7 @@ from experiments.studies.data import (
     digest_of,
     held_out_batches,
 )
-from experiments.studies.routers.config import Objective, RoutersConfig
+from experiments.studies.routers.config import ObjectiveName, RoutersConfig
 from jaxmoe.data import Batch
 from jaxmoe.data.synthetic import SyntheticSource
 
@@ -39,7 +39,7 @@ class Task:
     """Language of each held-out batch; empty for text."""
     tokens_per_unit: float = 1.0
     """Tokens per byte of text, or per token."""
-    floors: dict[Objective, float] = dataclasses.field(default_factory=dict)
+    floors: dict[ObjectiveName, float] = dataclasses.field(default_factory=dict)
     """Exact entropy in bits by objective, where it is known."""
 
 

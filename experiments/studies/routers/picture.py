@@ -12,14 +12,14 @@ import os
 from collections.abc import Mapping, Sequence
 
 from experiments.studies.columns import Row
-from experiments.studies.routers.config import Objective
+from experiments.studies.routers.config import ObjectiveName
 from jaxmoe.tracking.plots import BLUE, GRAY, ORANGE, figure_of_panels, save_figure
 
-_COLORS: dict[Objective, str] = {"autoregressive": BLUE, "masked_diffusion": ORANGE}
+_COLORS: dict[ObjectiveName, str] = {"autoregressive": BLUE, "masked_diffusion": ORANGE}
 
 
 def draw_comparison(
-    path: str | os.PathLike[str], tables: Mapping[Objective, Sequence[Row]], *, baseline: str
+    path: str | os.PathLike[str], tables: Mapping[ObjectiveName, Sequence[Row]], *, baseline: str
 ) -> None:
     """Draw one PNG file.
 

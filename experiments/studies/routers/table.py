@@ -19,16 +19,16 @@ import numpy as np
 
 from experiments.cli.tables import paired_interval
 from experiments.studies.columns import Column, Row, Table, number, number_with_interval
-from experiments.studies.routers.config import Objective
+from experiments.studies.routers.config import ObjectiveName
 
-TITLES: dict[Objective, str] = {
+TITLES: dict[ObjectiveName, str] = {
     "autoregressive": "autoregressive: every method here is causal",
     "masked_diffusion": "masked diffusion: tokens may decide about others; bits are bounds",
 }
 
 
 def rows_of(
-    records: Iterable[Mapping[str, Any]], objective: Objective, *, baseline: str, floor: float
+    records: Iterable[Mapping[str, Any]], objective: ObjectiveName, *, baseline: str, floor: float
 ) -> list[Row]:
     """Return the rows of one table, the best first; those without a number last.
 

@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Array
 
 from experiments.bench.measure import in_turns
-from experiments.studies.routers.config import Objective, RoutersConfig, model_of, objective_of
+from experiments.studies.routers.config import ObjectiveName, RoutersConfig, model_of, objective_of
 from experiments.studies.routers.data import Task
 from experiments.studies.trials import Record, finite, has_diverged, train
 from jaxmoe.configs import to_json
@@ -47,11 +47,11 @@ from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.run.diagnostics.router_trace import record_trace
 from jaxmoe.run.programs import RARE, Programs
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
+from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, Objective
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.state import TrainState
 
-OBJECTIVES: dict[Objective, ObjectiveConfig] = {
+OBJECTIVES: dict[ObjectiveName, Objective] = {
     "autoregressive": NextTokenConfig(),
     "masked_diffusion": MaskedDiffusionConfig(eval_times=4),
 }
@@ -73,7 +73,7 @@ class RouterPrograms(Programs):
     """
 
     def __init__(
-        self, config: RoutersConfig, model: ModelConfig, objective: Objective, batch: Batch
+        self, config: RoutersConfig, model: ModelConfig, objective: ObjectiveName, batch: Batch
     ):
         schedule = config.schedule.build(config.training.steps)
         super().__init__(
@@ -93,7 +93,7 @@ class RouterPrograms(Programs):
         return self.compile(look, *given, options=RARE)
 
 
-def _look_of(model: ModelConfig, objective: ObjectiveConfig) -> Any:
+def _look_of(model: ModelConfig, objective: Objective) -> Any:
     """Return the jitted function of `RouterPrograms.look`."""
 
     @jax.jit
@@ -141,7 +141,7 @@ def earlier_logits_hold(
 def run_trial(
     config: RoutersConfig,
     name: str,
-    objective: Objective,
+    objective: ObjectiveName,
     tasks: Mapping[str, Task],
     baseline: Callable[[], RouterPrograms],
     stop: StopRequest,
@@ -190,7 +190,7 @@ def _fill(
     record: Record,
     config: RoutersConfig,
     name: str,
-    objective: Objective,
+    objective: ObjectiveName,
     tasks: Mapping[str, Task],
     baseline: Callable[[], RouterPrograms],
     stop: StopRequest,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxmoe.optim import AdamWConfig, MuonConfig, MuonHConfig, OptimizerConfig
+from jaxmoe.optim import AdamWConfig, MuonConfig, MuonHConfig, Optimizer
 from jaxmoe.scaling import (
     CompletePConfig,
     HyperPConfig,
@@ -25,7 +25,7 @@ from jaxmoe.scaling import (
     MuPMuonConfig,
     MuPPlusPlusConfig,
     MuPPlusPlusMuonConfig,
-    ParameterizationConfig,
+    ParameterizationBase,
     StandardConfig,
     VanillaMuonHConfig,
 )
@@ -36,8 +36,8 @@ from jaxmoe.scaling.laws import TOKEN_EXPONENT
 class Arm:
     """A parameterisation and the optimiser that goes with it."""
 
-    parameterization: ParameterizationConfig
-    optimizer: OptimizerConfig
+    parameterization: ParameterizationBase
+    optimizer: Optimizer
     claims: tuple[str, ...] = ()
     """Axes along which the arm claims to keep its rate."""
 
@@ -111,9 +111,7 @@ DEFAULT_ARMS = ("standard", "hyperp_bounded")
 """Arms of a command line that names neither arms nor parts."""
 
 
-def own_arm(
-    parameterization: ParameterizationConfig | None, optimizer: OptimizerConfig | None
-) -> Arm:
+def own_arm(parameterization: ParameterizationBase | None, optimizer: Optimizer | None) -> Arm:
     """Return an arm made from its parts.
 
     Args:

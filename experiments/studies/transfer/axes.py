@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxmoe.models.config import LayerConfig, Mixers, ModelConfig, MoEConfig
+from jaxmoe.models.config import LayerConfig, MixerBase, ModelConfig, MoEConfig
 from jaxmoe.run.config import TrainingConfig
 
 
@@ -85,7 +85,7 @@ def _width(setting: Setting, value: float) -> Setting:
         sizes = {field: size(f"{path}.{field}", getattr(config, field)) for field in fields}
         return dataclasses.replace(config, **sizes)
 
-    def mixer(path: str, config: Mixers | None) -> Any:
+    def mixer(path: str, config: MixerBase | None) -> Any:
         if config and value % (head_dim := config.head_dim):
             raise ValueError(
                 f"points: width {value:g} must be a multiple of {path}.head_dim={head_dim}: heads"

@@ -19,13 +19,13 @@ from experiments.studies.study import StudyRunConfig
 from experiments.studies.transfer.arms import ARMS, DEFAULT_ARMS, Arm, own_arm
 from experiments.studies.transfer.axes import AXES, Setting
 from jaxmoe.configs import closest, fingerprint
-from jaxmoe.data import CorpusConfig, DataConfig
+from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.optim import LinearConfig, Optimizer, ScheduleBase
 from jaxmoe.routing import METHODS
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import Plan, make_plan
-from jaxmoe.scaling import BasePoint, ParameterizationConfig
+from jaxmoe.scaling import BasePoint, ParameterizationBase
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
 """Fields that may change when a directory is continued: further trials are added."""
@@ -78,15 +78,15 @@ class TransferConfig:
     """Steps of the check."""
     model: ModelConfig = _MODEL
     """Model; the axis changes a part of it."""
-    data: DataConfig = CorpusConfig()
+    data: SourceKind = CorpusConfig()
     """Data; the held-out loss is in bits per byte of text, or per token."""
     training: TrainingConfig = TrainingConfig(steps=150, batch_size=16, sequence_length=64)
     """Training of each trial."""
-    schedule: ScheduleConfig = LinearConfig()
+    schedule: ScheduleBase = LinearConfig()
     """Learning rate by step."""
-    parameterization: ParameterizationConfig | None = None
+    parameterization: ParameterizationBase | None = None
     """Parameterisation of an arm of your own."""
-    optimizer: OptimizerConfig | None = None
+    optimizer: Optimizer | None = None
     """Optimiser of an arm of your own; its learning_rate is the centre of the rates."""
     base: BasePoint = BasePoint()
     """Size at which a learning rate applies unchanged; missing numbers are those of the smallest
@@ -195,7 +195,7 @@ class Cell:
             raise ValueError(f"arm {self.arm} at {self.value:g}: {error}") from error
 
     @property
-    def rule(self) -> OptimizerConfig:
+    def rule(self) -> Optimizer:
         """Optimiser with a learning rate of 1."""
         return dataclasses.replace(self.config.optimizer, learning_rate=1.0)
 

@@ -21,7 +21,7 @@ from jaxmoe.checkpoint.huggingface.parts import layers_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
 from jaxmoe.layers.context import heads_of
-from jaxmoe.models.config import Mixers, ModelConfig, MoEConfig
+from jaxmoe.models.config import MixerBase, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
 
@@ -132,7 +132,7 @@ def normal_form(model: ModelConfig) -> ModelConfig:
     kinds = [(kind.mixer, kind.feed_forward.sizes) for kind in model.kinds]
     dense = tuple(index for index, (_, sizes) in enumerate(kinds) if sizes.dense_dim)
     width = kinds[dense[0]][1].dense_dim if dense else model.dense_dim
-    firsts: dict[bool, tuple[int, Mixers]] = {}
+    firsts: dict[bool, tuple[int, MixerBase]] = {}
     for index, (mixer, sizes) in enumerate(kinds):
         where, first = firsts.setdefault(mixer.is_recurrent, (index, mixer))
         if mixer != first:

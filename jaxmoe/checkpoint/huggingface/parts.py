@@ -14,7 +14,7 @@ from jaxmoe.models.config import (
     AttentionConfig,
     ForwardMultipliers,
     LayerConfig,
-    Mixers,
+    MixerBase,
     ModelConfig,
     MoEConfig,
 )
@@ -101,7 +101,7 @@ def grouped(
 def assemble(
     fields: Fields,
     moe: MoEConfig | None,
-    attention: Mixers,
+    attention: MixerBase,
     *,
     dense: tuple[int, ...] = (),
     dense_dim: int | None = None,
@@ -150,7 +150,7 @@ def assemble(
     return dataclasses.replace(model, moe=dataclasses.replace(model.moe, balancers=balancers))
 
 
-def layers_of(mixers: Sequence[Mixers], attention: Mixers) -> tuple[LayerConfig, ...]:
+def layers_of(mixers: Sequence[MixerBase], attention: MixerBase) -> tuple[LayerConfig, ...]:
     """Return the shortest period of `ModelConfig.layers` with these mixers.
 
     Args:

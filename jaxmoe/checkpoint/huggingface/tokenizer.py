@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.data import CorpusConfig, DataConfig, TextOnlyConfig
+from jaxmoe.data import CorpusConfig, SourceKind, TextOnlyConfig
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
 from jaxmoe.data.tokenizer.byte_level import CHARACTERS
 from jaxmoe.json_bounds import parse_json
@@ -54,7 +54,7 @@ class TokenizerFiles(NamedTuple):
     """Description in one line."""
 
 
-def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
+def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
     """Return the tokenizer files of a run's data.
 
     Args:
@@ -83,7 +83,7 @@ def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
     return TokenizerFiles(texts, read.separator, words)
 
 
-def _template(data: DataConfig, separator: str) -> dict[str, str]:
+def _template(data: SourceKind, separator: str) -> dict[str, str]:
     """Return the file of the chat template by which the data writes conversations, if it does."""
     text = data.chat_template(separator)
     return {} if text is None else {_JINJA: text}
@@ -184,7 +184,7 @@ def separator_token(text: str, token_id: Any) -> str | None:
     return names.get(token_id)
 
 
-def bundled_data(directory: pathlib.Path, fields: Mapping[str, Any]) -> DataConfig:
+def bundled_data(directory: pathlib.Path, fields: Mapping[str, Any]) -> SourceKind:
     """Return the data config of a model that brings no data: its tokenizer, and no rows.
 
     A model of bytes has the embedded corpus, which is in bytes. Without a tokenizer.json, text is

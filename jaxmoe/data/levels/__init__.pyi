@@ -11,4 +11,3 @@ from jaxmoe.data.levels.rows import LevelPacking as LevelPacking
 from jaxmoe.data.levels.zones import ZonesConfig as ZonesConfig
 
 ASSIGNERS: Registry
-AssignConfig = Assigner

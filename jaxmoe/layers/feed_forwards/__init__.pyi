@@ -8,4 +8,3 @@ from jaxmoe.layers.feed_forwards.dense import DenseConfig as DenseConfig
 from jaxmoe.layers.feed_forwards.moe import MoEConfig as MoEConfig
 
 FEED_FORWARDS: Registry
-FeedForwards = FeedForwardBase

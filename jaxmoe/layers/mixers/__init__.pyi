@@ -10,4 +10,3 @@ from jaxmoe.layers.mixers.mamba import MambaConfig as MambaConfig
 from jaxmoe.layers.mixers.mamba2 import Mamba2Config as Mamba2Config
 
 MIXERS: Registry
-Mixers = MixerBase

@@ -29,7 +29,7 @@ from jaxmoe.planning.search.meshes import divisors, on_mesh
 from sharding.expert_parallel import (
     AllGatherConfig,
     AllToAllConfig,
-    DispatcherConfig,
+    Dispatcher,
     LocalConfig,
 )
 from sharding.fold import MoEMesh
@@ -48,7 +48,7 @@ class Space:
 
     rules: tuple[StateLayoutName, ...] = ()
     """Layouts of the training state."""
-    dispatchers: tuple[DispatcherConfig, ...] = ()
+    dispatchers: tuple[Dispatcher, ...] = ()
     """Dispatchers; those that do not spread experts are for meshes that do not either."""
     pipelines: tuple[PipelineOrder, ...] = ()
     """Schedules of meshes with stages."""
@@ -175,7 +175,7 @@ def _rules(mesh: MeshConfig, space: Space) -> tuple[StateLayoutName, ...]:
 
 def _spreads(
     plan: StepPlan, mesh: MeshConfig, space: Space, fold: MoEMesh | None
-) -> Iterator[tuple[DispatcherConfig, MoEMesh | None]]:
+) -> Iterator[tuple[Dispatcher, MoEMesh | None]]:
     """Yield the dispatchers and folds of a mesh.
 
     Experts on the axis expert that are gathered for use are those on the axis data: of the two

@@ -11,5 +11,3 @@ from jaxmoe.rl.rewards.function import PythonConfig as PythonConfig
 from jaxmoe.rl.rewards.match import MatchConfig as MatchConfig
 
 REWARDS: Registry
-
-RewardConfig = RewardBase

@@ -15,7 +15,7 @@ import shutil
 from typing import Any
 
 from jaxmoe.checkpoint.huggingface.tokenizer import TOKENIZER, tokenizer_texts
-from jaxmoe.data import DataConfig, Source
+from jaxmoe.data import Source, SourceKind
 from jaxmoe.data.tokenizer import SubwordTokenizer
 from jaxmoe.disk import replace_file
 from jaxmoe.json_bounds import read_record
@@ -49,7 +49,7 @@ def keep_tokenizer(directory: RunDirectory, config: PretrainConfig, source: Sour
             replace_file(place / name, texts[name])
 
 
-def own_data(config: PretrainConfig, directory: RunDirectory) -> DataConfig:
+def own_data(config: PretrainConfig, directory: RunDirectory) -> SourceKind:
     """Return the data config of a run with its own copy of the tokenizer, if there is one.
 
     Args:

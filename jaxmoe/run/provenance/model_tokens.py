@@ -19,7 +19,7 @@ import pathlib
 from typing import Any
 
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
-from jaxmoe.data import DataConfig
+from jaxmoe.data import SourceKind
 from jaxmoe.data.chat import tokenizer_template
 from jaxmoe.data.tokenizer import TokenizerConfig
 from jaxmoe.run.directory import RunDirectory
@@ -27,7 +27,7 @@ from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.run.provenance.saved import saved_config
 
 
-def model_data(path: str | os.PathLike[str]) -> DataConfig:
+def model_data(path: str | os.PathLike[str]) -> SourceKind:
     """Return the data of a run or a Hugging Face model, with the tokenizer that it keeps.
 
     Args:

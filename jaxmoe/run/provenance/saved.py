@@ -14,7 +14,7 @@ import jax
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
-from jaxmoe.data import DataConfig
+from jaxmoe.data import SourceKind
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
@@ -104,7 +104,7 @@ def at_execution(
     return dataclasses.replace(config, execution=execution)
 
 
-def on_task(model: ModelConfig, data: DataConfig, task: str | None) -> ModelConfig:
+def on_task(model: ModelConfig, data: SourceKind, task: str | None) -> ModelConfig:
     """Return a model whose rows have a task, unless a batch names another.
 
     Args:
@@ -130,7 +130,7 @@ def on_task(model: ModelConfig, data: DataConfig, task: str | None) -> ModelConf
 def on_data(
     config: PretrainConfig,
     directory: RunDirectory,
-    data: DataConfig | None = None,
+    data: SourceKind | None = None,
     sequence_length: int | None = None,
     batches: int | None = None,
 ) -> PretrainConfig:

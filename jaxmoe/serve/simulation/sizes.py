@@ -7,7 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from jaxmoe.layers.mixers import Mixers
+from jaxmoe.layers.mixers import MixerBase
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
@@ -71,7 +71,7 @@ class ModelSizes:
             pair_flops=sum(_pair_flops(kind.mixer) for kind in model.kinds),
         )
 
-    def attending(self, mixer: Mixers) -> ModelSizes:
+    def attending(self, mixer: MixerBase) -> ModelSizes:
         """Return the numbers with another kind of attention in all layers.
 
         Its projections are counted as those of the model.
@@ -86,12 +86,12 @@ class ModelSizes:
         )
 
 
-def _kv_bytes(mixer: Mixers, layers: int) -> int:
+def _kv_bytes(mixer: MixerBase, layers: int) -> int:
     """Return the bytes of keys and values of one token in some layers, in bfloat16."""
     return mixer.cache_bytes_per_token(PrecisionPolicy(compute="bfloat16"), layers=layers)
 
 
-def _pair_flops(mixer: Mixers) -> float:
+def _pair_flops(mixer: MixerBase) -> float:
     """Return the FLOPs of one more key in view of each query, forward; windows are not counted."""
     # Twice the length is half of it more keys in view on average, forward is a third of training.
     return max(mixer.flops_per_token(4) - mixer.flops_per_token(2), 0.0) / 3.0

@@ -10,5 +10,3 @@ from jaxmoe.training.estimators.seed_pool import SeedPoolConfig as SeedPoolConfi
 from jaxmoe.training.estimators.spsa import SPSAConfig as SPSAConfig
 
 ESTIMATORS: Registry
-
-GradientsConfig = Gradients

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.replicas import ReplicasConfig
+from jaxmoe.replicas import ReplicasKind
 from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.state import GRADIENTS, TrainState
 
@@ -71,7 +71,7 @@ class Gradients(abc.ABC):
     is_backward: ClassVar[bool] = False
     """Whether there is a backward pass, of whole layers and of each worker's rows."""
 
-    def check_run(self, replicas: ReplicasConfig, gradients_every: int) -> None:
+    def check_run(self, replicas: ReplicasKind, gradients_every: int) -> None:
         """Refuse what needs a backward pass, of the run or of each worker.
 
         Args:

@@ -42,7 +42,7 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch, HostOrDeviceArray
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.accumulation import first_micro_batch
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.state import TrainState
@@ -164,7 +164,7 @@ def make_gradient_probe(
     workers: int,
     execution: ExecutionConfig | None = None,
     accumulation: int = 1,
-    objective: ObjectiveConfig | None = None,
+    objective: Objective | None = None,
 ) -> Callable[[TrainState, Batch], WorkerGradients]:
     """Return a jitted function of a state, which is not donated, and the batch of a step.
 

@@ -21,7 +21,7 @@ from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Scan
 from jaxmoe.models.transformer import first_stream
-from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training import Objective
 from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens, head_loss
 from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, cut_scan
 from sharding import axes as ax
@@ -57,7 +57,7 @@ class PipelinedModel:
 
     model: ModelConfig
     execution: ExecutionConfig
-    objective: ObjectiveConfig
+    objective: Objective
     params: Any
     """Parameters; those of the staged scan are [chunks, layers of a group ...]."""
     gathered: Any

@@ -25,7 +25,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import check_call, token_inputs
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import lay_out as lay_out_params
-from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training import Objective
 from jaxmoe.training.accumulation import GradientSums, split_rows
 from jaxmoe.training.loss import batch_context, lay_out_batch
 from jaxmoe.training.objective import TokenGiven
@@ -115,7 +115,7 @@ def pipeline_forward(
     *,
     model: ModelConfig,
     execution: ExecutionConfig,
-    objective: ObjectiveConfig,
+    objective: Objective,
     context: Mapping[str, Array] | None = None,
     micro_batches: int = 1,
 ) -> tuple[Float[Array, ""], RouterStatistics | None]:
@@ -203,7 +203,7 @@ def _execute(
     micro_batches: int,
     model: ModelConfig,
     execution: ExecutionConfig,
-    objective: ObjectiveConfig,
+    objective: Objective,
     has_backward: bool,
     statistics: RouterStatistics | None = None,
     train: bool = True,

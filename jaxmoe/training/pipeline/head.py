@@ -30,7 +30,7 @@ from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.models.cache import axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
-from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training import Objective
 from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.objective import TokenGiven
 from pallas_kernels.jax_versions import match_varying
@@ -71,7 +71,7 @@ def head_loss(
     *,
     model: ModelConfig,
     execution: ExecutionConfig,
-    objective: ObjectiveConfig,
+    objective: Objective,
     has_gradient: bool,
     used: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[HeadLoss, Float[Array, "B S D"] | None]:
@@ -186,7 +186,7 @@ def _loss_of_positions(
     scale: Array,
     model: ModelConfig,
     execution: ExecutionConfig,
-    objective: ObjectiveConfig,
+    objective: Objective,
     has_gradient: bool,
     used: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[HeadLoss, Array | None]:

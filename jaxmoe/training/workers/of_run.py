@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import cast
 
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.replicas import ReplicasConfig
+from jaxmoe.replicas import ReplicasKind
 from jaxmoe.replicas.base import ReplicasBase
 from jaxmoe.replicas.gradient_base import GradientBase
 from jaxmoe.training.step import CheckedStep, Step
@@ -18,7 +18,7 @@ from jaxmoe.training.workers.step import make_worker_step
 
 
 def workers_of_run(
-    config: ReplicasConfig,
+    config: ReplicasKind,
     table: ParameterTable,
     step: Step,
     steps: int,
@@ -44,7 +44,7 @@ def workers_of_run(
 
 
 def gradients_of_run(
-    config: ReplicasConfig, table: ParameterTable, step: Step, steps: int
+    config: ReplicasKind, table: ParameterTable, step: Step, steps: int
 ) -> GradientTraining | None:
     """Return how workers exchange gradients; None for a run in which they do not.
 
@@ -63,7 +63,7 @@ def gradients_of_run(
 
 
 def jitted_step(
-    config: ReplicasConfig,
+    config: ReplicasKind,
     table: ParameterTable,
     step: Step,
     steps: int,

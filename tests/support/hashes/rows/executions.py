@@ -33,10 +33,10 @@ def rows() -> Iterator[tuple[str, Row]]:
 
 def _members(field: str) -> dict[str, Any]:
     from jaxmoe.configs import registry_of
-    from sharding.expert_parallel import DispatcherConfig
-    from sharding.sequence_parallel import SequenceParallelConfig
+    from sharding.expert_parallel import Dispatcher
+    from sharding.sequence_parallel import SequenceParallelism
 
-    choices = {"sequence_parallel": SequenceParallelConfig, "dispatcher": DispatcherConfig}
+    choices = {"sequence_parallel": SequenceParallelism, "dispatcher": Dispatcher}
     return dict(registry_of(choices[field]))
 
 

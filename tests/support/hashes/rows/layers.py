@@ -32,8 +32,8 @@ def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
     from jaxmoe.adapters import ADAPTERS
     from jaxmoe.configs import registry_of
-    from jaxmoe.layers.feed_forwards import FeedForwards
-    from jaxmoe.layers.mixers import Mixers
+    from jaxmoe.layers.feed_forwards import FeedForwardBase
+    from jaxmoe.layers.mixers import MixerBase
     from jaxmoe.layers.residual import RESIDUALS
     from jaxmoe.routing import BALANCERS, BIASES, GATES, METHODS, ROUTERS
     from jaxmoe.training import OBJECTIVES
@@ -44,8 +44,8 @@ def rows() -> Iterator[tuple[str, Row]]:
     yield from _each("bias", BIASES, _bias)
     yield from _each("balancer", BALANCERS, _balancer)
     yield from _each("method", METHODS, _method)
-    yield from _each("mixer", registry_of(Mixers), _mixer)
-    yield from _each("feed_forward", registry_of(FeedForwards), _feed_forward)
+    yield from _each("mixer", registry_of(MixerBase), _mixer)
+    yield from _each("feed_forward", registry_of(FeedForwardBase), _feed_forward)
     yield from _each("residual", RESIDUALS, _residual)
     yield from _each("objective", OBJECTIVES, _objective)
     yield from _each("estimator", ESTIMATORS, _estimator)
@@ -212,10 +212,10 @@ def _capacity(**fields: Any) -> Any:
 def _hybrid() -> Any:
     """A period of a recurrent mixer and attention."""
     from jaxmoe.configs import registry_of
-    from jaxmoe.layers.mixers import Mixers
+    from jaxmoe.layers.mixers import MixerBase
     from jaxmoe.models.config import LayerConfig
 
-    mamba = steps.fitting(registry_of(Mixers)["mamba2"], SIZES)
+    mamba = steps.fitting(registry_of(MixerBase)["mamba2"], SIZES)
     return _changed(layers=(LayerConfig(mixer=mamba), LayerConfig()), num_layers=4)
 
 
