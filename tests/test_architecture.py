@@ -75,7 +75,7 @@ ORDER = (
         "optional",
         "state_tree",
     ),
-    *("fingerprints", "messages", "processor", "islands"),
+    *("fingerprints", "messages", "islands"),
     *(
         "declarations",
         "parameters",

@@ -17,11 +17,13 @@ the registry; its own fields may follow anywhere, and a field that only one memb
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -29,14 +31,13 @@ from typing import Any, NoReturn, TypeVar
 from experiments.cli.choices import choose, known_spelling
 from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.help import help_page, take_help
-from experiments.cli.local_paths import check_local_paths
 from experiments.cli.output import open_closed_streams, without_advice, write
 from experiments.cli.spelling import check_words, stray_word
-from experiments.cli.warmup import fit_warmup
 from jaxmoe import catalog
 from jaxmoe.configs import closest
-from jaxmoe.disk import is_text
+from jaxmoe.disk import check_local, is_text
 from jaxmoe.errors import printable
+from jaxmoe.optim.schedules import ScheduleBase
 from jaxmoe.optional import MissingPackageError, require
 
 Config = TypeVar("Config")
@@ -133,7 +134,7 @@ def parse_flags(
     sys.stderr.write(page.getvalue())
     with exit_on_bad_configuration():
         check_local_paths(config)
-    return fit_warmup(config, flags)
+    return _fit_warmup(config, flags)
 
 
 def _bases_as_groups(tyro: Any) -> contextlib.AbstractContextManager[Any]:
@@ -201,3 +202,82 @@ def _in_one_line(page: str, name: str) -> str:
 
 def _first_line(function: Callable[..., Any]) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0]
+
+
+_STORE = re.compile(r"(gs|s3|az|abfss?|adl|hf|r2|oss)://")
+_READS = "data"
+"""Section whose paths may be in object stores."""
+
+
+def check_local_paths(config: Any) -> None:
+    """Refuse a config with a path in an object store outside of its data.
+
+    Args:
+        config: Config of a command.
+
+    Raises:
+        ValueError: Names the field, and how to copy a run to a bucket.
+    """
+    for field, text in _texts(config):
+        for name, word in _words(field, text):
+            if _STORE.match(word):
+                check_local(name, word)
+
+
+def _texts(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted path and text of every field that holds one, outside of the data."""
+    for field in dataclasses.fields(config):
+        path, value = f"{prefix}{field.name}", getattr(config, field.name)
+        if path == _READS:
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, str):
+                yield path, item
+            elif dataclasses.is_dataclass(item):
+                yield from _texts(item, f"{path}.")
+
+
+def _words(field: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield name and value; of a command line, those of each of its flags."""
+    if field != "command":
+        yield field, text
+        return
+    flag = ""
+    for word in shlex.split(text):
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            flag = name.removeprefix("--")
+            word = value if equals else ""
+        if not flag.startswith(f"{_READS}."):
+            yield flag or field, word
+
+
+def _fit_warmup(config: Config, words: Sequence[str]) -> Config:
+    """Return the config with a warm-up or decay that fits its steps, and note what has changed.
+
+    Args:
+        config: The config of a command. Without a schedule and steps it is returned unchanged.
+        words: The arguments; fields that they name stay as they are.
+    """
+    schedule = getattr(config, "schedule", None)
+    steps = getattr(getattr(config, "training", None), "steps", None)
+    if not isinstance(schedule, ScheduleBase) or steps is None:
+        return config
+    named = [word[2:].partition("=")[0].replace("-", "_") for word in words]
+    given = {name.removeprefix("schedule.") for name in named if name.startswith("schedule.")}
+    fitted = schedule.fitted(steps, given)
+    if fitted is schedule:
+        return config
+    changed = [
+        f"schedule.{field.name} {getattr(schedule, field.name):g} ->"
+        f" {getattr(fitted, field.name):g}"
+        for field in dataclasses.fields(schedule)
+        if getattr(schedule, field.name) != getattr(fitted, field.name)
+    ]
+    print(
+        f"note: {', '.join(changed)}, to fit training.steps={steps}",
+        file=sys.stderr,
+        flush=True,
+    )
+    changes: dict[str, Any] = {"schedule": fitted}
+    return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]

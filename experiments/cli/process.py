@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
+import importlib.util
 import logging
+import mmap
 import os
+import pathlib
 import signal
 import sys
 
 import jax
 
-from experiments.cli.absent_tpu import skip_absent_tpu
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.launcher import watch_launcher
 from experiments.cli.output import write
-from experiments.cli.xla_flags import check_xla_flags
 from jaxmoe.disk import cache_directory
 from jaxmoe.errors import printable
 from sharding.distributed import start_processes
@@ -61,7 +63,7 @@ def start_process(
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compilation"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    skip_absent_tpu()
+    _skip_absent_tpu()
     start_processes(initialization_timeout=start, heartbeat_timeout=heartbeat)
     if needs_devices:
         _find_devices()
@@ -139,3 +141,81 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return all(mallopt(option, value) == 1 for option, value in _MALLOPT.items())
+
+
+_LIBRARY = "libjax_common.so"
+"""File of jaxlib that holds XLA, and with it the names of all flags as text."""
+
+
+def check_xla_flags() -> None:
+    """Refuse an unknown flag in XLA_FLAGS; XLA aborts at one, when it first finds its devices.
+
+    A known flag costs milliseconds. A name that is part of another text of the library passes, and
+    a library that is not found passes every flag.
+
+    Raises:
+        ValueError: A flag is unknown.
+    """
+    words = os.environ.get("XLA_FLAGS", "").split()
+    if not words or not words[0].startswith("--"):
+        return  # none, or the name of a file with flags
+    package = importlib.util.find_spec("jaxlib")
+    library = pathlib.Path((package and package.origin) or "").parent / _LIBRARY
+    if not library.is_file():
+        return
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        for word in words:
+            name = word.partition("=")[0].removeprefix("--")
+            if word.startswith("--") and text.find(name.encode()) < 0:
+                version = importlib.metadata.version("jaxlib")
+                raise ValueError(
+                    f"XLA_FLAGS has --{name}, which the XLA of jaxlib {version} does not know:"
+                    " remove it (flags of the TPU compiler go to LIBTPU_INIT_ARGS)"
+                )
+
+
+_DEVICE_FILES = ("dev/accel*", "dev/vfio/[0-9]*")
+_GOOGLE = "0x1ae0"
+_NO_CHIPS = ("0x01", "0x02")
+"""PCI classes of Google's disks and network cards."""
+_EXPLICIT = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_NAME", "JAX_FORCE_TPU_INIT")
+"""Variables whose presence leaves libtpu to the user."""
+_QUIET = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+"""Answers to what libtpu would ask of a metadata server."""
+
+
+def has_tpu(root: pathlib.Path = pathlib.Path("/")) -> bool:
+    """Return whether the machine may have a TPU; a doubtful device counts as one.
+
+    Args:
+        root: Root of the file system.
+    """
+    if any(True for pattern in _DEVICE_FILES for _ in root.glob(pattern)):
+        return True
+    for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
+        try:
+            kind = (vendor.parent / "class").read_text().strip()
+            if vendor.read_text().strip() == _GOOGLE and not kind.startswith(_NO_CHIPS):
+                return True
+        except OSError:  # an unreadable device may be a TPU
+            return True
+    return False
+
+
+def _skip_absent_tpu() -> None:
+    """Leave libtpu out of the platforms if there is no TPU and the user has not chosen.
+
+    libtpu is installed to compile ahead of time (extra [plan]). Where no TPU is, its start takes
+    half a second and writes warnings to standard error, before JAX takes the next platform.
+    Where another accelerator's plugin is installed, JAX keeps its own choice of platforms, and
+    variables keep libtpu from searching.
+    """
+    if getattr(jax.config, "jax_platforms", None) or any(name in os.environ for name in _EXPLICIT):
+        return
+    if importlib.util.find_spec("libtpu") is None or has_tpu():
+        return
+    if importlib.metadata.entry_points(group="jax_plugins"):
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+    else:
+        jax.config.update("jax_platforms", "cpu")

@@ -8,19 +8,20 @@ lazily     the caller waits for neither; a thread does both on a copy (`capture.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 
 from jaxmoe.checkpoint.capture import copy_state
 from jaxmoe.checkpoint.commit import TRASH, LeaseLostError
-from jaxmoe.checkpoint.event_loops import wait_for_all_writes
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.fingerprints import begin_fingerprints
 
@@ -59,7 +60,7 @@ def open_manager(
     """
     is_writer = before_commit is not None
     if is_writer:
-        wait_for_all_writes()
+        _wait_for_all_writes()
     # Processes that are listed wait for each other without devices, hence in any thread.
     processes = set(range(jax.process_count())) if is_writer else None
     policies = ocp.checkpoint_managers
@@ -163,3 +164,52 @@ def _layout_of(leaf: Any) -> ocp.SaveArgs:
     """Return how an array is stored: large stacks of matrices with one chunk per matrix."""
     is_large = leaf.ndim > 2 and leaf.size * leaf.dtype.itemsize > _LARGE
     return ocp.SaveArgs(shard_axes=(0,) if is_large else ())
+
+
+Result = TypeVar("Result")
+
+_MODULE, _NAME = "orbax.checkpoint._src.asyncio_utils", "_run_sync_via_new_loop"
+
+_SECONDS = 60.0
+"""Timeout of the writes that are in progress when another one fails."""
+
+
+def _wait_for_all_writes() -> None:
+    """Make Orbax wait for all writes of a save that has failed, where it has the function for it.
+
+    Orbax (0.12) runs the writes of a save in an event loop, which it closes at the first error. The
+    writes that are still in progress report to the closed loop: each prints a traceback, "Event
+    loop is closed", and a thread that waits for one of them waits for ever.
+    """
+    try:
+        module = importlib.import_module(_MODULE)
+    except ModuleNotFoundError:
+        return
+    if hasattr(module, _NAME):
+        setattr(module, _NAME, run_to_the_end)
+
+
+def run_to_the_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in a new event loop, which is closed when all of its tasks have ended.
+
+    Args:
+        coroutine: Coroutine to run.
+
+    Returns:
+        The result of the coroutine.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        main = loop.create_task(coroutine)
+        try:
+            return loop.run_until_complete(main)
+        finally:
+            left = asyncio.all_tasks(loop) - {main}
+            if main.done() and left:  # not done: a signal has interrupted it
+                ended, _ = loop.run_until_complete(asyncio.wait(left, timeout=_SECONDS))
+                for task in ended:  # the first error is raised; asyncio logs others that are unread
+                    _ = task.cancelled() or task.exception()
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

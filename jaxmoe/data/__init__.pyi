@@ -7,9 +7,9 @@ from jaxmoe.data.batch import validate_batch as validate_batch
 from jaxmoe.data.chat import ChatConfig as ChatConfig
 from jaxmoe.data.corpus import CorpusConfig as CorpusConfig
 from jaxmoe.data.files import FilesConfig as FilesConfig
-from jaxmoe.data.hosts import check_hosts as check_hosts
 from jaxmoe.data.huggingface import HuggingFaceConfig as HuggingFaceConfig
 from jaxmoe.data.loader import Loader as Loader
+from jaxmoe.data.loader import check_hosts as check_hosts
 from jaxmoe.data.loader import check_position as check_position
 from jaxmoe.data.loader import evaluation_batches as evaluation_batches
 from jaxmoe.data.mixture import Mixture as Mixture

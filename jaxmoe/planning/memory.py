@@ -40,12 +40,12 @@ same time, and are not fitted. Compilers may do better (fusion) or worse (paddin
 copies between layouts): experiments/README.md has measurements. Fragmentation and the additional
 rows of an unbalanced routing are not modelled.
 
-To add a term: a field of `MemoryEstimate` and its phase in `jaxmoe/planning/memory_estimate.py`,
-its value in `jaxmoe/planning/memory.py`.
+To add a term: a field of `MemoryEstimate`, its phase and its value here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,12 +58,114 @@ from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan, abstract_batch, abstract_state
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Platform
-from jaxmoe.planning.memory_estimate import MemoryEstimate
 from jaxmoe.planning.pipelines import counts
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.training.pipeline.stages import ModelParts
 from jaxmoe.training.state import TrainState, layers_on_host
 from sharding import axes as ax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    parameters: int
+    optimizer: int
+    """Optimiser state on the device: only counters if it is kept in the host's memory."""
+    batch: int
+    other_state: int
+    """Router state, counters and key."""
+    gradients: float
+    """Float32 gradients of the whole step."""
+    copies: float
+    """Sharded parameters in the dtype of products."""
+    saved: float
+    """Activations kept for the backward pass."""
+    masks: float
+    """Masks of attention without a kernel."""
+    layer: float
+    """Working set of one layer's backward pass without its experts."""
+    experts: float
+    """Gathered expert weights, their gradients and the experts' rows, for one layer."""
+    logits: float
+    """Logits of one chunk, the head's matrix and its gradient."""
+    embedding: float
+    """Gathered embedding table and its gradient."""
+    update: float
+    """Directions of the optimiser and matrices brought together whole."""
+    arriving: float = 0.0
+    """Layers on the device whose parameters, or gradients, lie in host memory."""
+    streams: float = 0.0
+    """Inputs of groups of layers and gradients of streams that a pipeline keeps."""
+    before: float = 0.0
+    """Activations and working set of the layers before the stages of a pipeline."""
+    after: float = 0.0
+    """The same of the layers after the stages."""
+    host: float = 0.0
+    """Bytes in host memory, for one device; no part of `total`."""
+    disk: float = 0.0
+    """Bytes of the optimiser state in files, for one device; no part of `total`."""
+
+    @property
+    def arguments(self) -> int:
+        """Arguments of the compiled step; exact."""
+        return self.parameters + self.optimizer + self.batch + self.other_state
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Temporaries in each phase of the step."""
+        held = self.gradients + self.copies + self.streams
+        # A pipeline has the activations of a group in its backward pass alone.
+        saved = self.after if self.streams else self.saved + self.masks
+        return {
+            "layers": held + self.arriving + self.saved + self.masks + self.layer + self.experts,
+            "head": held + saved + self.logits,
+            "embedding": held + self.embedding + self.before,
+            "update": self.gradients + self.update,
+        }
+
+    @property
+    def temporaries(self) -> float:
+        """Temporaries of the compiled step; approximate."""
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """Phase with the largest temporaries."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def total(self) -> float:
+        """Bytes of the whole step; its few results beside the state are not counted."""
+        return self.arguments + self.temporaries
+
+    def categories(self) -> dict[str, float]:
+        """Return the bytes held in the peak phase by name; they add up to `total`."""
+        state = {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "batch and counters": self.batch + self.other_state,
+            "gradients": self.gradients,
+        }
+        held = {"parameters for products": self.copies}
+        saved = {"saved activations": self.saved, "attention masks": self.masks}
+        before, after = {}, saved
+        if self.streams:
+            held |= {"streams of the pipeline": self.streams}
+            before = {"layers before the stages": self.before}
+            after = {"layers after the stages": self.after}
+        match self.peak_phase:
+            case "layers":
+                one = {"layers from host memory": self.arriving} if self.arriving else {}
+                one |= {"experts": self.experts, "one layer": self.layer}
+                return state | held | saved | one
+            case "head":
+                return state | held | after | {"logits and head": self.logits}
+            case "embedding":
+                return state | held | before | {"embedding": self.embedding}
+            case _:
+                return state | {"update": self.update}
+
 
 # Arrays of one shape that exist at once in the backward pass of a layer; see the module docstring.
 _STREAM_ARRAYS = 4

@@ -16,10 +16,10 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.congestion import CongestionRecorder
+from jaxmoe.tracking.history import RouterLoadRecorder, load_metrics
 from jaxmoe.tracking.indicators import IndicatorRecorder, scalars_of
 from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
 from jaxmoe.tracking.load_map import LOAD_IMAGE_CAPTION, LOAD_IMAGE_RECORDS, load_image
-from jaxmoe.tracking.router_load import RouterLoadRecorder, load_metrics
 from jaxmoe.tracking.terminal import Console, LiveTracker, SilentConsole, open_console
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,

@@ -1,9 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
 from jaxmoe.catalog import Registry
-from jaxmoe.scaling.budget import HYPERP_BASE as HYPERP_BASE
-from jaxmoe.scaling.budget import BasePoint as BasePoint
-from jaxmoe.scaling.budget import Budget as Budget
 from jaxmoe.scaling.completep import CompletePConfig as CompletePConfig
 from jaxmoe.scaling.completep import completep as completep
 from jaxmoe.scaling.hyperp import HyperPConfig as HyperPConfig
@@ -15,6 +12,9 @@ from jaxmoe.scaling.mup import MuPMuonConfig as MuPMuonConfig
 from jaxmoe.scaling.mup import MuPPlusPlusConfig as MuPPlusPlusConfig
 from jaxmoe.scaling.mup import MuPPlusPlusMuonConfig as MuPPlusPlusMuonConfig
 from jaxmoe.scaling.mup import mup as mup
+from jaxmoe.scaling.parameterization import HYPERP_BASE as HYPERP_BASE
+from jaxmoe.scaling.parameterization import BasePoint as BasePoint
+from jaxmoe.scaling.parameterization import Budget as Budget
 from jaxmoe.scaling.parameterization import Parameterization as Parameterization
 from jaxmoe.scaling.parameterization import ParameterizationBase as ParameterizationBase
 from jaxmoe.scaling.standard import StandardConfig as StandardConfig

@@ -39,8 +39,12 @@ from typing import ClassVar
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.parameters import Hyperparameters
 from jaxmoe.scaling import laws
-from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
+from jaxmoe.scaling.parameterization import (
+    BasePoint,
+    Budget,
+    Parameterization,
+    ParameterizationBase,
+)
 from jaxmoe.scaling.tables import RoleTable, check_exponents, fixed, table_of, with_multipliers
 
 

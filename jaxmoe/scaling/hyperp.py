@@ -57,8 +57,12 @@ from typing import ClassVar
 
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.scaling import laws
-from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
+from jaxmoe.scaling.parameterization import (
+    BasePoint,
+    Budget,
+    Parameterization,
+    ParameterizationBase,
+)
 from jaxmoe.scaling.tables import (
     BASE_HEAD_DIM,
     HEAD_STD,

@@ -33,7 +33,7 @@ a field of the parameterisations that follow it.
 
 from __future__ import annotations
 
-from jaxmoe.scaling.budget import BasePoint, Budget
+from jaxmoe.scaling.parameterization import BasePoint, Budget
 
 TOKEN_EXPONENT = 0.32
 BATCH_EXPONENT = 0.5

@@ -27,8 +27,12 @@ from typing import ClassVar
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Hyperparameters
 from jaxmoe.scaling import laws
-from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
+from jaxmoe.scaling.parameterization import (
+    BasePoint,
+    Budget,
+    Parameterization,
+    ParameterizationBase,
+)
 from jaxmoe.scaling.tables import (
     HEAD_STD,
     TiedEmbeddings,

@@ -32,8 +32,12 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import OPTIMIZERS
 from jaxmoe.parameters import Group, Hyperparameters
 from jaxmoe.scaling import laws
-from jaxmoe.scaling.budget import BasePoint, Budget
-from jaxmoe.scaling.parameterization import Parameterization, ParameterizationBase
+from jaxmoe.scaling.parameterization import (
+    BasePoint,
+    Budget,
+    Parameterization,
+    ParameterizationBase,
+)
 from jaxmoe.scaling.tables import ROLE_CLASSES, check_exponents
 
 EMBEDDING_STD = 0.02

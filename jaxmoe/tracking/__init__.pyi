@@ -3,12 +3,12 @@
 from jaxmoe.catalog import Registry
 from jaxmoe.optional import MissingPackageError as MissingPackageError
 from jaxmoe.tracking.console import ConsoleTracker as ConsoleTracker
+from jaxmoe.tracking.history import RouterLoadRecorder as RouterLoadRecorder
+from jaxmoe.tracking.history import read_router_load as read_router_load
 from jaxmoe.tracking.jsonl import JsonlTracker as JsonlTracker
 from jaxmoe.tracking.jsonl import read_metrics as read_metrics
 from jaxmoe.tracking.plots import plot_run as plot_run
 from jaxmoe.tracking.report import write_report as write_report
-from jaxmoe.tracking.router_load import RouterLoadRecorder as RouterLoadRecorder
-from jaxmoe.tracking.router_load import read_router_load as read_router_load
 from jaxmoe.tracking.tensorboard import TensorBoardConfig as TensorBoardConfig
 from jaxmoe.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
 from jaxmoe.tracking.tracker import BITS_PER_BYTE as BITS_PER_BYTE

@@ -29,10 +29,9 @@ import numpy as np
 
 from jaxmoe.disk import replace_file
 from jaxmoe.optional import require
-from jaxmoe.tracking.history import read_history
+from jaxmoe.tracking.history import read_history, read_router_load
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
-from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
 from jaxmoe.tracking.tracker import (
     ANSWER_LENGTH,

@@ -85,7 +85,7 @@ def test_a_bucket_is_refused_before_anything_is_written(command, tmp_path, monke
 
 
 def test_the_launched_command_may_read_its_data_from_a_bucket():
-    from experiments.cli.local_paths import check_local_paths
+    from experiments.cli.flags import check_local_paths
     from experiments.launch.config import LaunchConfig
 
     command = "python -m experiments.pretrain --data.path gs://bucket/d s3://b/e --data.path=gs://b"

@@ -22,14 +22,18 @@ import pytest
 from experiments import serve as serve_command
 from experiments.cli import exit as exit_module
 from experiments.cli import flags
-from experiments.cli.absent_tpu import has_tpu
 from experiments.cli.exit import bounded_exit
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.launcher import VARIABLE as LAUNCHER
 from experiments.cli.launcher import watch_launcher
 from experiments.cli.output import write
-from experiments.cli.process import configure_logging, end_at_once, end_unsaved
-from experiments.cli.xla_flags import check_xla_flags
+from experiments.cli.process import (
+    check_xla_flags,
+    configure_logging,
+    end_at_once,
+    end_unsaved,
+    has_tpu,
+)
 from experiments.launch.config import LaunchConfig
 from experiments.launch.signals import Signals
 from jaxmoe.resilience.stop import StopRequest

@@ -34,7 +34,7 @@ from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager
 from jaxmoe.data import Batch, DataError, FilesConfig, Loader, MarkovConfig, Row, check_position
 from jaxmoe.data.batch import validate_batch
-from jaxmoe.data.hosts import check_claims
+from jaxmoe.data.loader import check_claims
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.data.tokenizer import IdsConfig
 from jaxmoe.run.directory import RunDirectory

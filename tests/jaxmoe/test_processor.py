@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmoe import processor
+from jaxmoe import precision
 from jaxmoe.precision import PrecisionPolicy
 
 FAST = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nprocessor\t: 1\nflags\t: fpu\n"
@@ -14,9 +14,9 @@ FAST = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nprocessor\t: 1\
 
 @pytest.fixture(autouse=True)
 def _asked_anew():
-    processor.multiplies_bfloat16_fast.cache_clear()
+    precision.multiplies_bfloat16_fast.cache_clear()
     yield
-    processor.multiplies_bfloat16_fast.cache_clear()
+    precision.multiplies_bfloat16_fast.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_auto_is_bfloat16_where_it_is_fast(cpuinfo, version, devices, dtype, tmp
     file = tmp_path / "cpuinfo"
     if cpuinfo is not None:
         file.write_text(cpuinfo)
-    monkeypatch.setattr(processor, "_CPUINFO", file)
+    monkeypatch.setattr(precision, "_CPUINFO", file)
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setattr(jax, "local_device_count", lambda backend: devices)
     assert PrecisionPolicy().compute_dtype == dtype

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jaxmoe.execution import Remat
 from jaxmoe.planning.abstract_step import StepPlan, abstract_state
 from jaxmoe.planning.hardware import Chip
-from jaxmoe.planning.memory import estimate_memory
-from jaxmoe.planning.memory_estimate import MemoryEstimate
+from jaxmoe.planning.memory import MemoryEstimate, estimate_memory
 from jaxmoe.planning.search.meshes import mesh_in_words
 from jaxmoe.planning.search.space import Arrangement, Space, arrangements
 from jaxmoe.planning.sizes import Sizes

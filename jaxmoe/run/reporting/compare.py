@@ -14,7 +14,7 @@ from jaxmoe.configs import varying_fields
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.comparison import ComparedRun, at_equal_cost, write_comparison
-from jaxmoe.tracking.router_load import read_router_load
+from jaxmoe.tracking.history import read_router_load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

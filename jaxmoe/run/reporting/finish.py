@@ -25,8 +25,8 @@ from jaxmoe.run.reporting.summary import (
     reference_lines,
     summarise,
 )
+from jaxmoe.tracking.history import read_router_load
 from jaxmoe.tracking.plots import plot_run
-from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.training.state import TrainState
 
 logger = logging.getLogger(__name__)

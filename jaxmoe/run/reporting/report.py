@@ -12,11 +12,10 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_of_report
 from jaxmoe.run.reporting.recorded import RecordedRun
-from jaxmoe.tracking.history import read_history
+from jaxmoe.tracking.history import read_history, read_router_load
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
-from jaxmoe.tracking.router_load import read_router_load
 
 
 def write_run_report(

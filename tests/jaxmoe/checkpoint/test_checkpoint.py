@@ -27,7 +27,7 @@ from jaxmoe.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from jaxmoe.checkpoint.event_loops import run_to_the_end
+from jaxmoe.checkpoint.writing import run_to_the_end
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.state_tree import is_key

@@ -5,8 +5,7 @@
 import numpy as np
 import pytest
 
-from jaxmoe.data import DataError, Loader, MarkovConfig, check_hosts
-from jaxmoe.data import hosts as hosts_room
+from jaxmoe.data import DataError, Loader, MarkovConfig, check_hosts, loader
 
 
 def _claims(*claims):
@@ -26,7 +25,7 @@ def _loader(seed=0):
     ],
 )
 def test_consistent_host_claims_pass(claims):
-    hosts_room.check_claims(claims)
+    loader.check_claims(claims)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +47,13 @@ def test_consistent_host_claims_pass(claims):
 )
 def test_inconsistent_host_claims_are_refused(claims, message):
     with pytest.raises(DataError, match=message):
-        hosts_room.check_claims(claims)
+        loader.check_claims(claims)
 
 
 def test_hosts_exchange_part_and_fingerprint(monkeypatch):
     check_hosts(_loader(), process_index=0, process_count=1)
     told = []
-    monkeypatch.setattr(hosts_room, "gather", lambda values: told.append(values) or values[None])
+    monkeypatch.setattr(loader, "gather", lambda values: told.append(values) or values[None])
     with pytest.raises(DataError, match="part 0 of 2 is read by 0"):
         check_hosts(_loader(), process_index=1, process_count=2)
     for seed in (0, 0, 1):

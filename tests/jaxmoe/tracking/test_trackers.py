@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.tracking import LOSS, TRACKERS, MissingPackageError, TrackedRun, Tracker
-from jaxmoe.tracking.router_load import load_metrics
+from jaxmoe.tracking.history import load_metrics
 
 
 class FakeRun:

@@ -34,8 +34,8 @@ from jaxmoe.tracking import (
     read_router_load,
 )
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration
+from jaxmoe.tracking.history import load_metrics
 from jaxmoe.tracking.load_map import load_image
-from jaxmoe.tracking.router_load import load_metrics
 
 
 def full_disk(*_):

@@ -20,19 +20,22 @@ from jaxtyping import Array, Float
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
-from jaxmoe.layers.feed_forwards.moe.assignment import assign, router_inputs, with_computation
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout
 from jaxmoe.layers.feed_forwards.moe.observation import observe_experts, observed_axes
 from jaxmoe.layers.feed_forwards.moe.slots import read_slots, write_slots
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
-from jaxmoe.routing import Extent, Router
-from jaxmoe.routing.balancers import WeightsBalancer, of_weights
+from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
+from jaxmoe.routing.capacity import limit
+from jaxmoe.routing.replay import EXPERTS
+from jaxmoe.routing.telemetry.detailed import observe
 from jaxmoe.routing.telemetry.summary import LOCAL_ASSIGNMENTS
 from pallas_kernels.jax_versions import agreed
 from sharding.assignments import Assignments, combine, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
+from sharding.expert_parallel.permute import loads
 from sharding.expert_parallel.token_shuffle import TokenOrder, count_local, homes
 
 
@@ -125,17 +128,17 @@ class Computation:
 
         # Route: experts, gates and capacity.
         extent = Extent(sequence_length=length, sequence_axes=sequence_axes, batch_axes=batch_axes)
-        inputs = router_inputs(tokens, given, self.context.multipliers.router, extent)
+        inputs = _router_inputs(tokens, given, self.context.multipliers.router, extent)
         output = self.router.route(given.router, given.state, inputs, train=self.train, key=key)
         is_detailed = self.execution.telemetry == "detailed"
-        assignments, statistics = assign(output, inputs, moe, length, is_detailed=is_detailed)
+        assignments, statistics = _assign(output, inputs, moe, length, is_detailed=is_detailed)
         logits = output.logits
         if layout.own_axes:  # whole sequences were routed; continue with the device's own positions
             tokens, logits = (own_positions(a, batch, layout.own_axes) for a in (tokens, logits))
             assignments = own_assignments(assignments, batch, layout.own_axes)
 
         # Dispatch, compute and combine.
-        computed = with_computation(assignments, moe.num_experts)
+        computed = _with_computation(assignments, moe.num_experts)
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
         order = self._token_order(given) if layout.moves_tokens else None
         dispatch = partial(self._dispatcher(), order=order)
@@ -256,3 +259,95 @@ class Computation:
 def _given(array: Any) -> Array | None:
     """Return an optional argument of the island."""
     return None if isinstance(array, dict) else array
+
+
+def _router_inputs(
+    tokens: Float[Array, "T D"], given: Any, multiplier: float, extent: Extent
+) -> RouterInputs:
+    """Return the inputs of a router, whose [B S] arrays become [T], of recorded experts [T K].
+
+    Args:
+        tokens: Activations.
+        given: `LocalInputs` of the island.
+        multiplier: Factor of the router logits.
+        extent: Place of the tokens in the batch.
+    """
+    context, replayed = dict(given.context), None
+    if EXPERTS in context:
+        experts = context.pop(EXPERTS).astype(jnp.int32)
+        replayed = jax.lax.dynamic_index_in_dim(experts, given.layer, axis=2, keepdims=False)
+        replayed = replayed.reshape(tokens.shape[0], -1)
+    context = {name: array.reshape(-1) for name, array in context.items()}
+    if not isinstance(given.layer, dict):
+        context["layer"] = given.layer
+    previous = given.previous_logits
+    has_previous = not isinstance(previous, dict)
+    return RouterInputs(
+        x=tokens.astype(jnp.float32) * jnp.float32(multiplier),
+        token_mask=given.token_mask.reshape(-1),  # T
+        segment_ids=given.segment_ids.reshape(-1),  # T
+        previous_logits=previous.reshape(tokens.shape[0], -1) if has_previous else None,
+        context=context,
+        replayed=replayed,
+        extent=extent,
+    )
+
+
+def _assign(
+    output: RouterOutput,
+    inputs: RouterInputs,
+    moe: MoEConfig,
+    length: int,
+    *,
+    is_detailed: bool,
+) -> tuple[Assignments, RouterStatistics]:
+    """Apply the gate and the capacity to a router's selection.
+
+    Args:
+        output: Output of the router.
+        inputs: Its inputs.
+        moe: Gate, capacity and balancers.
+        length: Positions of a sequence.
+        is_detailed: Whether the statistics hold the detailed telemetry.
+
+    Returns:
+        The assignments of tokens to experts, and the statistics of this device's tokens.
+    """
+    selection, statistics = output.selection, output.statistics
+    assignments = Assignments(
+        token_ids=selection.token_ids,
+        expert_ids=selection.expert_ids,
+        gates=moe.gate.build()(selection, selection.scores),
+        top_k=selection.top_k,
+    )
+    if moe.capacity is not None:
+        assignments = limit(
+            assignments,
+            moe.capacity,
+            sequence_length=length,
+            num_experts=moe.num_experts,
+            num_free=moe.num_routed - moe.num_experts,
+        )
+        kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
+        statistics = dataclasses.replace(statistics, kept=kept)
+    extra = statistics.extra
+    for balancer in of_statistics(moe.balancers):
+        extra = extra | balancer.observe(output, inputs)
+    if is_detailed:
+        extra = extra | observe(output, inputs)
+    return assignments, dataclasses.replace(statistics, extra=extra)
+
+
+def _with_computation(assignments: Assignments, num_experts: int) -> Assignments:
+    """Empty the assignments to experts without computation, so that they are not dispatched.
+
+    Args:
+        assignments: Assignments to all experts.
+        num_experts: Experts that compute; those without computation have higher numbers.
+    """
+    is_computed = assignments.expert_ids < num_experts
+    return dataclasses.replace(
+        assignments,
+        expert_ids=jnp.where(is_computed, assignments.expert_ids, num_experts),
+        gates=jnp.where(is_computed, assignments.gates, 0.0),
+    )
