@@ -32,8 +32,7 @@ from collections.abc import Sequence
 import jaxmoe.run  # its names are loaded when a run begins, not for --help
 from experiments.cli import flags
 from experiments.cli.continuation import WORDS, named_fields, parse_continuation
-from experiments.cli.exit import run_command
-from experiments.cli.exit_codes import exit_code
+from experiments.cli.exit import exit_code, run_command
 from experiments.cli.output import say, write
 from experiments.cli.process import end_unsaved, start_process
 from experiments.recipes import DEFAULT, RECIPES

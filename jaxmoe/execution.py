@@ -285,6 +285,10 @@ class ExecutionConfig:
             product, dense=kernels.quantized_matmul, grouped=kernels.grouped_matmul
         )
 
+    def declaring(self) -> ExecutionConfig:
+        """Return the execution with which parameters are declared: whole rows, on the device."""
+        return dataclasses.replace(self, parameter_memory="device", halves=1)
+
     @property
     def state_layout(self) -> StateLayout:
         """Layout named by `rules`, on the axes of the folded mesh if there is a fold.

@@ -15,9 +15,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.axes import MESH_AXES, REPLICA, SEQ
 from sharding.fold import MoEMesh, refine
@@ -149,3 +150,17 @@ def named_sizes(
 
 def _explicit(names: tuple[str, ...]) -> tuple[AxisType, ...]:
     return (AxisType.Explicit,) * len(names)
+
+
+def named_shardings(specs: Any, mesh: Mesh) -> Any:
+    """Return a tree of NamedSharding.
+
+    Args:
+        specs: Tree of PartitionSpec.
+        mesh: Mesh whose axes they name.
+    """
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )

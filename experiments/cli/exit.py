@@ -25,6 +25,7 @@ from typing import NoReturn
 
 import jax
 
+from experiments.cli.exit_codes import ExitCode
 from jaxmoe.resilience.watchdog import leave_at_once
 
 EXIT_SECONDS = 60.0
@@ -75,6 +76,15 @@ def bounded_exit(seconds: float | None = None) -> Iterator[None]:
             daemon=True,
         )
         guard.start()
+
+
+def exit_code(status: str) -> int:
+    """Return the exit code of a run's status, or of an `Ending` of one of its processes.
+
+    Args:
+        status: Status of `TrainResult`, or an `Ending`. "failed" gives 1, as a traceback does.
+    """
+    return 1 if status == "failed" else int(ExitCode[status.upper()])
 
 
 def _end_after(seconds: float, code: int) -> None:

@@ -31,12 +31,3 @@ class ExitCode(enum.IntEnum):
     """Nothing moved within the timeout; the stacks were written."""
     INTERRUPTED = 130
     """Saved after Ctrl-C (128 + SIGINT)."""
-
-
-def exit_code(status: str) -> int:
-    """Return the exit code of a run's status, or of an `Ending` of one of its processes.
-
-    Args:
-        status: Status of `TrainResult`, or an `Ending`. "failed" gives 1, as a traceback does.
-    """
-    return 1 if status == "failed" else int(ExitCode[status.upper()])

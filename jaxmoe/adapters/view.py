@@ -46,15 +46,15 @@ def adapted_view(
     return outside, View(rewrite=rewrite, own=own)
 
 
-def viewed_outside(adapter: Adapter | None, params: Tree, scans: Collection[str]) -> Tree:
+def viewed_outside(adapter: Adapter, params: Tree, scans: Collection[str]) -> Tree:
     """Return parameters with those outside the layers rewritten, for losses that read the head.
 
     Args:
-        adapter: Adapter; without a view, or None, the parameters stay as they are.
+        adapter: Adapter; without a view the parameters stay as they are.
         params: Parameters of the adapted model.
         scans: Names of the scans of layers.
     """
-    if adapter is None or not adapter.has_view:
+    if not adapter.has_view:
         return params
     _, shared = _split(params)
     return adapted_view(adapter, params, None, scans)[0] | shared

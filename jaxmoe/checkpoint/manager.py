@@ -39,7 +39,6 @@ from jaxmoe.checkpoint.damage import (
     make_directory,
     opening_errors,
 )
-from jaxmoe.checkpoint.literal_path import literal_path
 from jaxmoe.checkpoint.manifest import (
     CheckpointAbandonedError,
     CheckpointDamagedError,
@@ -54,7 +53,7 @@ from jaxmoe.checkpoint.manifest import (
     read_manifest,
 )
 from jaxmoe.checkpoint.reading import read_state, shared_manifest, shared_steps
-from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, open_manager
+from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, literal_path, open_manager
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import muted
 from jaxmoe.state_tree import pack

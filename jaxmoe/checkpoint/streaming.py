@@ -29,7 +29,6 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from jaxmoe.checkpoint import checksums
-from jaxmoe.checkpoint.literal_path import literal_path
 from jaxmoe.checkpoint.manifest import (
     CheckpointError,
     check_arrays,
@@ -37,6 +36,7 @@ from jaxmoe.checkpoint.manifest import (
     make_manifest,
 )
 from jaxmoe.checkpoint.restore import whole_step
+from jaxmoe.checkpoint.writing import literal_path
 from jaxmoe.fingerprints import RunningFingerprint
 from jaxmoe.optional import require
 from jaxmoe.state_tree import SEPARATOR, flatten, pack

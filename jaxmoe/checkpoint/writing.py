@@ -11,18 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import glob
 import importlib
+import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
+from etils.epath import gpath
 
 from jaxmoe.checkpoint.capture import copy_state
 from jaxmoe.checkpoint.commit import TRASH, LeaseLostError
 from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.disk import check_local
 from jaxmoe.fingerprints import begin_fingerprints
 
 THREAD = "checkpoint save"
@@ -213,3 +218,25 @@ def run_to_the_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
     finally:
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def literal_path(path: Any) -> epath.Path:
+    """Return the absolute path of a directory, in which `glob` takes only its argument as pattern.
+
+    Args:
+        path: Local directory.
+
+    Raises:
+        ValueError: The path is in an object store.
+    """
+    check_local("directory", path)
+    return _LiteralPath(epath.Path(path).expanduser().absolute())
+
+
+class _LiteralPath(gpath.PosixGPath):
+    """Local path; paths derived from it are of this class."""
+
+    def glob(self, pattern: str) -> Iterator[_LiteralPath]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Yield the files below this directory that match."""
+        for name in sorted(glob.glob(pattern, root_dir=os.fspath(self))):
+            yield self / name

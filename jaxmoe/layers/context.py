@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from flax import linen as nn
+from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixing import Mixing
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
+from sharding.constrain import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +129,29 @@ class MixerBase(abc.ABC):
     """H, width of one query, or of one head of the state."""
     is_causal: bool
     """Whether a token sees no later one."""
+
+    def spread(self, tree: Any, placement: Placement) -> Any:
+        """Return arrays [B S ...] with a row for each stream of a sequence; others as they are.
+
+        Args:
+            tree: Stream before the first layer, and inputs of all layers.
+            placement: Layout rules.
+        """
+        del placement
+        return tree
+
+    def merge(
+        self, embed_dim: int, execution: ExecutionConfig, *, name: str
+    ) -> Callable[[Array], Array]:
+        """Return what merges the streams behind the last layer, which may be a Linen module.
+
+        Args:
+            embed_dim: D.
+            execution: How it is computed.
+            name: Name among the parameters.
+        """
+        del embed_dim, execution, name
+        return lambda x: x
 
     @property
     @abc.abstractmethod

@@ -9,7 +9,7 @@ layer, as `mixer:<name>` and `feed_forward:<name>`.
 from __future__ import annotations
 
 import typing
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Key
@@ -60,8 +60,3 @@ class Mixing(Protocol):
             train: Whether the step is of training.
         """
         ...
-
-
-def has_mixing(adapter: Any) -> bool:
-    """Return whether an adapter mixes several additions; None does not."""
-    return adapter is not None and adapter.has_mixing

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Float16, Int32, UInt8
 
 from jaxmoe.models.quantize import channels_shape
 from jaxmoe.parameters import ParameterSpec, ParameterTable
-from sharding.specs import named_shardings
+from sharding.mesh import named_shardings
 
 SMALLEST_SCALE = 1e-3
 """Smallest scale of an input, where the mean of the inputs is 1."""

@@ -24,7 +24,6 @@ from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import MixerBase
-from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.models.loop import LoopConfig
@@ -236,7 +235,7 @@ def _context(model: ModelConfig) -> LayerContext:
         ),
         keeps_order=any(kind.feed_forward.keeps_order or kind.mixer.is_recurrent for kind in kinds),
         residual=model.residual,
-        mixing=adapter if has_mixing(adapter) else None,
+        mixing=adapter if adapter is not None and adapter.has_mixing else None,
     )
 
 

@@ -7,7 +7,6 @@ Half h holds rows h, h + 2, ... of the batch: whole sequences, half of those of 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, Final
 
@@ -24,25 +23,18 @@ LEAST_TOKENS: Final = 1024
 """Fewest tokens of one device: products of fewer rows leave its units idle. Not measured here."""
 
 
-def any_memory(execution: ExecutionConfig) -> ExecutionConfig:
-    """Return the execution with which parameters are declared: whole rows, on the device."""
-    return dataclasses.replace(execution, parameter_memory="device", halves=1)
-
-
 def begin_halves(
     model: ModelConfig, execution: ExecutionConfig, stream: Any, tokens: Any, *, has_cache: bool
 ) -> tuple[Any, Any]:
-    """Return the stream and the inputs of all layers, each as two halves if there are any.
+    """Return the stream and the inputs of all layers, each as two halves.
 
     Args:
         model: Model with the routers.
-        execution: Number of halves, and layout.
+        execution: With two halves.
         stream: Stream before the first layer.
         tokens: Inputs of all layers.
         has_cache: Whether caches of earlier tokens are given.
     """
-    if execution.halves == 1:
-        return stream, tokens
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     check_halves(model, execution, tokens.token_mask.shape, sizes, has_cache=has_cache)
     return split(stream, execution.placement), split(tokens, execution.placement)
@@ -50,8 +42,6 @@ def begin_halves(
 
 def end_halves(execution: ExecutionConfig, stream: Any) -> Any:
     """Return the stream of all rows after the last layer."""
-    if execution.halves == 1:
-        return stream
     first, second = stream
     return join(first, second, execution.placement)
 

@@ -32,7 +32,7 @@ from jaxmoe.layers.view import VIEW, Rewrite, View
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
-from jaxmoe.models.halves import any_memory, begin_halves, end_halves
+from jaxmoe.models.halves import begin_halves, end_halves
 from jaxmoe.models.layer_scan import (
     cache_by_path,
     join_outputs,
@@ -42,7 +42,6 @@ from jaxmoe.models.layer_scan import (
 )
 from jaxmoe.models.loop import loop_modules, run_scans
 from jaxmoe.models.stacks import Scan
-from jaxmoe.models.streams import begin_streams, end_streams
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
@@ -138,9 +137,8 @@ class Transformer(nn.Module):
         flow = begun_stream(model, table, about.context["tokens"], execution)
         caches = None if cache is None else dict(cache)
         given = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
-        execution = any_memory(execution) if self.is_initializing() else execution
-        flow, about = begin_streams(model, execution, flow, about)
-        flow, about = begin_halves(model, execution, flow, about, has_cache=cache is not None)
+        execution = execution.declaring() if self.is_initializing() else execution
+        flow, about = _spread_rows(model, execution, flow, about, has_cache=cache is not None)
         layers = {one.name: scan_layers(one, shared, execution, **given) for one in model.scans}
 
         def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
@@ -154,7 +152,7 @@ class Transformer(nn.Module):
         around = loop_modules(model.loop, shared, execution)
         flow, outputs = run_scans(model.scans, call, flow, around)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
-        x = end_streams(model, execution, model.residual.end(end_halves(execution, flow)).x)
+        x = _merge_rows(model, execution, flow)
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = read_at(x, logits_at, execution.placement)
@@ -263,6 +261,26 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
             f"sequences of {length} tokens must be divisible by the {shards} devices that share"
             " their positions (mesh seq x tensor): choose another length, or set these axes to 1"
         )
+
+
+def _spread_rows(
+    model: ModelConfig, execution: ExecutionConfig, stream: Any, tokens: Any, *, has_cache: bool
+) -> tuple[Any, Any]:
+    """Return the stream and the inputs of all layers, as the mixers and the halves take them."""
+    mixer = model.kinds[0].mixer  # all are equal if one has several streams
+    stream, tokens = mixer.spread((stream, tokens), execution.placement)
+    if execution.halves == 1:
+        return stream, tokens
+    return begin_halves(model, execution, stream, tokens, has_cache=has_cache)
+
+
+def _merge_rows(model: ModelConfig, execution: ExecutionConfig, stream: Any) -> Array:
+    """Return one row for each sequence; called in the module that has the parameters."""
+    if execution.halves == 2:
+        stream = end_halves(execution, stream)
+    x = model.residual.end(stream).x
+    mixer = model.kinds[0].mixer
+    return mixer.merge(model.embed_dim, execution, name="merge_streams")(x)
 
 
 def _check_whole_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:

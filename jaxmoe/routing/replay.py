@@ -21,9 +21,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from jaxmoe.routing.base import Arrays, RouterInputs
+from jaxmoe.routing.base import Arrays
 
 EXPERTS: Final = "experts"
 """Name of the recorded experts in `Batch.extra`, and in the context of the layers."""
@@ -33,23 +33,25 @@ that are among the router's own choice."""
 
 
 def replayed(
-    own: Int[Array, "T K"], inputs: RouterInputs, num_experts: int
+    own: Int[Array, "T K"],
+    recorded: Int[Array, "T K"],
+    token_mask: Bool[Array, " T"],
+    num_experts: int,
 ) -> tuple[Int[Array, "T K"], Arrays]:
-    """Return the experts of each token: the recorded ones, where there are any.
+    """Return the experts of each token: the recorded ones, where it has any.
 
     Args:
         own: The router's own choice; E marks an empty slot.
-        inputs: Inputs of the router.
+        recorded: Recorded experts, `RouterInputs.replayed`.
+        token_mask: False for padding.
         num_experts: E.
 
     Returns:
-        The experts, and the statistic REPLAYED; none without a record.
+        The experts, and the statistic REPLAYED.
     """
-    if inputs.replayed is None:
-        return own, {}
-    given = jnp.minimum(inputs.replayed, num_experts)
+    given = jnp.minimum(recorded, num_experts)
     is_expert = given < num_experts
-    is_given = (given >= 0).all(-1) & is_expert.any(-1) & inputs.token_mask  # T
+    is_given = (given >= 0).all(-1) & is_expert.any(-1) & token_mask  # T
     is_counted = is_given[:, None] & is_expert
     is_own = (given[:, :, None] == own[:, None, :]).any(axis=-1)
     sums = [jnp.sum(which, dtype=jnp.float32) for which in (is_counted, is_counted & is_own)]

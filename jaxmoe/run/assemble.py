@@ -17,7 +17,6 @@ from jaxmoe.data import Batch, Loader, Source, SourceKind, check_hosts, evaluati
 from jaxmoe.data.levels import LevelPacking
 from jaxmoe.data.mixture import tasks_of
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.mixing import has_mixing
 from jaxmoe.models.quantize import abstract_params, quantized_params
 from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
@@ -277,7 +276,7 @@ def _with_tasks(plan: Plan, source: Source) -> Source:
         ValueError: The adapter has fewer tasks than the mixture has parts, or rows are packed anew.
     """
     adapter: Any = plan.model.adapter
-    if not has_mixing(adapter) or "task" not in adapter.reads:
+    if adapter is None or not adapter.has_mixing or "task" not in adapter.reads:
         return source
     if plan.config.data.packs_levels:
         raise ValueError(

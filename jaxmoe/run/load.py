@@ -34,8 +34,7 @@ from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.run.provenance.saved import at_execution, saved_config
 from jaxmoe.training.state import TrainState, state_around
 from jaxmoe.training.workers.local import WORKERS
-from sharding.mesh import MeshConfig
-from sharding.specs import named_shardings
+from sharding.mesh import MeshConfig, named_shardings
 
 
 def _assemble(

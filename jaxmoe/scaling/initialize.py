@@ -28,8 +28,8 @@ from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.scaling.standard import standard
 from sharding.axes import MESH_AXES, is_our_mesh
 from sharding.constrain import Placement, without_mesh
+from sharding.mesh import named_shardings
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
-from sharding.specs import named_shardings
 
 # Explicit choices: resolving "auto" would initialise a backend.
 _SHAPES_ONLY = ExecutionConfig(

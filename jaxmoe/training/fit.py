@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.axes import DATA, TENSOR
 from sharding.foreign import foreign_mesh, foreign_specs
-from sharding.specs import named_shardings
+from sharding.mesh import named_shardings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

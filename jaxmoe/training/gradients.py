@@ -61,7 +61,8 @@ def batch_gradients(
     whole = _gather_whole(model, state.params, execution)
     rows = Rows(batch, total_weight, step.accumulation, first_row)
     losses_of = partial(_row_losses, step, state, whole=whole)
-    rows = compared(rows, losses_of, num_passes(model), placement)
+    if model.adapter is not None:
+        rows = compared(rows, losses_of, num_passes(model), placement)
     has_two_passes = step.accumulated_balance == "two_pass" and has_wide_balance(model)
     if execution.mesh.stage > 1:
         summed = pipeline_gradients(step, state, rows, has_two_passes=has_two_passes, whole=whole)

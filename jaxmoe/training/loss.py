@@ -133,7 +133,8 @@ def token_log_probs(
             f"execution.mesh.seq={execution.mesh.seq} moves the tokens of a row, whose"
             " log-probabilities are asked for: set it to 1"
         )
-    params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
+    if model.adapter is not None:
+        params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
     output = forward(
         model,
         execution,
@@ -200,7 +201,8 @@ def forward_and_row_nll(
     """
     level = None if batch.level is None else jnp.max(jnp.asarray(batch.level))
     batch, order = lay_out_batch(batch, model, execution, level)
-    params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
+    if model.adapter is not None:
+        params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
     output = forward(
         model,
         execution,

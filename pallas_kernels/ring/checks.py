@@ -15,8 +15,7 @@ from jax.core import Tracer
 
 from pallas_kernels.array_types import Array
 from pallas_kernels.backend import Implementation
-from pallas_kernels.flash_attention.api import KERNELS, OPERATION
-from pallas_kernels.flash_attention.arguments import check_heads
+from pallas_kernels.flash_attention.api import KERNELS, OPERATION, check_heads
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.ring.step import AxisName, Links, Transport, check_transport
 from pallas_kernels.sequence_layout import SequenceLayout

@@ -20,7 +20,7 @@ from tests.support.runs import ROOT
 # where no annotation is checked at run time.
 HANGING = """
 import time
-from experiments.cli.exit_codes import exit_code
+from experiments.cli.exit import exit_code
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.watchdog import Watchdog
 

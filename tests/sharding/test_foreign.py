@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe.planning.hlo import collectives
 from sharding.foreign import foreign_mesh, foreign_specs
-from sharding.specs import named_shardings
+from sharding.mesh import named_shardings
 from tests.support.collective_counts import counts
 from tests.support.foreign_models import FOREIGN
 

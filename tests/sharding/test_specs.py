@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.axes import BATCH_AXES
 from sharding.distributed import agree, global_batch
-from sharding.specs import named_shardings
+from sharding.mesh import named_shardings
 from tests.support.meshes import MESHES, mesh_named
 
 

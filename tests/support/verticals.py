@@ -76,7 +76,6 @@ VERTICALS = {
         sources=(
             "jaxmoe/models/loop.py",
             "jaxmoe/models/halves.py",
-            "jaxmoe/models/streams.py",
             "jaxmoe/layers/hyper_connections.py",
             "jaxmoe/layers/product_keys.py",
             "jaxmoe/training/pipeline/skipping.py",

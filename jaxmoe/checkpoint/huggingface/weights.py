@@ -39,8 +39,8 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import axes as ax
+from sharding.mesh import named_shardings
 from sharding.rules import LogicalAxisRules
-from sharding.specs import named_shardings
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_STATE = "router_state"

@@ -33,7 +33,6 @@ from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
-from jaxmoe.models.halves import any_memory
 from jaxmoe.models.stacks import Layer, LayerCall, LayerStack
 from jaxmoe.models.transformer import begun_stream, initial_router_state, read_at, token_inputs
 
@@ -150,7 +149,7 @@ class Chain:
             model = dataclasses.replace(model, adapter=None)
         elif model.adapter is not None:
             params = model.adapter.used(params)
-        execution = dataclasses.replace(any_memory(execution), telemetry="brief")
+        execution = dataclasses.replace(execution.declaring(), telemetry="brief")
         store = ResidentLayers(params) if store is None else store
         given = {"params": params, "router_state": state, "store": store, "experts": experts}
         return cls(model=model, execution=execution, **given)

@@ -69,6 +69,7 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1)
     tokens = jnp.maximum(statistics.num_tokens, 1.0)
     violation = max_violation(statistics)
+    is_detailed = any(name.startswith("detail_") for name in statistics.extra)
     return {
         "load_balance": load_balance(statistics).mean(),
         "load_balance_pooled": load_balance(pool_layers(statistics)),
@@ -84,7 +85,7 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         "dead_fraction": jnp.mean(statistics.counts == 0.0, dtype=jnp.float32),
         **_local_activation(statistics),
         **_replay(statistics),
-        **summarise_detailed(statistics),
+        **(summarise_detailed(statistics) if is_detailed else {}),
     }
 
 

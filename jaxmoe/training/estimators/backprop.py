@@ -29,7 +29,8 @@ class BackpropConfig(Gradients):
     def check(self, step: Step) -> None:
         """Refuse probes where a layout or a format has no place for them; see `check_probes`.
         Refuse what an adapter with several passes cannot do; see `check_repeated`."""
-        check_repeated(step.model, name=self.name, is_backward=True)
+        if step.model.adapter is not None:
+            check_repeated(step.model, name=self.name, is_backward=True)
         if step.has_probes:
             check_probes(step)
 
@@ -41,7 +42,7 @@ class BackpropConfig(Gradients):
 
     def describe(self, step: Step) -> str | None:
         """Return the passes of a step, if the adapter compares several."""
-        if (passes := num_passes(step.model)) == 1:
+        if step.model.adapter is None or (passes := num_passes(step.model)) == 1:
             return None
         return f"{passes} passes over each row, after as many without a gradient"
 

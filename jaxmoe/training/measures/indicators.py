@@ -32,13 +32,11 @@ from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_mea
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
-from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry import direction_coupling, gate_directions
 from jaxmoe.routing.telemetry.congestion import EVERY
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.loss import lay_out_batch
-from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -129,21 +127,9 @@ def _squares(row: ParameterSpec, value: Array) -> Float[Array, " layers"]:
     return jnp.sum(value**2)[None]
 
 
-def watch_routers(
-    state: TrainState, statistics: RouterStatistics | None, execution: ExecutionConfig
-) -> dict[str, Float[Array, ""]]:
-    """Return the telemetry of the step, of the new state and, if detailed, of the parameters."""
-    if statistics is None:
-        return {}
-    scalars = telemetry.summarise(statistics) | telemetry.watch_state(state.router_state)
-    if execution.telemetry == "detailed":
-        scalars |= telemetry.watch_params(state.params)
-    return scalars
-
-
 def watch_layers(
     model: ModelConfig,
-    indicators: Indicators | None,
+    indicators: Indicators,
     updates: Any,
     params: Any,
     is_good: Bool[Array, ""],
@@ -151,7 +137,7 @@ def watch_layers(
     *,
     step: Int[Array, ""],
 ) -> dict[str, Float[Array, " L"]]:
-    """Return the indicators of a step by name; none unless telemetry is detailed.
+    """Return the indicators of a step by name.
 
     Args:
         model: Model that has the parameters.
@@ -162,8 +148,6 @@ def watch_layers(
         placement: Operations that place arrays.
         step: Optimiser steps done before this one.
     """
-    if indicators is None:
-        return {}
     table = parameter_table(model)
     ratios = update_ratios(table, model, updates, params)
     found = summarise_indicators(indicators, residual_multiplier=model.multipliers.residual)

@@ -16,19 +16,18 @@ from jaxmoe.training.accumulation import level_of, level_tokens, split_rows
 def level_measures(
     batch: Batch, execution: ExecutionConfig, accumulation: int
 ) -> dict[str, Float[Array, ""]]:
-    """Return the measures of a batch by name; none without levels.
+    """Return the measures of a batch by name.
 
         micro_batches    that the step computed
         full             share of their places that hold a token
         share_<d>        share of the tokens whose documents are shared by d devices
 
     Args:
-        batch: Batch of a step.
+        batch: Batch of a step, with `level`.
         execution: Mesh and form of sequence parallelism.
         accumulation: Micro-batches of the batch, the unused ones included.
     """
-    if batch.level is None:
-        return {}
+    assert batch.level is not None  # as the caller has found
     fields = {"level": batch.level, "segment_ids": batch.segment_ids}
     parts = jax.tree.map(
         lambda rows: split_rows(jnp.asarray(rows), accumulation, execution.placement), fields

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jaxmoe.data.batch import Batch
 from jaxmoe.routing import telemetry
 from jaxmoe.routing.telemetry.detailed import mean_log_prob
-from jaxmoe.training.measures.indicators import watch_layers, watch_routers
+from jaxmoe.training.measures.indicators import watch_layers
 from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.parts.base import Outcome, StepPart
 
@@ -29,10 +29,17 @@ class RouterMeasures(StepPart):
     def measure(self, step: Step, outcome: Outcome) -> dict[str, Any]:
         """Return `router`, `load` and `quality`."""
         statistics = outcome.gradients.summed.statistics
+        if statistics is None:
+            return {"router": {}, "load": None, "quality": None}
+        state = outcome.after
+        scalars = telemetry.summarise(statistics) | telemetry.watch_state(state.router_state)
+        is_detailed = step.execution.telemetry == "detailed"
+        if is_detailed:
+            scalars |= telemetry.watch_params(state.params)
         return {
-            "router": watch_routers(outcome.after, statistics, step.execution),
-            "load": None if statistics is None else telemetry.load(statistics),
-            "quality": mean_log_prob(statistics),
+            "router": scalars,
+            "load": telemetry.load(statistics),
+            "quality": mean_log_prob(statistics) if is_detailed else None,
         }
 
 
@@ -44,6 +51,8 @@ class LayerIndicators(StepPart):
 
     def measure(self, step: Step, outcome: Outcome) -> dict[str, Any]:
         """Return `indicators`."""
+        if outcome.gradients.summed.indicators is None:
+            return {"indicators": {}}
         indicators = watch_layers(
             step.model,
             outcome.gradients.summed.indicators,
@@ -67,7 +76,9 @@ class LevelMeasures(StepPart):
     ) -> StepGradients:
         """Return the gradients with `levels` among the measures."""
         del state
-        levels = level_measures(batch, step.execution, step.accumulation)
+        levels = {}
+        if batch.level is not None:
+            levels = level_measures(batch, step.execution, step.accumulation)
         return gradients._replace(measures={**gradients.measures, "levels": levels})
 
 

@@ -80,7 +80,9 @@ class MoE(nn.Module):
         weights: dict[str, Any] = {}
         if routing.expert_outputs is None:
             weights = Experts(width, moe.num_experts, moe.expert_dim, name="experts")()
-        free = ZeroComputationExperts(width, moe.zero_computation, name="zero_computation")()
+        free: dict[str, Any] = {}
+        if moe.zero_computation is not None:
+            free = ZeroComputationExperts(width, moe.zero_computation, name="zero_computation")()
         x = x.astype(self.execution.precision.compute_dtype)
         layout = moe_layout(moe, self.execution)
         computation = Computation(

@@ -29,13 +29,13 @@ class ZeroComputationExperts(nn.Module):
     """Declares the parameters of the constant experts."""
 
     embed_dim: int
-    free: ZeroComputationConfig | None
+    free: ZeroComputationConfig
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
         """Return `constants [Z D]` and `mix [D Z 2]`, f32; empty without constant experts."""
         free = self.free
-        if free is None or not free.num_constant:
+        if not free.num_constant:
             return {}
         number = free.num_constant
         constants = Declaration(

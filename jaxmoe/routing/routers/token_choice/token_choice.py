@@ -177,7 +177,9 @@ def choose(
         The selection, and the statistics of the replay.
     """
     num_experts = scored.logits.shape[1]
-    expert_ids, extra = replayed(preferred, inputs, num_experts)
+    expert_ids, extra = preferred, dict[str, Array]()
+    if inputs.replayed is not None:
+        expert_ids, extra = replayed(preferred, inputs.replayed, inputs.token_mask, num_experts)
     source = scored.logits if scored.is_over_chosen else scored.log_scores
     chosen = jnp.take_along_axis(source, expert_ids, axis=-1, mode="fill", fill_value=-jnp.inf)
     if scored.is_over_chosen:
