@@ -134,17 +134,16 @@ class ExecutionConfig:
     def _check_kernels(self) -> None:
         """Refuse an implementation of a kernel that no product uses."""
         matmul = self.precision.matmul
-        for field in dataclasses.fields(self.kernels):
-            asked = getattr(self.kernels, field.name)
-            if asked is None or field.name in matmul.kernels:
+        for kernel in self.kernels.products:
+            asked = getattr(self.kernels, kernel)
+            if asked is None or kernel in matmul.kernels:
                 continue
-            users = [name for name in MATMULS if field.name in MATMULS[name].kernels]
-            if users:
-                raise ValueError(
-                    f"execution.kernels.{field.name}={asked} computes nothing where"
-                    f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
-                    f" execution.precision.matmul to {users[-1]}"
-                )
+            users = [name for name in MATMULS if kernel in MATMULS[name].kernels]
+            raise ValueError(
+                f"execution.kernels.{kernel}={asked} computes nothing where"
+                f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
+                f" execution.precision.matmul to {' or '.join(users)}"
+            )
 
     def unroll_of(self, length: int) -> int:
         """Return the layers in one iteration of a loop, on the devices of the mesh in context.

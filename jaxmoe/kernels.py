@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -22,6 +23,9 @@ from sharding.distributed import gather
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KernelsConfig:
     """Implementation of each kernel; None picks one that can run and logs which."""
+
+    products: ClassVar[tuple[str, ...]] = ("grouped_swiglu", "quantized_matmul", "grouped_matmul")
+    """Fields of the kernels that a choice of `execution.precision.matmul` computes with or not."""
 
     attention: Implementation | None = None
     """Implementation of `pallas_kernels.flash_attention`, and of `paged_attention` in serving."""

@@ -3,13 +3,12 @@
 """Masked diffusion with expert choice: how near to the entropy does the bound come?"""
 
 from experiments.recipes.recipe import recipe
-from jaxmoe.data import MarkovConfig
+from jaxmoe import data, routing, training
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
-from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
+from jaxmoe.routing import RouterZConfig, SoftmaxGateConfig
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
-from jaxmoe.training import MaskedDiffusionConfig
 
 
 @recipe
@@ -37,17 +36,17 @@ def diffusion() -> PretrainConfig:
                 num_experts=4,
                 top_k=2,
                 expert_dim=192,
-                router=ExpertChoiceConfig(schedule="linear_reverse"),
+                router=routing.ExpertChoiceConfig(schedule="linear_reverse"),
                 gate=SoftmaxGateConfig(),
                 balancers=(RouterZConfig(),),
             ),
         ),
-        data=MarkovConfig(vocab_size=4, concentration=0.5),
+        data=data.MarkovConfig(vocab_size=4, concentration=0.5),
         training=TrainingConfig(
             steps=1000,
             batch_size=32,
             sequence_length=32,
-            objective=MaskedDiffusionConfig(min_time=0.05),
+            objective=training.MaskedDiffusionConfig(min_time=0.05),
         ),
         optimizer=AdamWConfig(learning_rate=5e-3),
         schedule=LinearConfig(warmup_steps=20, floor=0.02),

@@ -6,7 +6,7 @@ import dataclasses
 
 from experiments.recipes.recipe import recipe
 from experiments.recipes.tiny import tiny
-from jaxmoe.layers.mixers import Mamba2Config
+from jaxmoe.layers import mixers
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.run.config import PretrainConfig
 
@@ -20,6 +20,6 @@ def hybrid() -> PretrainConfig:
     2 CPU cores: 1.96 bits per byte held out, where `tiny` reaches 2.02 (means of three seeds).
     """
     config = tiny()
-    recurrent = LayerConfig(mixer=Mamba2Config(num_heads=6, head_dim=32, state_dim=32))
+    recurrent = LayerConfig(mixer=mixers.Mamba2Config(num_heads=6, head_dim=32, state_dim=32))
     layers = (recurrent, recurrent, LayerConfig(), recurrent)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, layers=layers))

@@ -6,7 +6,7 @@ import dataclasses
 
 from experiments.recipes.markov import markov
 from experiments.recipes.recipe import recipe
-from jaxmoe.data import LanguageMixtureConfig
+from jaxmoe import data
 from jaxmoe.run.config import PretrainConfig
 
 
@@ -16,7 +16,7 @@ def languages() -> PretrainConfig:
 
     python -m experiments.pretrain languages
     """
-    data = LanguageMixtureConfig()
+    source = data.LanguageMixtureConfig()
     config = markov()
-    model = dataclasses.replace(config.model, vocab_size=data.build().vocab_size)
-    return dataclasses.replace(config, model=model, data=data)
+    model = dataclasses.replace(config.model, vocab_size=source.build().vocab_size)
+    return dataclasses.replace(config, model=model, data=source)

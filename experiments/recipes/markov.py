@@ -3,7 +3,7 @@
 """A language whose entropy is known exactly: how far above the floor does training end?"""
 
 from experiments.recipes.recipe import recipe
-from jaxmoe.data import MarkovConfig
+from jaxmoe import data
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
@@ -26,7 +26,7 @@ def markov() -> PretrainConfig:
             attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=32),
             moe=MoEConfig(num_experts=4, top_k=2, expert_dim=64),
         ),
-        data=MarkovConfig(),
+        data=data.MarkovConfig(),
         training=TrainingConfig(steps=450, batch_size=32, sequence_length=64),
         optimizer=AdamWConfig(learning_rate=1e-2),
         schedule=LinearConfig(warmup_steps=20, floor=0.02),

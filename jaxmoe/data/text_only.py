@@ -15,9 +15,10 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
+from jaxmoe.data import tokenizer as tokenizers
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.source import SourceKind, Split
-from jaxmoe.data.tokenizer import BytesConfig, FileConfig, Tokenizer, TokenizerConfig
+from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from pallas_kernels.array_types import Int
 
 
@@ -136,4 +137,4 @@ def copied(tokenizer: TokenizerConfig, path: pathlib.Path) -> TokenizerConfig:
     """
     if not tokenizer.is_text or tokenizer.is_bytes:
         return tokenizer
-    return FileConfig(path=str(path), separator=getattr(tokenizer, "separator", None))
+    return tokenizers.FileConfig(path=str(path), separator=getattr(tokenizer, "separator", None))

@@ -11,45 +11,18 @@ Sizes (E, K, groups of experts) are not part of a method: DeepSeek's group limit
 The unit of MoE++'s loss depends on the sizes, so its 0.01 is taken as is:
 `balancers/heterogeneous.py`.
 
-To add a method: an entry with its source in METHODS in `jaxmoe/routing/methods.py`.
+To add a method: a row with its source in `jaxmoe/routing/methods.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Final
 
-from jaxmoe.routing.balancers import (
-    CouplingConfig,
-    HeterogeneousBalanceConfig,
-    ImportanceVariationConfig,
-    LoadBalanceConfig,
-    LoadVariationConfig,
-    RouterZConfig,
-    TopOneBalanceConfig,
-)
-from jaxmoe.routing.biases import BipConfig, LossFreeConfig, QuantileConfig
+from jaxmoe import routing
 from jaxmoe.routing.capacity import CapacityConfig
-from jaxmoe.routing.gates import RenormalizedGateConfig, SoftmaxGateConfig, SqrtGateConfig
-from jaxmoe.routing.routers.assignment.base_layer import BaseLayerConfig
-from jaxmoe.routing.routers.assignment.selective_sinkhorn import SelectiveSinkhornConfig
-from jaxmoe.routing.routers.assignment.sinkhorn import SinkhornConfig
-from jaxmoe.routing.routers.expert_choice.expert_choice import ExpertChoiceConfig
-from jaxmoe.routing.routers.expert_choice.soft_moe import SoftMoEConfig
-from jaxmoe.routing.routers.token_choice.cosine_topk import CosineTopKConfig
-from jaxmoe.routing.routers.token_choice.gshard import GShardConfig
-from jaxmoe.routing.routers.token_choice.kmeans import KMeansConfig
-from jaxmoe.routing.routers.token_choice.moe_plus_plus import MoEPlusPlusConfig
-from jaxmoe.routing.routers.token_choice.noisy_topk import NoisyTopKConfig
-from jaxmoe.routing.routers.token_choice.progressive_topk import ProgressiveTopKConfig
-from jaxmoe.routing.routers.token_choice.topk import (
-    SigmoidTopKConfig,
-    SoftmaxTopKConfig,
-    SqrtSoftplusTopKConfig,
-)
-from jaxmoe.routing.routers.unlearned.forced_balance import ForcedBalanceConfig
-from jaxmoe.routing.routers.unlearned.hash_routing import HashConfig
-from jaxmoe.routing.routers.unlearned.uniform_random import UniformRandomConfig
+from jaxmoe.routing.gates import SoftmaxGateConfig
 from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 
@@ -71,148 +44,187 @@ class Method:
         return {name: getattr(self, name) for name in names}
 
 
-_RENORMALIZED = RenormalizedGateConfig()
-_BALANCE = LoadBalanceConfig(coefficient=0.01)
+class _Methods(MutableMapping[str, Method]):
+    """Methods by name, each made when it is looked up, so that the others' files are not read."""
 
-METHODS = {
+    def __init__(self, rows: Mapping[str, Callable[[], Method]]):
+        self._rows = dict(rows)
+
+    def __getitem__(self, name: str) -> Method:
+        return self._rows[name]()
+
+    def __setitem__(self, name: str, method: Method) -> None:
+        self._rows[name] = lambda: method
+
+    def __delitem__(self, name: str) -> None:
+        del self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+_ROWS: Final[dict[str, Callable[[], Method]]] = {
     # Balance losses.
-    "switch": Method(
+    "switch": lambda: Method(
         "arXiv 2101.03961: top-1, probability as gate, input jitter",
-        SoftmaxTopKConfig(softmax="before", jitter=0.01),
-        balancers=(LoadBalanceConfig(coefficient=0.01, scope="micro_batch"),),
+        routing.SoftmaxTopKConfig(softmax="before", jitter=0.01),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.01, scope="micro_batch"),),
     ),
-    "mixtral": Method(
+    "mixtral": lambda: Method(
         "arXiv 2401.04088, section 2.1",
-        SoftmaxTopKConfig(softmax="after"),
-        balancers=(LoadBalanceConfig(coefficient=0.02),),
+        routing.SoftmaxTopKConfig(softmax="after"),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.02),),
     ),
-    "olmoe": Method(
+    "olmoe": lambda: Method(
         "arXiv 2409.02060",
-        SoftmaxTopKConfig(softmax="before"),
-        balancers=(LoadBalanceConfig(coefficient=0.01), RouterZConfig(coefficient=0.001)),
+        routing.SoftmaxTopKConfig(softmax="before"),
+        balancers=(
+            routing.LoadBalanceConfig(coefficient=0.01),
+            routing.RouterZConfig(coefficient=0.001),
+        ),
     ),
-    "qwen3": Method(
+    "qwen3": lambda: Method(
         "arXiv 2505.09388, section 2: renormalized top-k, global-batch balance",
-        SoftmaxTopKConfig(softmax="before"),
-        gate=_RENORMALIZED,
-        balancers=(LoadBalanceConfig(coefficient=0.001),),
+        routing.SoftmaxTopKConfig(softmax="before"),
+        gate=routing.RenormalizedGateConfig(),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.001),),
     ),
-    "hyperp": Method(
+    "hyperp": lambda: Method(
         "arXiv 2603.28743: SqrtGate, balance loss 0.1, no z-loss",
-        SoftmaxTopKConfig(softmax="after"),
-        gate=SqrtGateConfig(),
-        balancers=(LoadBalanceConfig(coefficient=0.1),),
+        routing.SoftmaxTopKConfig(softmax="after"),
+        gate=routing.SqrtGateConfig(),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.1),),
     ),
-    "global_balance": Method(
+    "global_balance": lambda: Method(
         "arXiv 2501.11873: balance over the global batch, weight 0.008",
-        SoftmaxTopKConfig(softmax="before"),
-        balancers=(LoadBalanceConfig(coefficient=0.008), RouterZConfig(coefficient=0.001)),
+        routing.SoftmaxTopKConfig(softmax="before"),
+        balancers=(
+            routing.LoadBalanceConfig(coefficient=0.008),
+            routing.RouterZConfig(coefficient=0.001),
+        ),
     ),
-    "sequence_balance": Method(
+    "sequence_balance": lambda: Method(
         "arXiv 2501.11873: the scope to which the global batch is compared",
-        SoftmaxTopKConfig(softmax="before"),
-        balancers=(LoadBalanceConfig(coefficient=0.01, scope="sequence"),),
+        routing.SoftmaxTopKConfig(softmax="before"),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.01, scope="sequence"),),
     ),
-    "noisy_topk": Method(
+    "noisy_topk": lambda: Method(
         "arXiv 1701.06538: learned noise, importance and load losses of weight 0.1",
-        NoisyTopKConfig(),
-        balancers=(ImportanceVariationConfig(), LoadVariationConfig()),
+        routing.NoisyTopKConfig(),
+        balancers=(routing.ImportanceVariationConfig(), routing.LoadVariationConfig()),
     ),
-    "gshard": Method(
+    "gshard": lambda: Method(
         "arXiv 2006.16668: top-2, the second dropped at random; capacity is set apart",
-        GShardConfig(),
-        balancers=(_BALANCE,),
+        routing.GShardConfig(),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.01),),
     ),
-    "x_moe": Method(
+    "x_moe": lambda: Method(
         "arXiv 2204.09179: cosine of low-rank projections",
-        CosineTopKConfig(),
-        balancers=(_BALANCE,),
+        routing.CosineTopKConfig(),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.01),),
     ),
-    "erc": Method(
+    "erc": lambda: Method(
         "arXiv 2512.23447: expert-router coupling loss beside the balance loss",
-        SoftmaxTopKConfig(softmax="before"),
-        balancers=(_BALANCE, CouplingConfig()),
+        routing.SoftmaxTopKConfig(softmax="before"),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.01), routing.CouplingConfig()),
     ),
-    "sigma": Method(
+    "sigma": lambda: Method(
         "arXiv 2512.16248: more experts in low layers until switch_step, set by the run",
-        ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
-        balancers=(_BALANCE,),
+        routing.ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.01),),
     ),
-    "top_one_balance": Method(
+    "top_one_balance": lambda: Method(
         "arXiv 2512.16248, discussion: its loss for one expert per token",
-        SoftmaxTopKConfig(softmax="before"),
-        balancers=(TopOneBalanceConfig(coefficient=0.01),),
+        routing.SoftmaxTopKConfig(softmax="before"),
+        balancers=(routing.TopOneBalanceConfig(coefficient=0.01),),
     ),
-    "moe_plus_plus": Method(
+    "moe_plus_plus": lambda: Method(
         "arXiv 2410.07348: experts without computation, gating residuals",
-        MoEPlusPlusConfig(),
-        balancers=(HeterogeneousBalanceConfig(),),
+        routing.MoEPlusPlusConfig(),
+        balancers=(routing.HeterogeneousBalanceConfig(),),
         capacity=CapacityConfig(factor=1.1, computing_share=0.75, keep="position"),
         zero_computation=ZeroComputationConfig(),
     ),
     # Selection biases.
-    "deepseek_v3": Method(
+    "deepseek_v3": lambda: Method(
         "arXiv 2412.19437, section 2.1.2: sigmoid, loss-free bias, routed scaling 2.5",
-        SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
-        gate=RenormalizedGateConfig(scale=2.5),
-        balancers=(LoadBalanceConfig(coefficient=1e-4, scope="sequence"),),
+        routing.SigmoidTopKConfig(bias=routing.LossFreeConfig(rate=1e-3)),
+        gate=routing.RenormalizedGateConfig(scale=2.5),
+        balancers=(routing.LoadBalanceConfig(coefficient=1e-4, scope="sequence"),),
     ),
-    "deepseek_v4": Method(
+    "deepseek_v4": lambda: Method(
         "arXiv 2408.15664 with the score sqrt(softplus) of later open configurations",
-        SqrtSoftplusTopKConfig(bias=LossFreeConfig(rate=1e-3)),
-        gate=_RENORMALIZED,
+        routing.SqrtSoftplusTopKConfig(bias=routing.LossFreeConfig(rate=1e-3)),
+        gate=routing.RenormalizedGateConfig(),
     ),
-    "loss_free": Method(
+    "loss_free": lambda: Method(
         "arXiv 2408.15664, algorithm 1",
-        SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
-        gate=_RENORMALIZED,
+        routing.SigmoidTopKConfig(bias=routing.LossFreeConfig(rate=1e-3)),
+        gate=routing.RenormalizedGateConfig(),
     ),
-    "loss_free_rms": Method(
+    "loss_free_rms": lambda: Method(
         "arXiv 2408.15664, with the error over its root mean square in place of its sign",
-        SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3, rule="rms", is_zero_sum=True)),
-        gate=_RENORMALIZED,
+        routing.SigmoidTopKConfig(
+            bias=routing.LossFreeConfig(rate=1e-3, rule="rms", is_zero_sum=True)
+        ),
+        gate=routing.RenormalizedGateConfig(),
     ),
-    "bip": Method(
+    "bip": lambda: Method(
         "arXiv 2502.15451: prices of the current rows in training, the last in evaluation",
-        SoftmaxTopKConfig(bias=BipConfig(form="batch")),
-        gate=_RENORMALIZED,
+        routing.SoftmaxTopKConfig(bias=routing.BipConfig(form="batch")),
+        gate=routing.RenormalizedGateConfig(),
     ),
-    "bip_online": Method(
+    "bip_online": lambda: Method(
         "arXiv 2502.15451: prices of earlier tokens",
-        SoftmaxTopKConfig(bias=BipConfig(form="online")),
-        gate=_RENORMALIZED,
+        routing.SoftmaxTopKConfig(bias=routing.BipConfig(form="online")),
+        gate=routing.RenormalizedGateConfig(),
     ),
-    "quantile": Method(
+    "quantile": lambda: Method(
         "arXiv 2502.15451 without its clips, by histogram, on the bias of the step before",
-        SigmoidTopKConfig(bias=QuantileConfig()),
-        gate=_RENORMALIZED,
+        routing.SigmoidTopKConfig(bias=routing.QuantileConfig()),
+        gate=routing.RenormalizedGateConfig(),
     ),
     # Even assignments in training.
-    "base": Method(
-        "arXiv 2103.16716: sigmoid gate, balanced assignment in training", BaseLayerConfig()
+    "base": lambda: Method(
+        "arXiv 2103.16716: sigmoid gate, balanced assignment in training", routing.BaseLayerConfig()
     ),
-    "sinkhorn": Method(
-        "arXiv 2202.01169: choice by a plan in training, softmax over all as gate", SinkhornConfig()
+    "sinkhorn": lambda: Method(
+        "arXiv 2202.01169: choice by a plan in training, softmax over all as gate",
+        routing.SinkhornConfig(),
     ),
-    "selective_sinkhorn": Method(
-        "arXiv 2511.08972: a plan in few steps, its shares as gates", SelectiveSinkhornConfig()
+    "selective_sinkhorn": lambda: Method(
+        "arXiv 2511.08972: a plan in few steps, its shares as gates",
+        routing.SelectiveSinkhornConfig(),
     ),
     # Without a trained router.
-    "kmeans": Method("arXiv 2605.12476: centroids of past tokens, loss-free bias", KMeansConfig()),
-    "hash": Method("arXiv 2106.04426: experts fixed by token, a control", HashConfig()),
-    "random": Method("arXiv 2110.04260: random experts, a control", UniformRandomConfig()),
-    "forced_balance": Method(
-        "no paper: experts in turn, a control for benchmarks", ForcedBalanceConfig()
+    "kmeans": lambda: Method(
+        "arXiv 2605.12476: centroids of past tokens, loss-free bias", routing.KMeansConfig()
+    ),
+    "hash": lambda: Method(
+        "arXiv 2106.04426: experts fixed by token, a control", routing.HashConfig()
+    ),
+    "random": lambda: Method(
+        "arXiv 2110.04260: random experts, a control", routing.UniformRandomConfig()
+    ),
+    "forced_balance": lambda: Method(
+        "no paper: experts in turn, a control for benchmarks", routing.ForcedBalanceConfig()
     ),
     # Not causal: for masked diffusion.
-    "expert_choice": Method(
+    "expert_choice": lambda: Method(
         "arXiv 2202.09368: each expert takes its best tokens",
-        ExpertChoiceConfig(weights="probability", preference="probability"),
+        routing.ExpertChoiceConfig(weights="probability", preference="probability"),
     ),
-    "ec_dlm": Method(
+    "ec_dlm": lambda: Method(
         "arXiv 2604.01622: more experts where fewer tokens are masked",
-        ExpertChoiceConfig(schedule="linear_reverse"),
-        balancers=(RouterZConfig(coefficient=0.001),),
+        routing.ExpertChoiceConfig(schedule="linear_reverse"),
+        balancers=(routing.RouterZConfig(coefficient=0.001),),
     ),
-    "soft_moe": Method("arXiv 2308.00951: experts read mixtures of tokens", SoftMoEConfig()),
+    "soft_moe": lambda: Method(
+        "arXiv 2308.00951: experts read mixtures of tokens", routing.SoftMoEConfig()
+    ),
 }
+
+METHODS: Final = _Methods(_ROWS)

@@ -34,7 +34,7 @@ class StepMetrics:
     skipped_in_a_row: Array
     """Steps refused in a row, including this one."""
     router: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
-    """Scalars of `watch_routers` for the whole batch; empty for a dense model."""
+    """Scalars of `RouterMeasures` for the whole batch; empty for a dense model."""
     load: Float[Array, "L E"] | None = None
     """Share of the assignments of each expert, per MoE layer."""
     indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)

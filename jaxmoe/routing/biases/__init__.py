@@ -7,7 +7,6 @@ row under `bias` in `jaxmoe/catalog/layers.py`, a row in BIAS_CASES of
 `tests/jaxmoe/routing/test_biases.py`.
 """
 
-from jaxmoe.routing.biases.base import SelectionBias as SelectionBias
-from jaxmoe.routing.biases.bip import BipConfig as BipConfig
-from jaxmoe.routing.biases.loss_free import LossFreeConfig as LossFreeConfig
-from jaxmoe.routing.biases.quantile import QuantileConfig as QuantileConfig
+from pallas_kernels.public_names import load_when_used
+
+load_when_used(__name__)
