@@ -31,9 +31,6 @@ class TrainingFacts(NamedTuple):
 class WorkersBase(ReplicasKind):
     """Base of the configs of the methods with workers."""
 
-    exchanges: ClassVar[Literal["nothing", "parameters", "gradients"]] = "parameters"
-    """What workers send one another."""
-
     workers: int | None = None
     """Workers, each with its own copy of the parameters; None for mesh.replica, which is otherwise
     1: all workers on the same devices, one after another."""
@@ -67,6 +64,9 @@ class WorkersBase(ReplicasKind):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicasBase(WorkersBase):
     """A method of training with workers that communicate rarely."""
+
+    exchanges: ClassVar[Literal["nothing", "parameters", "gradients"]] = "parameters"
+    """What workers send one another."""
 
     @abstractmethod
     def build(self, facts: TrainingFacts) -> Method:

@@ -81,11 +81,11 @@ class TokenizerConfig(abc.ABC):
 
     name: ClassVar[str]
     """Name in the registry and on the command line."""
-    is_text: ClassVar[bool] = True
+    is_text: ClassVar[bool]
     """Whether ids stand for text."""
-    is_bytes: ClassVar[bool] = False
+    is_bytes: ClassVar[bool]
     """Whether every id is a byte."""
-    is_trained: ClassVar[bool] = False
+    is_trained: ClassVar[bool]
     """Whether building it reads the train split."""
 
     @abc.abstractmethod
@@ -116,7 +116,9 @@ class BytesConfig(TokenizerConfig):
     """Every byte is a token; vocabulary 256."""
 
     name: ClassVar[str] = "bytes"
+    is_text: ClassVar[bool] = True
     is_bytes: ClassVar[bool] = True
+    is_trained: ClassVar[bool] = False
 
     def build(self, texts: Texts, directory: pathlib.Path) -> ByteTokenizer:
         """Return the tokenizer."""
@@ -171,6 +173,8 @@ class IdsConfig(TokenizerConfig):
 
     name: ClassVar[str] = "ids"
     is_text: ClassVar[bool] = False
+    is_bytes: ClassVar[bool] = False
+    is_trained: ClassVar[bool] = False
 
     vocab_size: int = 50_257
     """Number of ids, greater than every id in the files."""

@@ -43,6 +43,9 @@ class FileConfig(TokenizerConfig):
     """A tokenizer.json, as Hugging Face's `tokenizers` writes it."""
 
     name: ClassVar[str] = "file"
+    is_text: ClassVar[bool] = True
+    is_bytes: ClassVar[bool] = False
+    is_trained: ClassVar[bool] = False
 
     path: str = ""
     """A tokenizer.json file, or a directory with one."""
@@ -81,6 +84,8 @@ class TrainedConfig(TokenizerConfig):
     """A byte-level BPE vocabulary, trained here on the train split and kept in the cache."""
 
     name: ClassVar[str] = "trained"
+    is_text: ClassVar[bool] = True
+    is_bytes: ClassVar[bool] = False
     is_trained: ClassVar[bool] = True
 
     vocab_size: int = 4096
