@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
@@ -82,6 +82,7 @@ def find(
     is_fixed: bool,
     space: Space,
     factors: Factors | None = None,
+    without: Collection[str] = (),
 ) -> Found:
     """Return the fastest plans that fit, in closed form.
 
@@ -91,11 +92,14 @@ def find(
         is_fixed: Whether to consider only the config's own mesh.
         space: Choices beside the mesh.
         factors: Compiled temporaries over those of the closed form, by remat.
+        without: Names of dispatchers to leave out, if the search has others.
 
     Raises:
         ValueError: No mesh of the devices divides the model and the batch.
     """
     number, mesh = topology.num_devices, config.execution.mesh
+    dispatchers = tuple(one for one in space.dispatchers if one.name not in without)
+    space = dataclasses.replace(space, dispatchers=dispatchers or space.dispatchers)
     unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
     run = dataclasses.replace(config.pretrain, execution=unfolded)
     plan = step_plan(run, topology, MeshConfig())

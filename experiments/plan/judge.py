@@ -37,7 +37,8 @@ def judge(
 
     What the compiler finds for a plan that does not fit corrects the closed form of those with the
     same remat, and the search is repeated. A plan that the compiler refuses for another reason is
-    left out.
+    left out, and those with its dispatcher come last: what compilers lack is most often one of the
+    collectives that dispatchers differ in.
 
     Args:
         config: Run to plan.
@@ -45,14 +46,17 @@ def judge(
         searching: `find` for given factors.
         usual: Execution of the recipe, whose flags need not be given.
     """
-    factors, refused = dict[Remat, float](), set[str]()
+    factors, refused, dispatchers = dict[Remat, float](), set[str](), set[str]()
     rejected: list[dict[str, Any]] = []
     last: Candidate | None = None
 
     def search() -> Found:
         """Return the plans that fit, without those that the compiler refused."""
         everything = searching(factors=factors)
-        compilable = [one for one in everything.fitting if _name(config, one) not in refused]
+        fitting = {_name(config, one): one for one in everything.fitting}
+        if dispatchers:
+            fitting = _with_others(config, searching, factors, dispatchers) | fitting
+        compilable = [one for name, one in fitting.items() if name not in refused]
         return dataclasses.replace(everything, fitting=compilable)
 
     found = search()
@@ -84,6 +88,7 @@ def judge(
                 rejected.append({"plan": plan_in_words(candidate.plan), "compiled": compiled})
                 if compiled["kind"] == _REFUSED:
                     refused.add(_name(config, candidate))
+                    dispatchers.add(candidate.plan.execution.dispatcher.name)
                 else:
                     factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
                 last, found = candidate, search()
@@ -111,6 +116,20 @@ def judge(
         "memory": closest.memory.categories(),
     }
     return summary, page_of_refusal(topology, closest, ways, rejected)
+
+
+def _with_others(
+    config: PlanConfig,
+    searching: Callable[..., Found],
+    factors: dict[Remat, float],
+    dispatchers: set[str],
+) -> dict[str, Candidate]:
+    """Return the plans that fit with other dispatchers, by what tells them apart."""
+    try:
+        found = searching(factors=factors, without=dispatchers)
+    except ValueError:  # no mesh divides the model without them
+        return {}
+    return {_name(config, one): one for one in found.fitting}
 
 
 def _name(config: PlanConfig, candidate: Candidate) -> str:

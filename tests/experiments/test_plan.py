@@ -331,6 +331,26 @@ def test_a_refusal_of_the_compiler_is_a_verdict_and_the_next_plan_is_compiled(
     assert "refused: INTERNAL: no such layout" in page and "by its compiler" in page
 
 
+def test_after_a_refusal_plans_with_another_dispatcher_come_first(tmp_path, capsys, monkeypatch):
+    """A compiler without a collective refuses every plan that needs it, however fast."""
+    tried = []
+
+    def in_child(module, job, topology, on_wait):
+        tried.append(job["config"]["execution"]["dispatcher"]["kind"])
+        if tried[-1] == tried[0]:
+            return {"kind": "CompilerRefusal", "text": "refused: INTERNAL: no such collective"}
+        figures = dict.fromkeys(("temporaries", "total", "arguments"), 1)
+        return {"kind": "CompiledStep", "traffic": None, **figures}
+
+    monkeypatch.setattr(judge, "in_child", in_child)
+    monkeypatch.setattr(plan, "check_compiler", lambda topology: None)
+    argv = ("qwen3_30b_a3b", "--topology", "tpu:v5e:16x16", "--compiles", "2")
+    code, page, summary = planned(tmp_path, capsys, *argv)
+    assert (code, summary["status"]) == (ExitCode.DONE, "done")
+    assert tried[0] == "all_to_all" and tried[1] != tried[0] and len(tried) == 2
+    assert "refused: INTERNAL: no such collective" in page
+
+
 def test_errors_of_a_compilation_are_verdicts(monkeypatch):
     topology = parse_topology("cpu:1")
 
