@@ -77,7 +77,7 @@ def compute(execution, accumulation, *, is_levelled):
     )
 
     def both(state, batch):
-        _, summed, _ = batch_gradients(one_step, state, batch)
+        _, summed = batch_gradients(one_step, state, batch)
         return summed.loss, summed.losses, summed.statistics, summed.grads
 
     mesh = mesh_of(execution)

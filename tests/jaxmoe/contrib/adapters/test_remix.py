@@ -110,7 +110,7 @@ def gradients_of(state, rows, execution, accumulation):
         accumulation=accumulation,
         table=parameter_table(MODEL),
     )
-    _, summed, _ = batch_gradients(step, state, rows)
+    _, summed = batch_gradients(step, state, rows)
     return summed.loss, traverse_util.flatten_dict(summed.grads, sep="/")
 
 

@@ -41,7 +41,7 @@ def test_members_equal_dense_perturbed_models():
         noise = noise_sum(table, params_of(TINY), key[None], jnp.ones(1), draw)
         moved = jax.tree.map(lambda p, e: p + sign * sigma * e, params_of(TINY), noise)
         state = dataclasses.replace(state_of(TINY), params=moved)
-        _, summed, _ = batch_gradients(step, state, rows)
+        _, summed = batch_gradients(step, state, rows)
         return summed.loss + sum(summed.losses.values())
 
     dense = [[loss(key, sign) for sign in (1.0, -1.0)] for key in keys]
