@@ -37,6 +37,7 @@ from pallas_kernels.jax_versions import delay_coordination_shutdown
 from sharding.axes import BATCH_AXES, pieces
 
 Tree = TypeVar("Tree")
+Result = TypeVar("Result")
 
 _LAST_CALLS = 1.0
 """Seconds that the coordination service waits for the last calls of its clients when a job ends."""
@@ -254,6 +255,28 @@ def agree(code: int) -> int:
         code: Number of this process.
     """
     return int(np.max(gather(np.asarray([code], np.int32))))
+
+
+def on_first(action: Callable[[], Result], failure: str) -> Result | None:
+    """Return the result of an action of the first process, None on the others; each must call this.
+
+    Args:
+        action: Called on the first process alone.
+        failure: Message of the error on the other processes.
+
+    Raises:
+        ValueError: The action has raised it; raised on all processes, so that none waits for one
+            that has ended.
+    """
+    result, problem = None, None
+    if jax.process_index() == 0:
+        try:
+            result = action()
+        except ValueError as error:
+            problem = error
+    if agree(problem is not None):
+        raise problem or ValueError(failure)
+    return result
 
 
 def gather(values: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.plan import by_updates, make_plan
-from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage
+from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage, shared_lineage
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
@@ -346,7 +346,8 @@ class Replacement(RunPart):
     def prepared(self, assembly: Assembly) -> Assembly:
         """Return the assembly with a higher learning rate after the steps of replacements."""
         is_first = jax.process_index() == 0
-        steps = [event.step for event in _replacements(self._directory)]
+        events = shared_lineage(self._directory)
+        steps = [event.step for event in events if event.event == AVERAGED]
         shared = share(np.asarray(steps, np.int32), is_first)
         return with_raised_rate(assembly, tuple(shared.tolist()))
 
@@ -362,14 +363,9 @@ class Replacement(RunPart):
 
     def rows(self) -> Mapping[str, Any]:
         """Return what was replaced in the run so far, if anything."""
-        replaced = [str(event) for event in _replacements(self._directory)]
+        events = read_lineage(self._directory) if jax.process_index() == 0 else ()
+        replaced = [str(event) for event in events if event.event == AVERAGED]
         return {"averaged": replaced} if replaced else {}
-
-
-def _replacements(directory: RunDirectory) -> list[Event]:
-    """Return the replacements in the run so far; none on all processes but the first."""
-    events = read_lineage(directory) if jax.process_index() == 0 else ()
-    return [event for event in events if event.event == AVERAGED]
 
 
 def _from_damaged(search: Search) -> Begun | None:

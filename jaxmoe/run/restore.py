@@ -33,7 +33,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import Source
 from jaxmoe.run.provenance.warm_start import branched_state, initial_state
 from jaxmoe.training.state import TrainState
-from sharding.distributed import agree, share
+from sharding.distributed import on_first, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,17 +253,13 @@ def read_skipped(directory: RunDirectory) -> SkippedRows:
     Raises:
         ValueError: The file is damaged.
     """
-    skipped, problem = SkippedRows(), None
-    if jax.process_index() == 0:
-        try:
-            windows = directory.skipped()
-            with named(directory.skipped_file):
-                skipped = SkippedRows.from_json(windows)
-        except ValueError as error:
-            problem = error
-    if agree(problem is not None):
-        raise problem or ValueError(
-            f"{directory.skipped_file} is damaged, as the first process saw"
-        )
+
+    def read() -> SkippedRows:
+        windows = directory.skipped()
+        with named(directory.skipped_file):
+            return SkippedRows.from_json(windows)
+
+    failure = f"{directory.skipped_file} is damaged, as the first process saw"
+    skipped = on_first(read, failure) or SkippedRows()
     windows = share(np.asarray(skipped.windows, np.int32).ravel(), jax.process_index() == 0)
     return SkippedRows.from_json(windows.reshape(-1, 2).tolist())

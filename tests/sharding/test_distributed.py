@@ -12,8 +12,10 @@ import time
 import types
 
 import jax
+import numpy as np
 import pytest
 
+from sharding import distributed
 from sharding.distributed import batch_part, batch_parts, start_processes
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -213,3 +215,18 @@ def test_overlapping_rows_raise():
         ValueError, match=r"4 pieces of a batch out \(process 0: \[0, 1\]; process 1"
     ):
         batch_parts(mesh, lambda device: (device.id - first) // 3)
+
+
+def _refuse():
+    raise ValueError("bytes that are no UTF-8")
+
+
+def test_what_the_first_process_cannot_read_is_refused_by_all(monkeypatch):
+    assert distributed.on_first(lambda: 3, "damaged") == 3
+    with pytest.raises(ValueError, match="^bytes that are no UTF-8$"):
+        distributed.on_first(_refuse, "damaged, as the first process saw")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert distributed.on_first(_refuse, "damaged") is None, "only the first process acts"
+    monkeypatch.setattr(distributed, "gather", lambda values: np.asarray([[1], [0]]))
+    with pytest.raises(ValueError, match="^damaged, as the first process saw$"):
+        distributed.on_first(_refuse, "damaged, as the first process saw")

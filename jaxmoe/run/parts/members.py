@@ -21,7 +21,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.provenance.lineage import read_lineage
+from jaxmoe.run.provenance.lineage import shared_lineage
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.loop import StopReason
 from jaxmoe.training.state import TrainState
@@ -90,8 +90,7 @@ def make_parts(
     Raises:
         ValueError: The run cannot have a part, or its lineage.json is damaged.
     """
-    events = read_lineage(directory) if jax.process_index() == 0 else ()
-    names = {event.event for event in events}
+    names = {event.event for event in shared_lineage(directory)}
     past = {address for name, address in HISTORY.items() if agree(name in names)}
     addresses = [address for asks, address in PARTS if asks(config) or address in past]
     parts: list[RunPart] = [

@@ -31,6 +31,7 @@ from jaxmoe.messages import say
 from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import Plan, make_plan
+from sharding.distributed import on_first
 
 _REASONS = {
     "model": "the parameters belong to this model",
@@ -95,6 +96,19 @@ def read_lineage(directory: RunDirectory) -> tuple[Event, ...]:
     if not all(map(_is_event, events)):
         raise ValueError(f"{directory.lineage_file} is damaged: restore or remove it")
     return tuple(Event(**{**event, "changes": tuple(event["changes"])}) for event in events)
+
+
+def shared_lineage(directory: RunDirectory) -> tuple[Event, ...]:
+    """Return the events of a run, none on all processes but the first; each must call this.
+
+    Args:
+        directory: Run directory; the first process reads it.
+
+    Raises:
+        ValueError: The file is damaged; raised on all processes.
+    """
+    failure = f"{directory.lineage_file} is damaged, as the first process saw"
+    return on_first(lambda: read_lineage(directory), failure) or ()
 
 
 def _is_event(value: Any) -> bool:

@@ -23,7 +23,7 @@ from jaxmoe.configs import differences, varying_fields
 from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
-from sharding.distributed import agree, share
+from sharding.distributed import on_first, share
 
 
 class Change(NamedTuple):
@@ -62,15 +62,8 @@ def config_check(
     Raises:
         ValueError: A file is damaged.
     """
-    changes: list[Change] = []
-    problem = None
-    if jax.process_index() == 0:
-        try:
-            changes = _changes(directory, config, extends)
-        except ValueError as error:
-            problem = error
-    if agree(problem is not None):
-        raise problem or ValueError(f"{directory.path} is damaged, as the first process saw")
+    failure = f"{directory.path} is damaged, as the first process saw"
+    changes = on_first(lambda: _changes(directory, config, extends), failure) or []
     text = np.frombuffer(json.dumps(changes).encode(), np.uint8)
     text = share(text, jax.process_index() == 0).tobytes().decode()
     changes = [Change(*change) for change in json.loads(text)]
