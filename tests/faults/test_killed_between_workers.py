@@ -18,6 +18,8 @@ METHODS = {
     "co2": ("--replicas.every", "3"),
 }
 
+_ARRIVED = "['parts']['workers']['arrived']"
+
 # Killed at the step after a checkpoint that is whole.
 KILLED = """
 import os, pathlib, signal, sys, time
@@ -72,7 +74,7 @@ def test_a_run_that_is_killed_with_numbers_on_their_way_resumes_bitwise(method, 
     _run([str(saved), *command(killed, method, saved)], -signal.SIGKILL, KILLED)
     if method == "streaming":
         arrays = saved_leaves(killed, saved)
-        on_the_way = [leaf for path, leaf in arrays.items() if path.startswith("['local']['arri")]
+        on_the_way = [leaf for path, leaf in arrays.items() if path.startswith(_ARRIVED)]
         assert any(map(np.any, on_the_way))
     assert f"restored step {saved}" in _run(command(killed, method, saved), ExitCode.DONE)
     wanted, found = saved_leaves(whole, STEPS), saved_leaves(killed, STEPS)
