@@ -25,10 +25,7 @@ from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from jaxmoe.resilience.lease import STALE, Beat, last_beat
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.request import (
+from jaxmoe.contrib.elastic.request import (
     AxisSizes,
     Place,
     ResizeRequest,
@@ -38,6 +35,9 @@ from jaxmoe.run.elastic.request import (
     withdraw,
     write_request,
 )
+from jaxmoe.resilience.lease import STALE, Beat, last_beat
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 from sharding.mesh import MeshConfig
 
 _POLL_SECONDS = 0.2

@@ -90,6 +90,7 @@ ORDER = (
     ),
     *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "rl", "run"),
+    "contrib",
 )
 FOLDER_FILES = 22
 
@@ -206,9 +207,11 @@ def test_imports_flow_one_way():
 
 def _place(name: str) -> str:
     """The package of a module of jaxmoe: `routing` of `jaxmoe.routing.gates`, and `layers` of
-    `jaxmoe.contrib.layers.ultra_mem`, because a file of contrib belongs to its package."""
-    parts = name.removeprefix("jaxmoe.contrib.").removeprefix("jaxmoe.").split(".")
-    return parts[0]
+    `jaxmoe.contrib.layers.ultra_mem`, because a method of contrib belongs to its package. A
+    vertical stands above all packages."""
+    top, _, rest = name.removeprefix("jaxmoe.").partition(".")
+    below = rest.partition(".")[0]
+    return below if top == "contrib" and below in ORDER else top
 
 
 def _jaxmoe_imports(path: pathlib.Path) -> Iterator[tuple[int, str]]:
@@ -242,8 +245,9 @@ def test_packages_of_jaxmoe_are_ordered():
     check(failures())
 
 
-def test_a_file_of_contrib_has_the_place_of_its_package():
+def test_a_method_of_contrib_has_the_place_of_its_package_and_a_vertical_the_last():
     assert _place("jaxmoe.contrib.layers.ultra_mem") == _place("jaxmoe.layers.block") == "layers"
+    assert _place("jaxmoe.contrib.elastic.request") == ORDER[-1] == "contrib"
 
 
 def test_folders_are_small():

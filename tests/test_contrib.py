@@ -1,6 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the rules of jaxmoe/contrib on syntax trees: who imports it, what it imports, its size."""
+"""Checks the rules of jaxmoe/contrib on syntax trees: who imports it, what it imports, its size.
+
+A folder with a README.md is a vertical; a folder named as a package of jaxmoe holds methods, each
+of which is one file.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +30,44 @@ def imported_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+def _layout(root: pathlib.Path, path: pathlib.Path) -> Iterator[str]:
+    """Lines for a file of contrib that stands at the wrong place, or a method that is too long."""
+    file = path.relative_to(root)
+    parts = file.parts
+    if len(parts) != 4 or not (parts[2] in ORDER or (path.parent / "README.md").exists()):
+        yield (
+            f"{file}:1: is neither jaxmoe/contrib/<package of jaxmoe>/<name>.py nor in a vertical:"
+            " a folder jaxmoe/contrib/<vertical> with a README.md"
+        )
+    elif parts[2] in ORDER and (lines := len(path.read_text("utf-8").splitlines())) > LINES:
+        yield f"{file}:{lines}: {lines} lines, at most {LINES}"
+
+
+def _may_import(root: pathlib.Path, path: pathlib.Path, name: str) -> bool:
+    """Whether a vertical imports a name of contrib: of itself, or as its README says."""
+    folder = name.split(".")[2]
+    readme = path.parent / "README.md"
+    if path.parent == root / "jaxmoe" / "contrib" / folder:
+        return readme.exists()
+    return readme.exists() and f"`jaxmoe.contrib.{folder}`" in readme.read_text("utf-8")
+
+
 def violations(root: pathlib.Path) -> Iterator[str]:
     """Lines `file:line: what` for each broken rule in the packages below a folder."""
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
-        own, text = path.relative_to(root), path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        is_contrib = own.parts[:2] == ("jaxmoe", "contrib")
+        file = path.relative_to(root)
+        is_contrib = file.parts[:2] == ("jaxmoe", "contrib")
         if is_contrib and path.name != "__init__.py":
-            if len(own.parts) != 4 or own.parts[2] not in ORDER:
-                yield f"{own}:1: is not jaxmoe/contrib/<package of jaxmoe>/<name>.py"
-            if (lines := len(text.splitlines())) > LINES:
-                yield f"{own}:{lines}: {lines} lines, at most {LINES}"
-        for line, name in imported_names(tree):
-            if f"{name}.".startswith(f"{CONTRIB}."):
-                if is_contrib:
-                    yield f"{own}:{line}: imports {name}: a file of contrib stands alone"
-                else:
-                    yield f"{own}:{line}: imports {name}: ask jaxmoe.catalog for it by name"
+            yield from _layout(root, path)
+        for line, name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+            if not f"{name}.".startswith(f"{CONTRIB}."):
+                continue
+            if is_contrib and not _may_import(root, path, name):
+                yield f"{file}:{line}: imports {name}: a method, or a vertical, stands alone"
+            elif file.parts[0] == "experiments" and name.split(".")[2] in ORDER:
+                yield f"{file}:{line}: imports {name}: ask jaxmoe.catalog for it by name"
+            elif not is_contrib and file.parts[0] != "experiments":
+                yield f"{file}:{line}: imports {name}: ask jaxmoe.catalog for it by name"
 
 
 def test_contrib_is_reached_by_the_catalogue_alone():
@@ -64,7 +89,7 @@ PLANTED = {
     ),
     "a neighbour": (
         {"jaxmoe/contrib/layers/other.py": "from jaxmoe.contrib.layers import fine\n"},
-        "jaxmoe/contrib/layers/other.py:1: imports jaxmoe.contrib.layers.fine: a file of contrib",
+        "jaxmoe/contrib/layers/other.py:1: imports jaxmoe.contrib.layers.fine: a method",
     ),
     "a long file": (
         {"jaxmoe/contrib/layers/long.py": "x = 1\n" * (LINES + 1)},
@@ -72,7 +97,25 @@ PLANTED = {
     ),
     "no package": (
         {"jaxmoe/contrib/nowhere/lost.py": "x = 1\n"},
-        "jaxmoe/contrib/nowhere/lost.py:1: is not jaxmoe/contrib/<package of jaxmoe>",
+        "jaxmoe/contrib/nowhere/lost.py:1: is neither jaxmoe/contrib/<package of jaxmoe>",
+    ),
+    "another vertical": (
+        {
+            "jaxmoe/contrib/far/README.md": "Imports `jaxmoe.contrib.near`.",
+            "jaxmoe/contrib/far/one.py": "from jaxmoe.contrib.near import two\n",
+            "jaxmoe/contrib/near/README.md": "Imports nothing.",
+            "jaxmoe/contrib/near/two.py": "from jaxmoe.contrib.far import one\n",
+        },
+        "jaxmoe/contrib/near/two.py:1: imports jaxmoe.contrib.far.one: a method, or a vertical",
+    ),
+    "a vertical in the core": (
+        {
+            "jaxmoe/contrib/near/README.md": "Imports nothing.",
+            "jaxmoe/contrib/near/two.py": "import jaxmoe.contrib.near\n",
+            "experiments/command.py": "from jaxmoe.contrib.near import two\n",
+            "jaxmoe/run/late.py": "from jaxmoe.contrib.near import two\n",
+        },
+        "jaxmoe/run/late.py:1: imports jaxmoe.contrib.near.two: ask jaxmoe.catalog",
     ),
 }
 

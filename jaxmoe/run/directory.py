@@ -325,7 +325,7 @@ class RunDirectory:
         """Write `resizes.json`; a ValueError if that is not possible.
 
         Args:
-            events: As `jaxmoe.run.elastic.request` makes them.
+            events: As `jaxmoe.contrib.elastic.request` makes them.
         """
         self._write(self.resizes_file, events)
 

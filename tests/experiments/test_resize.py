@@ -15,8 +15,8 @@ from experiments import resize
 from experiments.cli import flags as cli
 from experiments.cli.exit_codes import ExitCode
 from experiments.recipes import RECIPES
+from jaxmoe.contrib.elastic.request import Resized, parse_request, record
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.request import Resized, parse_request, record
 from tests.support.runs import flags
 
 

@@ -24,7 +24,7 @@ PROMPT = """
 import concurrent.futures, os, pathlib, signal, sys, time
 from experiments import pretrain
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic import move, resizing
+from jaxmoe.contrib.elastic import move, resizing
 from jaxmoe.run.parts import members
 from jaxmoe.run.reporter import Reporter
 

@@ -20,7 +20,7 @@ STEPS = 6
 SCRIPT = """
 import concurrent.futures, sys
 from experiments import pretrain
-from jaxmoe.run.elastic import resizing
+from jaxmoe.contrib.elastic import resizing
 
 event = resizing.Resizing.event
 

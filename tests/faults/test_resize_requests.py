@@ -11,9 +11,9 @@ import pytest
 
 from experiments import recipes, resize
 from experiments.cli.exit_codes import ExitCode
+from jaxmoe.contrib.elastic.request import read_resizes
+from jaxmoe.contrib.elastic.resizing import Resizing
 from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.elastic.request import read_resizes
-from jaxmoe.run.elastic.resizing import Resizing
 from jaxmoe.run.supervision import library_supervision
 from tests.faults.test_run_files import PLACES, TEXTS, directory, impatient, put
 

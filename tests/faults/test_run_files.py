@@ -13,12 +13,12 @@ import pytest
 
 from experiments import recipes
 from jaxmoe.configs import to_json
+from jaxmoe.contrib.elastic.request import read_resizes
 from jaxmoe.json_bounds import MAX_JSON_BYTES
 from jaxmoe.resilience.goodput import Record, read_ledger
 from jaxmoe.resilience.lease import Lease
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.request import read_resizes
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.provenance.lineage import Event, read_lineage
 from jaxmoe.run.restore import read_skipped

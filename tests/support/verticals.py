@@ -116,18 +116,17 @@ VERTICALS = {
     ),
     "elastic": Vertical(
         sources=(
-            "jaxmoe/run/elastic/*",
+            "jaxmoe/contrib/elastic/*",
             "experiments/resize.py",
         ),
         tests=(
-            "tests/jaxmoe/run/test_resize*.py",
+            "tests/jaxmoe/contrib/elastic/*",
             "tests/faults/test_elastic.py",
             "tests/faults/test_resize_processes.py",
             "tests/faults/test_shrink.py",
             "tests/experiments/test_resize.py",
-            "tests/jaxmoe/run/test_refused_meshes.py",
         ),
-        smoke="tests/jaxmoe/run/test_resize.py::test_every_refusal_says_what_fits",
+        smoke="tests/jaxmoe/contrib/elastic/test_resize.py::test_every_refusal_says_what_fits",
         sockets=_RUN,
     ),
     "ensembles": Vertical(

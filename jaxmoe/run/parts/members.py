@@ -38,7 +38,7 @@ PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
     ),
     (
         lambda config: os.environ.get("JAXMOE_ELASTIC"),
-        "jaxmoe.run.elastic.shrink:Shrink",
+        "jaxmoe.contrib.elastic.shrink:Shrink",
     ),
     (
         lambda config: getattr(config.data, "partition", None),
@@ -70,7 +70,7 @@ PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
 HISTORY: Final = {"averaged": "jaxmoe.run.recovery:Replacement"}
 """Events of lineage.json after which a part belongs to the run whatever its config says."""
 
-REQUESTS: Final = {"resize.json": "jaxmoe.run.elastic.resizing:Resizing"}
+REQUESTS: Final = {"resize.json": "jaxmoe.contrib.elastic.resizing:Resizing"}
 """Files of the run directory that ask for a part while the run trains."""
 
 _POLL_SECONDS = 0.5

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
+from jaxmoe.contrib.elastic.resizing import Resizing
+from jaxmoe.contrib.elastic.shrink import Shrink
 from jaxmoe.islands.config import VARIABLE
 from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.resizing import Resizing
-from jaxmoe.run.elastic.shrink import Shrink
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.parts.devices import LinkMeasurements, Recomputation
 from jaxmoe.run.parts.members import HISTORY, PARTS, REQUESTS, Request, make_parts
@@ -38,7 +38,7 @@ MEMBERS = (
     *(ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
 )
 ABSENT = {
-    *("jaxmoe.run.elastic", "jaxmoe.run.recovery", "jaxmoe.run.replicas"),
+    *("jaxmoe.contrib.elastic", "jaxmoe.run.recovery", "jaxmoe.run.replicas"),
     *("jaxmoe.run.parts.snapshots", "jaxmoe.run.parts.devices", "jaxmoe.resilience.snapshot"),
     *(
         "jaxmoe.run.ensemble",

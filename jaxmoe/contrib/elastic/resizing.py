@@ -26,14 +26,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxmoe.messages import say
-from jaxmoe.planning.attached import memory_warning
-from jaxmoe.run.assemble import Assembly, assemble, describe_mesh
-from jaxmoe.run.compile import CompiledStep, compile_steps
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.move import check_movable, check_shapes, move_state
-from jaxmoe.run.elastic.request import (
+from jaxmoe.contrib.elastic.move import check_movable, check_shapes, move_state
+from jaxmoe.contrib.elastic.request import (
     Place,
     Resized,
     ResizeRequest,
@@ -44,6 +38,12 @@ from jaxmoe.run.elastic.request import (
     resolve,
     set_aside,
 )
+from jaxmoe.messages import say
+from jaxmoe.planning.attached import memory_warning
+from jaxmoe.run.assemble import Assembly, assemble, describe_mesh
+from jaxmoe.run.compile import CompiledStep, compile_steps
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import Moved, RunPart
 from jaxmoe.run.prepare import record_devices

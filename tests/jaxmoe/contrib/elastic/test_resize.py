@@ -20,15 +20,8 @@ import pytest
 from experiments import recipes, resize
 from experiments.cli.exit_codes import ExitCode
 from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.data import MarkovConfig
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import LinearConfig
-from jaxmoe.routing import NoisyTopKConfig, SoftmaxGateConfig
-from jaxmoe.run import Run
-from jaxmoe.run.assemble import assemble
-from jaxmoe.run.config import CheckpointConfig, EvaluationConfig, TrackingConfig
-from jaxmoe.run.elastic import resizing
-from jaxmoe.run.elastic.request import (
+from jaxmoe.contrib.elastic import resizing
+from jaxmoe.contrib.elastic.request import (
     AxisSizes,
     Place,
     ResizeRequest,
@@ -36,6 +29,13 @@ from jaxmoe.run.elastic.request import (
     read_resizes,
     resolve,
 )
+from jaxmoe.data import MarkovConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import LinearConfig
+from jaxmoe.routing import NoisyTopKConfig, SoftmaxGateConfig
+from jaxmoe.run import Run
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.config import CheckpointConfig, EvaluationConfig, TrackingConfig
 from jaxmoe.run.parts import members
 from sharding import MeshConfig
 from tests.support.faults import read_batches

@@ -16,12 +16,12 @@ import os
 
 import jax
 
+from jaxmoe.contrib.elastic.request import Place, check_resized, fit_data
 from jaxmoe.messages import say
 from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run.assemble import Setting
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.elastic.request import Place, check_resized, fit_data
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.supervision import Supervision
 

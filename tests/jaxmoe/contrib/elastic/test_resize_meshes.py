@@ -16,7 +16,7 @@ from jaxmoe.run import Run
 from jaxmoe.scaling import HyperPConfig, MuPMuonConfig, StandardConfig
 from sharding import MeshConfig
 from sharding.fold import MoEMesh
-from tests.jaxmoe.run.test_resize import asked, config, train
+from tests.jaxmoe.contrib.elastic.test_resize import asked, config, train
 from tests.support.runs import logged_losses
 
 STEPS = 9
