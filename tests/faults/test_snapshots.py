@@ -29,7 +29,7 @@ from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.snapshots import Snapshots, open_snapshots
+from jaxmoe.contrib.survival.snapshots import Snapshots, open_snapshots
 from jaxmoe.run.restore import Lineage
 from jaxmoe.run.supervision import library_supervision
 from sharding import MeshConfig, make_mesh

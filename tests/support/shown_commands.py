@@ -31,8 +31,8 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.devices import LinkMeasurements
-from jaxmoe.run.parts.snapshots import Snapshots
+from jaxmoe.contrib.survival.devices import LinkMeasurements
+from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import save_tables

@@ -378,20 +378,20 @@ VERTICALS = {
             "jaxmoe/resilience/pieces.py",
             "jaxmoe/resilience/relayout.py",
             "jaxmoe/checkpoint/surviving.py",
-            "jaxmoe/run/recovery.py",
+            "jaxmoe/contrib/survival/*",
             "jaxmoe/training/parts/layer_norms.py",
             "jaxmoe/training/pipeline/recovery.py",
         ),
         tests=(
             "tests/jaxmoe/resilience/test_links.py",
             "tests/jaxmoe/resilience/test_parity.py",
-            "tests/jaxmoe/run/test_recovery.py",
+            "tests/jaxmoe/contrib/survival/*",
             "tests/faults/test_snapshots.py",
             "tests/faults/test_recompute.py",
             "tests/faults/test_lost_stage.py",
         ),
         smoke=(
-            "tests/jaxmoe/run/test_recovery.py"
+            "tests/jaxmoe/contrib/survival/test_recovery.py"
             "::test_a_lost_stage_is_the_weighted_mean_of_its_neighbours[1-sources0]"
         ),
         sockets=_RUN,

@@ -47,7 +47,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import Moved, RunPart
 from jaxmoe.run.prepare import record_devices
-from jaxmoe.run.recovery import with_raised_rate
+from jaxmoe.contrib.survival.recovery import with_raised_rate
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, share

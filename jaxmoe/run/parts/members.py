@@ -30,11 +30,11 @@ from sharding.distributed import agree
 PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
     (
         lambda config: config.checkpoint.snapshot_every,
-        "jaxmoe.run.parts.snapshots:Snapshots",
+        "jaxmoe.contrib.survival.snapshots:Snapshots",
     ),
     (
         lambda config: config.checkpoint.on_lost_stage == "average",
-        "jaxmoe.run.recovery:Replacement",
+        "jaxmoe.contrib.survival.recovery:Replacement",
     ),
     (
         lambda config: os.environ.get("JAXMOE_ELASTIC"),
@@ -58,16 +58,16 @@ PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
     ),
     (
         lambda config: config.checkpoint.recompute,
-        "jaxmoe.run.parts.devices:Recomputation",
+        "jaxmoe.contrib.survival.devices:Recomputation",
     ),
     (
         lambda config: config.watch.links_every,
-        "jaxmoe.run.parts.devices:LinkMeasurements",
+        "jaxmoe.contrib.survival.devices:LinkMeasurements",
     ),
 )
 """What asks for a part, and the address of its class, in the order in which the parts act."""
 
-HISTORY: Final = {"averaged": "jaxmoe.run.recovery:Replacement"}
+HISTORY: Final = {"averaged": "jaxmoe.contrib.survival.recovery:Replacement"}
 """Events of lineage.json after which a part belongs to the run whatever its config says."""
 
 REQUESTS: Final = {"resize.json": "jaxmoe.contrib.elastic.resizing:Resizing"}

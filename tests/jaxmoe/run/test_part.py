@@ -18,14 +18,14 @@ from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.devices import LinkMeasurements, Recomputation
+from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.run.parts.members import HISTORY, PARTS, REQUESTS, Request, make_parts
 from jaxmoe.run.parts.optimizer_files import OptimizerFiles
-from jaxmoe.run.parts.snapshots import Snapshots
+from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.run.parts.time_limit import TimeLimit, TimeLimitConfig
 from jaxmoe.run.provenance.kept_partition import KeptPartition
 from jaxmoe.run.provenance.lineage import Event, add_event
-from jaxmoe.run.recovery import Replacement
+from jaxmoe.contrib.survival.recovery import Replacement
 from jaxmoe.run.replicas.islands import Island
 from jaxmoe.run.replicas.workers import ReplicasPart
 from jaxmoe.run.reporting.summary import with_rows
@@ -38,8 +38,8 @@ MEMBERS = (
     *(ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
 )
 ABSENT = {
-    *("jaxmoe.contrib.elastic", "jaxmoe.run.recovery", "jaxmoe.run.replicas"),
-    *("jaxmoe.run.parts.snapshots", "jaxmoe.run.parts.devices", "jaxmoe.resilience.snapshot"),
+    *("jaxmoe.contrib.elastic", "jaxmoe.contrib.survival.recovery", "jaxmoe.run.replicas"),
+    *("jaxmoe.contrib.survival.snapshots", "jaxmoe.contrib.survival.devices", "jaxmoe.resilience.snapshot"),
     *(
         "jaxmoe.run.ensemble",
         "jaxmoe.run.serving",

@@ -28,9 +28,9 @@ from jaxmoe.checkpoint.surviving import Survivors, inside, opened, overlap, surv
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.resilience.snapshot import SnapshotStore
-from jaxmoe.run import recovery
+from jaxmoe.contrib.survival import recovery
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.recovery import restore_averaged, restore_averaged_snapshot, with_raised_rate
+from jaxmoe.contrib.survival.recovery import restore_averaged, restore_averaged_snapshot, with_raised_rate
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.guard import no_norms
 from jaxmoe.training.parts.base import run_after

@@ -27,7 +27,7 @@ from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.recovery import begun_with, restore_averaged_snapshot
+from jaxmoe.contrib.survival.recovery import begun_with, restore_averaged_snapshot
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.hooks import Hook
