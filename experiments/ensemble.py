@@ -32,8 +32,8 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from jaxmoe.errors import configuration_errors
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.ensemble.evaluate import EnsembleResult, check_router, evaluate_ensemble
-from jaxmoe.run.ensemble.members import Members, open_members
+from jaxmoe.contrib.ensembles.evaluate import EnsembleResult, check_router, evaluate_ensemble
+from jaxmoe.contrib.ensembles.members import Members, open_members
 from jaxmoe.run.reporting.compare import shortest_names
 from jaxmoe.tracking.plots import BLUE, GRAY, ORANGE, figure_of_panels, save_figure
 from sharding.mesh import MeshConfig

@@ -18,8 +18,8 @@ from jaxmoe.data.clusters import Clusters
 from jaxmoe.run import Run
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.ensemble.evaluate import evaluate_ensemble
-from jaxmoe.run.ensemble.members import checked_partition, open_members
+from jaxmoe.contrib.ensembles.evaluate import evaluate_ensemble
+from jaxmoe.contrib.ensembles.members import checked_partition, open_members
 from tests.support.runs import SMALL
 
 LANGUAGES = LanguageMixtureConfig(num_languages=3, partition="1/3")

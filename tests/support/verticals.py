@@ -131,18 +131,18 @@ VERTICALS = {
     ),
     "ensembles": Vertical(
         sources=(
-            "jaxmoe/run/ensemble/*",
+            "jaxmoe/contrib/ensembles/*",
             "jaxmoe/data/clusters.py",
             "jaxmoe/data/partition.py",
         ),
         tests=(
-            "tests/jaxmoe/run/test_ensemble.py",
+            "tests/jaxmoe/contrib/ensembles/*",
             "tests/experiments/test_ensemble.py",
             "tests/jaxmoe/data/test_clusters.py",
             "tests/jaxmoe/data/test_partition.py",
         ),
         smoke=(
-            "tests/jaxmoe/run/test_ensemble.py"
+            "tests/jaxmoe/contrib/ensembles/test_ensemble.py"
             "::test_the_mixture_equals_sums_of_probabilities[1-parts0]"
         ),
         sockets=("jaxmoe/data/loader.py",) + _RUN,

@@ -42,7 +42,7 @@ PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
     ),
     (
         lambda config: getattr(config.data, "partition", None),
-        "jaxmoe.run.provenance.kept_partition:KeptPartition",
+        "jaxmoe.contrib.ensembles.kept_partition:KeptPartition",
     ),
     (
         lambda config: config.execution.optimizer_memory == "files",

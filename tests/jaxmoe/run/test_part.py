@@ -23,7 +23,7 @@ from jaxmoe.run.parts.members import HISTORY, PARTS, REQUESTS, Request, make_par
 from jaxmoe.run.parts.optimizer_files import OptimizerFiles
 from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.run.parts.time_limit import TimeLimit, TimeLimitConfig
-from jaxmoe.run.provenance.kept_partition import KeptPartition
+from jaxmoe.contrib.ensembles.kept_partition import KeptPartition
 from jaxmoe.run.provenance.lineage import Event, add_event
 from jaxmoe.contrib.survival.recovery import Replacement
 from jaxmoe.run.replicas.islands import Island
@@ -41,7 +41,7 @@ ABSENT = {
     *("jaxmoe.contrib.elastic", "jaxmoe.contrib.survival.recovery", "jaxmoe.run.replicas"),
     *("jaxmoe.contrib.survival.snapshots", "jaxmoe.contrib.survival.devices", "jaxmoe.resilience.snapshot"),
     *(
-        "jaxmoe.run.ensemble",
+        "jaxmoe.contrib.ensembles",
         "jaxmoe.run.serving",
         "jaxmoe.resilience.links.watch",
         "jaxmoe.islands",

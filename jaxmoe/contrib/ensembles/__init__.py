@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates runs on parts of the data as an ensemble."""
+"""Runs on parts of the data as one model."""

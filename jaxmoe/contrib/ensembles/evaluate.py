@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmoe.run.ensemble.members import Members
-from jaxmoe.run.ensemble.mixture import (
+from jaxmoe.contrib.ensembles.members import Members
+from jaxmoe.contrib.ensembles.mixture import (
     ensemble_nll,
     member_log_weights,
     part_distances,

@@ -10,9 +10,9 @@ import pytest
 from jaxmoe.data import Batch
 from jaxmoe.data.clusters import Clusters, document_features
 from jaxmoe.data.partition import Partition
-from jaxmoe.run.ensemble.evaluate import TEMPERATURES, evaluate_ensemble
-from jaxmoe.run.ensemble.members import Member, Members
-from jaxmoe.run.ensemble.mixture import (
+from jaxmoe.contrib.ensembles.evaluate import TEMPERATURES, evaluate_ensemble
+from jaxmoe.contrib.ensembles.members import Member, Members
+from jaxmoe.contrib.ensembles.mixture import (
     ensemble_nll,
     member_log_weights,
     part_distances,
