@@ -113,7 +113,7 @@ def test_islands_of_the_launcher_equal_one_program(tmp_path, in_one_program):
 ISLAND = """
 import pathlib, sys, time
 from experiments import pretrain
-from jaxmoe.run.replicas.islands import Island
+from jaxmoe.contrib.slow_links.islands import Island
 
 place, member, held = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 start, exchange, number = Island.start, Island._exchange, 0

@@ -38,7 +38,7 @@ from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.programs import RARE, Programs
-from jaxmoe.run.replicas.workers import sent_per_step, synchronous_bytes
+from jaxmoe.contrib.slow_links.workers import sent_per_step, synchronous_bytes
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.metrics import StepMetrics, fetch_metrics
 from jaxmoe.training.state import TrainState, state_around

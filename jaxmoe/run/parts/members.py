@@ -50,11 +50,11 @@ PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
     ),
     (
         lambda config: config.replicas.exchanges != "nothing",
-        "jaxmoe.run.replicas.workers:ReplicasPart",
+        "jaxmoe.contrib.slow_links.workers:ReplicasPart",
     ),
     (
         lambda config: os.environ.get("JAXMOE_ISLAND"),
-        "jaxmoe.run.replicas.islands:Island",
+        "jaxmoe.contrib.slow_links.islands:Island",
     ),
     (
         lambda config: config.checkpoint.recompute,

@@ -26,8 +26,8 @@ from jaxmoe.run.parts.time_limit import TimeLimit, TimeLimitConfig
 from jaxmoe.contrib.ensembles.kept_partition import KeptPartition
 from jaxmoe.run.provenance.lineage import Event, add_event
 from jaxmoe.contrib.survival.recovery import Replacement
-from jaxmoe.run.replicas.islands import Island
-from jaxmoe.run.replicas.workers import ReplicasPart
+from jaxmoe.contrib.slow_links.islands import Island
+from jaxmoe.contrib.slow_links.workers import ReplicasPart
 from jaxmoe.run.reporting.summary import with_rows
 from jaxmoe.run.supervision import library_supervision
 from tests.jaxmoe.run.test_run import config
@@ -38,7 +38,7 @@ MEMBERS = (
     *(ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
 )
 ABSENT = {
-    *("jaxmoe.contrib.elastic", "jaxmoe.contrib.survival.recovery", "jaxmoe.run.replicas"),
+    *("jaxmoe.contrib.elastic", "jaxmoe.contrib.survival.recovery", "jaxmoe.contrib.slow_links"),
     *("jaxmoe.contrib.survival.snapshots", "jaxmoe.contrib.survival.devices", "jaxmoe.resilience.snapshot"),
     *(
         "jaxmoe.contrib.ensembles",

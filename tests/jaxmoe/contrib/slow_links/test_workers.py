@@ -29,7 +29,7 @@ from jaxmoe.replicas import (
 from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.run import Run
 from jaxmoe.run.config import CheckpointConfig, TrainingConfig, WatchConfig
-from jaxmoe.run.replicas import islands
+from jaxmoe.contrib.slow_links import islands
 from sharding.mesh import MeshConfig
 from tests.jaxmoe.run.test_run import config
 from tests.support.runs import logged_losses, saved_leaves

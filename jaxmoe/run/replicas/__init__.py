@@ -1,3 +1,0 @@
-# Copyright 2026 The jaxmoe authors
-# SPDX-License-Identifier: Apache-2.0
-"""Runs whose workers communicate rarely: checks, checkpoints, rounds between jobs."""
