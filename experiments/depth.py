@@ -42,7 +42,7 @@ from jaxmoe.models.layerwise.chain import Chain, layer_calls
 from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.diagnostics.depth import (
+from jaxmoe.contrib.layerwise.depth import (
     FREE,
     DepthMeasures,
     describe_depth,

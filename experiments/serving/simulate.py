@@ -50,7 +50,7 @@ from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.serving.sizes import EngineSizesConfig
-from jaxmoe.run.serving.timing import CostSource, measure_run
+from jaxmoe.contrib.serving_lab.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
 from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchConfig

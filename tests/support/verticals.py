@@ -221,7 +221,7 @@ VERTICALS = {
         sources=(
             "jaxmoe/models/layerwise/*",
             "jaxmoe/training/layer_paths/*",
-            "jaxmoe/run/diagnostics/depth.py",
+            "jaxmoe/contrib/layerwise/*",
             "jaxmoe/tracking/depth_plot.py",
             "experiments/depth.py",
             "experiments/layer_paths.py",
@@ -229,7 +229,7 @@ VERTICALS = {
         tests=(
             "tests/jaxmoe/models/layerwise/*",
             "tests/jaxmoe/training/test_layer_paths.py",
-            "tests/jaxmoe/run/test_depth.py",
+            "tests/jaxmoe/contrib/layerwise/*",
             "tests/experiments/test_depth.py",
             "tests/experiments/test_layer_paths.py",
         ),
@@ -275,6 +275,7 @@ VERTICALS = {
     ),
     "offload": Vertical(
         sources=(
+            "jaxmoe/contrib/offload/*",
             "jaxmoe/training/optimizer_files/*",
             "jaxmoe/training/optimizer_parts.py",
         ),
@@ -329,7 +330,7 @@ VERTICALS = {
             "jaxmoe/serve/http/client.py",
             "jaxmoe/serve/device/timing.py",
             "jaxmoe/serve/expert_slots.py",
-            "jaxmoe/run/serving/timing.py",
+            "jaxmoe/contrib/serving_lab/*",
             "experiments/serving*",
         ),
         tests=(

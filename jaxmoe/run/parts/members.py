@@ -46,7 +46,7 @@ PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
     ),
     (
         lambda config: config.execution.optimizer_memory == "files",
-        "jaxmoe.run.parts.optimizer_files:OptimizerFiles",
+        "jaxmoe.contrib.offload.optimizer_files:OptimizerFiles",
     ),
     (
         lambda config: config.replicas.exchanges != "nothing",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving.timing import loads_of_run
+from jaxmoe.contrib.serving_lab.timing import loads_of_run
 from jaxmoe.tracking import RouterLoadRecorder
 from tests.support.simulated import COST, SIZES
 

@@ -20,7 +20,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.run.parts.members import HISTORY, PARTS, REQUESTS, Request, make_parts
-from jaxmoe.run.parts.optimizer_files import OptimizerFiles
+from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
 from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.run.parts.time_limit import TimeLimit, TimeLimitConfig
 from jaxmoe.contrib.ensembles.kept_partition import KeptPartition

@@ -18,7 +18,7 @@ from jaxmoe.models.layerwise.chain import Chain, layer_calls
 from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.run.diagnostics.depth import (
+from jaxmoe.contrib.layerwise.depth import (
     describe_depth,
     map_error,
     measure_depth,
