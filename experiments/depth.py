@@ -37,11 +37,6 @@ from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.data import Batch
-from jaxmoe.models.layerwise.chain import Chain, layer_calls
-from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
-from jaxmoe.optional import require
-from jaxmoe.run.assemble import Assembly
 from jaxmoe.contrib.layerwise.depth import (
     FREE,
     DepthMeasures,
@@ -50,6 +45,11 @@ from jaxmoe.contrib.layerwise.depth import (
     measure_depth,
     streams_of,
 )
+from jaxmoe.data import Batch
+from jaxmoe.models.layerwise.chain import Chain, layer_calls
+from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
+from jaxmoe.optional import require
+from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.tracking.depth_plot import plot_depth

@@ -30,10 +30,10 @@ from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
-from jaxmoe.errors import configuration_errors
-from jaxmoe.run.directory import RunDirectory
 from jaxmoe.contrib.ensembles.evaluate import EnsembleResult, check_router, evaluate_ensemble
 from jaxmoe.contrib.ensembles.members import Members, open_members
+from jaxmoe.errors import configuration_errors
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporting.compare import shortest_names
 from jaxmoe.tracking.plots import BLUE, GRAY, ORANGE, figure_of_panels, save_figure
 from sharding.mesh import MeshConfig

@@ -45,12 +45,12 @@ from experiments.cli.tables import text_table
 from experiments.serving.picture import draw_goodput, write_report
 from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
+from jaxmoe.contrib.serving_lab.timing import CostSource, measure_run
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.serving.sizes import EngineSizesConfig
-from jaxmoe.contrib.serving_lab.timing import CostSource, measure_run
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
 from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchConfig

@@ -16,8 +16,8 @@ import pytest
 from experiments import pretrain, serve
 from experiments.cli.flags import ExitCode
 from experiments.serving import load
-from jaxmoe.run import Run
 from jaxmoe.contrib.serving_lab.timing import measure_run
+from jaxmoe.run import Run
 from jaxmoe.serve.diffusion.config import DiffusionSizes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

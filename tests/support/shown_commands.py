@@ -24,6 +24,8 @@ import numpy as np
 from experiments.cli import flags as cli
 from experiments.finetune import finetune_config
 from experiments.recipes import DEFAULT, RECIPES
+from jaxmoe.contrib.survival.devices import LinkMeasurements
+from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.data import Source
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import PretrainConfig
@@ -31,8 +33,6 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.contrib.survival.devices import LinkMeasurements
-from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import save_tables

@@ -33,12 +33,12 @@ from experiments.studies.outer.data import Task, key_of
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged
 from jaxmoe.configs import to_json
+from jaxmoe.contrib.slow_links.workers import sent_per_step, synchronous_bytes
 from jaxmoe.data import Batch
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.programs import RARE, Programs
-from jaxmoe.contrib.slow_links.workers import sent_per_step, synchronous_bytes
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.metrics import StepMetrics, fetch_metrics
 from jaxmoe.training.state import TrainState, state_around

@@ -38,6 +38,7 @@ from jaxmoe.contrib.elastic.request import (
     resolve,
     set_aside,
 )
+from jaxmoe.contrib.survival.recovery import with_raised_rate
 from jaxmoe.messages import say
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.run.assemble import Assembly, assemble, describe_mesh
@@ -47,7 +48,6 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import Moved, RunPart
 from jaxmoe.run.prepare import record_devices
-from jaxmoe.contrib.survival.recovery import with_raised_rate
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, share

@@ -15,15 +15,15 @@ import jax
 import numpy as np
 
 from jaxmoe.configs import varying_fields
+from jaxmoe.contrib.ensembles.kept_partition import partition_of
+from jaxmoe.contrib.ensembles.mixture import make_token_nll
 from jaxmoe.data import Batch, evaluation_batches
 from jaxmoe.data.clusters import Clusters
 from jaxmoe.data.partition import Partition
 from jaxmoe.run.assemble import Assembly, entropy_floor
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.contrib.ensembles.mixture import make_token_nll
 from jaxmoe.run.load import restore_run
-from jaxmoe.contrib.ensembles.kept_partition import partition_of
 from jaxmoe.run.provenance.saved import at_execution, on_data, saved_config
 from jaxmoe.training.state import TrainState
 from sharding.distributed import global_batch

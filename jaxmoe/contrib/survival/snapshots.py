@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxmoe.configs import fingerprint, to_json
+from jaxmoe.contrib.survival.recovery import begun_with, restore_averaged_snapshot
 from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.resilience.snapshot import Restored, SnapshotStore
 from jaxmoe.run.assemble import Assembly
@@ -27,7 +28,6 @@ from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.contrib.survival.recovery import begun_with, restore_averaged_snapshot
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.hooks import Hook

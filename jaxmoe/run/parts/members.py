@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the parts of a run: those that its config, its environment or its history ask for.
 
-A part is imported when a run asks for it, by its address in `PARTS`. What the tuple `parts` of the
-config names follows. To add a part that no field asks for: a row in `jaxmoe/catalog/runs.py`.
+A part is imported when a run asks for it, by its address in `jaxmoe/catalog/run_parts.py`. What the
+tuple `parts` of the config names follows. To add a part that no field asks for: a row in
+`jaxmoe/catalog/runs.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from __future__ import annotations
 import os
 import pkgutil
 import time
-from collections.abc import Callable
-from typing import Final
 
 import jax
 
+from jaxmoe.catalog.run_parts import HISTORY, PARTS, REQUESTS
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -26,52 +26,6 @@ from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.loop import StopReason
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree
-
-PARTS: Final[tuple[tuple[Callable[[PretrainConfig], object], str], ...]] = (
-    (
-        lambda config: config.checkpoint.snapshot_every,
-        "jaxmoe.contrib.survival.snapshots:Snapshots",
-    ),
-    (
-        lambda config: config.checkpoint.on_lost_stage == "average",
-        "jaxmoe.contrib.survival.recovery:Replacement",
-    ),
-    (
-        lambda config: os.environ.get("JAXMOE_ELASTIC"),
-        "jaxmoe.contrib.elastic.shrink:Shrink",
-    ),
-    (
-        lambda config: getattr(config.data, "partition", None),
-        "jaxmoe.contrib.ensembles.kept_partition:KeptPartition",
-    ),
-    (
-        lambda config: config.execution.optimizer_memory == "files",
-        "jaxmoe.contrib.offload.optimizer_files:OptimizerFiles",
-    ),
-    (
-        lambda config: config.replicas.exchanges != "nothing",
-        "jaxmoe.contrib.slow_links.workers:ReplicasPart",
-    ),
-    (
-        lambda config: os.environ.get("JAXMOE_ISLAND"),
-        "jaxmoe.contrib.slow_links.islands:Island",
-    ),
-    (
-        lambda config: config.checkpoint.recompute,
-        "jaxmoe.contrib.survival.devices:Recomputation",
-    ),
-    (
-        lambda config: config.watch.links_every,
-        "jaxmoe.contrib.survival.devices:LinkMeasurements",
-    ),
-)
-"""What asks for a part, and the address of its class, in the order in which the parts act."""
-
-HISTORY: Final = {"averaged": "jaxmoe.contrib.survival.recovery:Replacement"}
-"""Events of lineage.json after which a part belongs to the run whatever its config says."""
-
-REQUESTS: Final = {"resize.json": "jaxmoe.contrib.elastic.resizing:Resizing"}
-"""Files of the run directory that ask for a part while the run trains."""
 
 _POLL_SECONDS = 0.5
 """Seconds between two looks for a request."""

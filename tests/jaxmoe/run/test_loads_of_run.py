@@ -9,8 +9,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxmoe.run.directory import RunDirectory
 from jaxmoe.contrib.serving_lab.timing import loads_of_run
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking import RouterLoadRecorder
 from tests.support.simulated import COST, SIZES
 

@@ -12,22 +12,22 @@ import pytest
 
 from jaxmoe.contrib.elastic.resizing import Resizing
 from jaxmoe.contrib.elastic.shrink import Shrink
+from jaxmoe.contrib.ensembles.kept_partition import KeptPartition
+from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
+from jaxmoe.contrib.slow_links.islands import Island
+from jaxmoe.contrib.slow_links.workers import ReplicasPart
+from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
+from jaxmoe.contrib.survival.recovery import Replacement
+from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.islands.config import VARIABLE
 from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.run.parts.members import HISTORY, PARTS, REQUESTS, Request, make_parts
-from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
-from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.run.parts.time_limit import TimeLimit, TimeLimitConfig
-from jaxmoe.contrib.ensembles.kept_partition import KeptPartition
 from jaxmoe.run.provenance.lineage import Event, add_event
-from jaxmoe.contrib.survival.recovery import Replacement
-from jaxmoe.contrib.slow_links.islands import Island
-from jaxmoe.contrib.slow_links.workers import ReplicasPart
 from jaxmoe.run.reporting.summary import with_rows
 from jaxmoe.run.supervision import library_supervision
 from tests.jaxmoe.run.test_run import config
@@ -39,7 +39,11 @@ MEMBERS = (
 )
 ABSENT = {
     *("jaxmoe.contrib.elastic", "jaxmoe.contrib.survival.recovery", "jaxmoe.contrib.slow_links"),
-    *("jaxmoe.contrib.survival.snapshots", "jaxmoe.contrib.survival.devices", "jaxmoe.resilience.snapshot"),
+    *(
+        "jaxmoe.contrib.survival.snapshots",
+        "jaxmoe.contrib.survival.devices",
+        "jaxmoe.resilience.snapshot",
+    ),
     *(
         "jaxmoe.contrib.ensembles",
         "jaxmoe.run.serving",

@@ -7,9 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from jaxmoe.data import Batch
-from jaxmoe.data.clusters import Clusters, document_features
-from jaxmoe.data.partition import Partition
 from jaxmoe.contrib.ensembles.evaluate import TEMPERATURES, evaluate_ensemble
 from jaxmoe.contrib.ensembles.members import Member, Members
 from jaxmoe.contrib.ensembles.mixture import (
@@ -18,6 +15,9 @@ from jaxmoe.contrib.ensembles.mixture import (
     part_distances,
     part_log_probs,
 )
+from jaxmoe.data import Batch
+from jaxmoe.data.clusters import Clusters, document_features
+from jaxmoe.data.partition import Partition
 
 PARTS, LENGTH, ROWS = 3, 12, 4
 VOCABULARY = np.arange(30).reshape(PARTS, 10)

@@ -10,6 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.layerwise.depth import (
+    describe_depth,
+    map_error,
+    measure_depth,
+    streams_of,
+)
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.hyper_connections import HyperResidualConfig
@@ -18,12 +24,6 @@ from jaxmoe.models.layerwise.chain import Chain, layer_calls
 from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.contrib.layerwise.depth import (
-    describe_depth,
-    map_error,
-    measure_depth,
-    streams_of,
-)
 from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
 from tests.support.models import FULL, TINY, tokens_for

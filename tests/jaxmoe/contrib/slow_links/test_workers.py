@@ -13,6 +13,7 @@ import threading
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.slow_links import islands
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.islands import LeftOutError, Rounds
@@ -29,7 +30,6 @@ from jaxmoe.replicas import (
 from jaxmoe.replicas.base import TrainingFacts
 from jaxmoe.run import Run
 from jaxmoe.run.config import CheckpointConfig, TrainingConfig, WatchConfig
-from jaxmoe.contrib.slow_links import islands
 from sharding.mesh import MeshConfig
 from tests.jaxmoe.run.test_run import config
 from tests.support.runs import logged_losses, saved_leaves

@@ -1,0 +1,59 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a run that a field of its config, an environment variable or its history asks for.
+
+`jaxmoe/run/parts/members.py` imports a part when it is asked for. To add one: its row in `PARTS`, at
+the place at which it acts. A part that the tuple `parts` of a config names is a row of `runs.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
+    (
+        lambda config: config.checkpoint.snapshot_every,
+        "jaxmoe.contrib.survival.snapshots:Snapshots",
+    ),
+    (
+        lambda config: config.checkpoint.on_lost_stage == "average",
+        "jaxmoe.contrib.survival.recovery:Replacement",
+    ),
+    (
+        lambda config: os.environ.get("JAXMOE_ELASTIC"),
+        "jaxmoe.contrib.elastic.shrink:Shrink",
+    ),
+    (
+        lambda config: getattr(config.data, "partition", None),
+        "jaxmoe.contrib.ensembles.kept_partition:KeptPartition",
+    ),
+    (
+        lambda config: config.execution.optimizer_memory == "files",
+        "jaxmoe.contrib.offload.optimizer_files:OptimizerFiles",
+    ),
+    (
+        lambda config: config.replicas.exchanges != "nothing",
+        "jaxmoe.contrib.slow_links.workers:ReplicasPart",
+    ),
+    (
+        lambda config: os.environ.get("JAXMOE_ISLAND"),
+        "jaxmoe.contrib.slow_links.islands:Island",
+    ),
+    (
+        lambda config: config.checkpoint.recompute,
+        "jaxmoe.contrib.survival.devices:Recomputation",
+    ),
+    (
+        lambda config: config.watch.links_every,
+        "jaxmoe.contrib.survival.devices:LinkMeasurements",
+    ),
+)
+"""What asks for a part, and the address of its class, in the order in which the parts act."""
+
+HISTORY: Final = {"averaged": "jaxmoe.contrib.survival.recovery:Replacement"}
+"""Events of lineage.json after which a part belongs to the run whatever its config says."""
+
+REQUESTS: Final = {"resize.json": "jaxmoe.contrib.elastic.resizing:Resizing"}
+"""Files of the run directory that ask for a part while the run trains."""
