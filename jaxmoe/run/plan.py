@@ -32,7 +32,7 @@ class Plan:
     schedule: Schedule
     optimizer: optax.GradientTransformation
     raised: tuple[int, ...] = ()
-    """Steps after which the learning rate is higher for a while; see `jaxmoe/contrib/survival/recovery.py`."""
+    """Steps after which the learning rate is higher for a while, as after a lost stage."""
 
     def peak_rate(self, row: ParameterSpec) -> float:
         """Return the peak learning rate of one parameter, which the schedule multiplies."""

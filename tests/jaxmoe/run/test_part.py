@@ -38,18 +38,8 @@ MEMBERS = (
     *(ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
 )
 ABSENT = {
-    *("jaxmoe.contrib.elastic", "jaxmoe.contrib.survival.recovery", "jaxmoe.contrib.slow_links"),
-    *(
-        "jaxmoe.contrib.survival.snapshots",
-        "jaxmoe.contrib.survival.devices",
-        "jaxmoe.resilience.snapshot",
-    ),
-    *(
-        "jaxmoe.contrib.ensembles",
-        "jaxmoe.run.serving",
-        "jaxmoe.resilience.links.watch",
-        "jaxmoe.islands",
-    ),
+    *("jaxmoe.contrib", "jaxmoe.run.serving", "jaxmoe.resilience.snapshot"),
+    *("jaxmoe.resilience.links.watch", "jaxmoe.islands"),
 }
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
