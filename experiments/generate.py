@@ -49,7 +49,7 @@ from jaxmoe.models.layerwise.offload import Offload, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.conversion import Ends
-from jaxmoe.run.provenance.chat import open_chat
+from jaxmoe.run.provenance.tokens import open_chat
 from jaxmoe.serve.expert_slots import parse_slots
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading

@@ -68,7 +68,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.diagnostics.router_trace import record_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
+from jaxmoe.run.provenance.saved import copy_tokenizer
 from jaxmoe.training.state import TrainState
 from sharding.expert_parallel.placement import ExpertPlacement
 from sharding.expert_parallel.token_shuffle import predict, shuffle

@@ -20,8 +20,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
-from jaxmoe.run.provenance.saved import saved_config
+from jaxmoe.run.provenance.saved import copy_tokenizer, saved_config
 from jaxmoe.training.parts.adapter_rule import AdapterRule
 from jaxmoe.training.parts.average import Averaging
 from jaxmoe.training.state import TrainState

@@ -43,7 +43,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, Train
 from jaxmoe.run.conversion import first_token_of, imported_generation, length_of, new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.provenance.kept_tokenizer import own_data
+from jaxmoe.run.provenance.saved import own_data
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import state_around
 

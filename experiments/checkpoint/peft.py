@@ -31,9 +31,8 @@ from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.provenance.adapted import base_of
-from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer, own_data
-from jaxmoe.run.provenance.saved import at_execution, saved_config
+from jaxmoe.run.provenance.saved import at_execution, copy_tokenizer, own_data, saved_config
+from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import TrainState, state_around
 

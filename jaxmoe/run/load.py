@@ -28,10 +28,8 @@ from jaxmoe.precision import STACKED
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.provenance.adapted import base_of
-from jaxmoe.run.provenance.huggingface_values import huggingface_values
-from jaxmoe.run.provenance.kept_tokenizer import own_data
-from jaxmoe.run.provenance.saved import at_execution, saved_config
+from jaxmoe.run.provenance.saved import at_execution, huggingface_values, own_data, saved_config
+from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.training.state import TrainState, state_around
 from jaxmoe.training.workers.local import WORKERS
 from sharding.mesh import MeshConfig, named_shardings

@@ -18,10 +18,9 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.parts.members import make_parts
-from jaxmoe.run.provenance.adapted import base_of
-from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
-from jaxmoe.run.provenance.lineage import check_config, record_source
-from jaxmoe.run.provenance.saved_config import config_check
+from jaxmoe.run.provenance.lineage import check_config, config_check, record_source
+from jaxmoe.run.provenance.saved import keep_tokenizer
+from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.run.reporter import check_packages
 from jaxmoe.run.restore import Begun, Lineage, Place, read_skipped
 from jaxmoe.run.supervision import Supervision

@@ -18,8 +18,7 @@ from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
 from jaxmoe.run.config import CheckpointConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.provenance.lineage import check_config, read_lineage
-from jaxmoe.run.provenance.saved_config import config_check
+from jaxmoe.run.provenance.lineage import check_config, config_check, read_lineage
 from tests.support.runs import flags, logged_losses, saved_leaves
 
 WSD = ("schedule:wsd", "--tracking.sample_length", "0", "--evaluation.every", "0")

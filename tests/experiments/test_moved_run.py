@@ -17,7 +17,7 @@ from jaxmoe.data.tokenizer import BytesConfig, FileConfig, IdsConfig, TrainedCon
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer, keep_tokenizer, own_data
+from jaxmoe.run.provenance.saved import copy_tokenizer, keep_tokenizer, own_data
 
 
 @pytest.fixture

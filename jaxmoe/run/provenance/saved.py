@@ -1,27 +1,134 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the configuration of a run or a Hugging Face model, with another mesh or other data."""
+"""Reads the configuration of a run or a Hugging Face model, with another mesh or other data.
+
+A copy of the tokenizer stands in the run directory, so that text needs no other file. The digest of
+its tokenizer.json is kept beside it: with ids of another tokenizer a model reads and writes other
+text, and no error would say so.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import pathlib
+import shutil
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
-from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
-from jaxmoe.data import SourceKind
+from jaxmoe.checkpoint.huggingface.tokenizer import TOKENIZER, bundled_data, tokenizer_texts
+from jaxmoe.checkpoint.huggingface.weights import load
+from jaxmoe.data import Source, SourceKind
+from jaxmoe.data.tokenizer import SubwordTokenizer
+from jaxmoe.disk import replace_file
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.json_bounds import read_record
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.provenance.kept_tokenizer import own_data
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig
 from sharding.sequence_parallel import CacheFormat
+
+
+def huggingface_values(
+    path: str | os.PathLike[str], execution: ExecutionConfig, mesh: Mesh
+) -> tuple[Any, Any]:
+    """Return the parameters, in the dtype of the run, and the router state; {} without any.
+
+    Args:
+        path: Directory of the model.
+        execution: Rules and dtype of the parameters.
+        mesh: Mesh to place them on.
+
+    Raises:
+        ValueError: The weights cannot be read, or do not fit the mesh.
+    """
+    rules = execution.axis_rules
+    _, tensors = open_huggingface(pathlib.Path(path), rules=rules)
+    params, router_state = load(tensors, mesh=mesh, axis_rules=rules)
+    dtype = jax.numpy.dtype(execution.precision.parameter_dtype)
+    return jax.tree.map(lambda value: value.astype(dtype), params), router_state
+
+
+DIGESTS = "sha256.json"
+"""File with the digest of the copy of tokenizer.json."""
+
+
+def keep_tokenizer(directory: RunDirectory, config: PretrainConfig, source: Source) -> None:
+    """Copy the tokenizer.json of a run's data and its companions, unless there is a copy.
+
+    Args:
+        directory: Run directory, held by this process.
+        config: Configuration of the run.
+        source: Data of the run.
+
+    Raises:
+        ValueError: The directory cannot be written.
+    """
+    tokenizer, kind = getattr(source, "tokenizer", None), config.data.tokenizer
+    place = directory.tokenizer_directory
+    if not isinstance(tokenizer, SubwordTokenizer) or (place / TOKENIZER).exists():
+        return
+    texts = tokenizer_texts(tokenizer, is_trained=kind is not None and kind.is_trained)
+    digest = hashlib.sha256(texts[TOKENIZER].encode()).hexdigest()
+    with directory.usable():
+        replace_file(place / DIGESTS, json.dumps({TOKENIZER: digest}))
+        for name in sorted(texts, key=lambda name: name == TOKENIZER):  # last: then all are there
+            replace_file(place / name, texts[name])
+
+
+def own_data(config: PretrainConfig, directory: RunDirectory) -> SourceKind:
+    """Return the data config of a run with its own copy of the tokenizer, if there is one.
+
+    Args:
+        config: Configuration of the run.
+        directory: Run directory, which may have been moved.
+
+    Raises:
+        ValueError: The copy is not the file that the run kept.
+    """
+    path = directory.tokenizer_directory / TOKENIZER
+    data: Any = config.data
+    if not path.is_file():
+        return data
+    _check(path)
+    return data.with_tokenizer(path)
+
+
+def _check(path: pathlib.Path) -> None:
+    """Compare a copy with the digest beside it; runs of earlier versions have none."""
+    digests = path.parent / DIGESTS
+    if not digests.is_file():
+        return
+    wanted = read_record(digests, dict).get(TOKENIZER)
+    if wanted != hashlib.sha256(path.read_bytes()).hexdigest():
+        raise ValueError(
+            f"{path} is not the file that the run kept (its digest is not that of {digests.name}):"
+            " the model was trained on the ids of another one; restore it"
+        )
+
+
+def copy_tokenizer(source: RunDirectory, target: RunDirectory) -> None:
+    """Copy the tokenizer that a run keeps to another run directory.
+
+    Args:
+        source: Run directory with or without a tokenizer.
+        target: Run directory without one.
+
+    Raises:
+        ValueError: A directory cannot be read or written.
+    """
+    if source.tokenizer_directory.is_dir():
+        with target.usable():
+            shutil.copytree(source.tokenizer_directory, target.tokenizer_directory)
+
 
 BATCHES, BATCH_SIZE, SEQUENCE_LENGTH = 8, 8, 128
 """Held-out batches, their sequences and their tokens, for models that were imported."""

@@ -20,8 +20,8 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.conversion import Ends, end_ids, length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.chat import chat_format
 from jaxmoe.run.provenance.saved import saved_config
+from jaxmoe.run.provenance.tokens import chat_format
 from jaxmoe.run.serving.instances import device_groups, executors_on, reachable
 from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.device.executor import ModelExecutor
