@@ -27,7 +27,7 @@ from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.run.diagnostics.replay import replay_run
+from jaxmoe.contrib.survival.replay import replay_run
 
 _SHOWN = 8
 """Number of rows, and of arrays, that are printed; summary.json has all of them."""

@@ -19,6 +19,7 @@ import numpy as np
 from flax import traverse_util
 
 from experiments.cli.output import announce
+from jaxmoe.contrib.few_bits.calibrate import calibration_batches, measure_activations
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.bitstack import (
     BitStack,
@@ -32,7 +33,6 @@ from jaxmoe.models.bitstack import (
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.calibrate import calibration_batches, measure_activations
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.state import TrainState
 

@@ -51,6 +51,7 @@ from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.checkpoint.huggingface.peft import is_peft
+from jaxmoe.contrib.few_bits.calibrate import measure_activations
 from jaxmoe.models.quantize import (
     dequantize_parameter,
     largest_error,
@@ -61,7 +62,6 @@ from jaxmoe.models.quantize import (
 )
 from jaxmoe.precision import MIXED, STACKED, MixedConfig
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.saved import saved_config

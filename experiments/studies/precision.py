@@ -25,6 +25,7 @@ import numpy as np
 from experiments.cli.output import say
 from experiments.cli.tables import paired_interval, text_table
 from experiments.studies.data import digest_of
+from experiments.studies.programs import Programs
 from experiments.studies.study import StoppedError, StudyRunConfig, run_study
 from experiments.studies.trials import TrialsFile, train
 from jaxmoe.execution import ExecutionConfig
@@ -36,7 +37,6 @@ from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.programs import Programs
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.loss import forward_and_nll
 

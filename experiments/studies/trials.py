@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from experiments.studies.programs import Programs
 from experiments.studies.study import check_stop
 from jaxmoe.data import Batch
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.config import TrainingConfig
-from jaxmoe.run.programs import Programs
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 

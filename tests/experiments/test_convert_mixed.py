@@ -16,13 +16,13 @@ from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
 from experiments.recipes.markov import markov
 from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.contrib.few_bits.calibrate import measure_activations
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.quantize import dequantize_parameter, quantize_parameter
 from jaxmoe.precision import MixedConfig, PrecisionPolicy
 from jaxmoe.run import Run
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.studies.programs import Programs
 from experiments.studies.study import StoppedError
 from experiments.studies.transfer import command as transfer
 from experiments.studies.transfer.arms import ARMS
@@ -28,7 +29,6 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import LoadBalanceConfig
 from jaxmoe.run.config import TrainingConfig
-from jaxmoe.run.programs import Programs
 from jaxmoe.scaling import BasePoint, StandardConfig
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState

@@ -164,12 +164,14 @@ VERTICALS = {
     ),
     "few_bits": Vertical(
         sources=(
+            "jaxmoe/contrib/few_bits/*",
             "jaxmoe/models/bitstack.py",
             "pallas_kernels/halo/*",
             "sharding/products/halo.py",
             "experiments/checkpoint/bitstack.py",
         ),
         tests=(
+            "tests/jaxmoe/contrib/few_bits/*",
             "tests/jaxmoe/models/test_bitstack.py",
             "tests/pallas_kernels/halo/*",
             "tests/experiments/test_convert_bitstack.py",
@@ -380,6 +382,7 @@ VERTICALS = {
             "jaxmoe/resilience/relayout.py",
             "jaxmoe/checkpoint/surviving.py",
             "jaxmoe/contrib/survival/*",
+            "experiments/replay.py",
             "jaxmoe/training/parts/layer_norms.py",
             "jaxmoe/training/pipeline/recovery.py",
         ),

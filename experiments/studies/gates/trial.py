@@ -29,6 +29,7 @@ from jaxtyping import Array
 
 from experiments.studies.data import batches_of, check_vocabulary, digest_of, held_out_batches
 from experiments.studies.gates.config import GatesConfig, Point, model_of
+from experiments.studies.programs import RARE, Programs
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged, train
 from jaxmoe.configs import to_json
@@ -36,7 +37,6 @@ from jaxmoe.data import Batch, Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.indicators import Indicators, summarise_indicators
 from jaxmoe.resilience.stop import StopRequest
-from jaxmoe.run.programs import RARE, Programs
 from jaxmoe.scaling import Budget
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.loss import forward_and_nll

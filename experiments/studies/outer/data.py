@@ -14,10 +14,10 @@ from jaxtyping import Array
 
 from experiments.studies.data import check_vocabulary, digest_of, loader_of
 from experiments.studies.outer.config import BASELINE, OuterConfig, run_of
+from experiments.studies.programs import RARE
 from jaxmoe.data import Batch, evaluation_batches
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.run.plan import Plan, make_plan
-from jaxmoe.run.programs import RARE
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.state import state_around

@@ -30,6 +30,7 @@ from experiments.studies.outer.config import (
     run_of,
 )
 from experiments.studies.outer.data import Task, key_of
+from experiments.studies.programs import RARE, Programs
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged
 from jaxmoe.configs import to_json
@@ -38,7 +39,6 @@ from jaxmoe.data import Batch
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.programs import RARE, Programs
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.metrics import StepMetrics, fetch_metrics
 from jaxmoe.training.state import TrainState, state_around

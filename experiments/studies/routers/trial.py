@@ -32,6 +32,7 @@ import numpy as np
 from jaxtyping import Array
 
 from experiments.bench.measure import in_turns
+from experiments.studies.programs import RARE, Programs
 from experiments.studies.routers.config import ObjectiveName, RoutersConfig, model_of, objective_of
 from experiments.studies.routers.data import Task
 from experiments.studies.trials import Record, finite, has_diverged, train
@@ -45,7 +46,6 @@ from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.run.diagnostics.router_trace import record_trace
-from jaxmoe.run.programs import RARE, Programs
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, Objective
 from jaxmoe.training.evaluate import evaluate

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array
 
 from experiments.studies.data import check_vocabulary, digest_of, held_out_batches, loader_of
+from experiments.studies.programs import Programs
 from experiments.studies.study import check_stop
 from experiments.studies.transfer.config import Cell, TransferConfig
 from experiments.studies.trials import Record, finite, has_diverged, on_device
@@ -30,7 +31,6 @@ from jaxmoe.data import Batch, Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.config import TrainingConfig
-from jaxmoe.run.programs import Programs
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.state import TrainState
 
