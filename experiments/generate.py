@@ -48,7 +48,7 @@ from jaxmoe.generation.text import GenerationConfig, Sample
 from jaxmoe.models.layerwise.offload import Offload, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
-from jaxmoe.run.conversion import Ends
+from jaxmoe.run.provenance.saved import Ends
 from jaxmoe.run.provenance.tokens import open_chat
 from jaxmoe.serve.expert_slots import parse_slots
 from sharding.mesh import MeshConfig

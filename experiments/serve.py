@@ -60,7 +60,7 @@ from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
-from jaxmoe.run.conversion import Ends
+from jaxmoe.run.provenance.saved import Ends
 from jaxmoe.run.serving.open import open_served
 from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.engine import Engine

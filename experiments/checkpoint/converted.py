@@ -17,10 +17,9 @@ from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.assemble import Assembly, describe_devices
 from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.saved import copy_tokenizer, saved_config
+from jaxmoe.run.provenance.saved import copy_tokenizer, new_run, saved_config
 from jaxmoe.training.parts.adapter_rule import AdapterRule
 from jaxmoe.training.parts.average import Averaging
 from jaxmoe.training.state import TrainState

@@ -40,10 +40,15 @@ from jaxmoe.configs import to_json
 from jaxmoe.data import SourceKind
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
-from jaxmoe.run.conversion import first_token_of, imported_generation, length_of, new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.provenance.saved import own_data
+from jaxmoe.run.provenance.saved import (
+    first_token_of,
+    imported_generation,
+    length_of,
+    new_run,
+    own_data,
+)
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import state_around
 

@@ -27,11 +27,16 @@ from jaxmoe.checkpoint.streaming import open_stored
 from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
-from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.provenance.saved import at_execution, copy_tokenizer, own_data, saved_config
+from jaxmoe.run.provenance.saved import (
+    at_execution,
+    copy_tokenizer,
+    new_run,
+    own_data,
+    saved_config,
+)
 from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import TrainState, state_around

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import jaxmoe
-from jaxmoe.run.environment import PACKAGES
+from jaxmoe.run.directory import PACKAGES
 from sharding.distributed import host_and_port, is_loopback, num_hosts
 
 Level = Literal["ok", "warning", "problem"]

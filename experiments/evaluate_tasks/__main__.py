@@ -30,9 +30,9 @@ from experiments.evaluate import FinishedRunConfig
 from experiments.evaluate_tasks.harness import harness_model, text_tokens
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.optional import require
-from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.saved import length_of
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.serve.engine import Executor

@@ -287,7 +287,7 @@ BASES: Final = {
     "replicas": "jaxmoe.replicas.kind:ReplicasKind",
     "parameterization": "jaxmoe.scaling.parameterization:ParameterizationBase",
     "tracker": "jaxmoe.tracking.tracker:TrackerBase",
-    "run_part": "jaxmoe.run.parts.config:RunPartConfig",
+    "run_part": "jaxmoe.run.config:RunPartConfig",
 }
 
 MEMBERS: Final = {

@@ -25,9 +25,8 @@ from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
 from jaxmoe.replicas import ReplicasKind
 from jaxmoe.rl.feed import Learner, RolloutFeed
-from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.plan import Plan, make_plan
+from jaxmoe.run.plan import Plan, check_mesh, make_plan
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.optimizer_files.part_files import PartFiles

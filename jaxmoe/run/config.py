@@ -15,8 +15,10 @@ To add a field: its config class in `jaxmoe/run/config.py`, and a line for older
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Literal
+import re
+from typing import Any, ClassVar, Literal
 
 from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, SourceKind
@@ -29,8 +31,6 @@ from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
 from jaxmoe.replicas import ReplicasKind, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.rl.config import RolloutsConfig, check_rollouts
-from jaxmoe.run.diagnostics.profile_config import ProfileConfig
-from jaxmoe.run.parts.config import RunPartConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationBase, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerBase
 from jaxmoe.tracking.terminal import ConsoleKind
@@ -43,6 +43,62 @@ from jaxmoe.training.parts.average import Average, Averaging
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """A trace of a few steps, for xprof or Perfetto."""
+
+    steps: str | None = None
+    """First and last traced step as a:b, both included, from 1; None for no trace."""
+
+    def __post_init__(self):
+        if self.steps is None:
+            return
+        if re.fullmatch(r"\d{1,12}:\d{1,12}", self.steps) is None:
+            raise ValueError(
+                f"profile.steps={self.steps!r} must be two step numbers a:b, such as 10:13"
+            )
+        first, last = map(int, self.steps.split(":"))
+        if not 1 <= first < last:
+            raise ValueError(
+                f"profile.steps={self.steps} must have 1 <= a < b: the first step is 1, and a"
+                " trace needs two steps or more"
+            )
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """First and last traced step."""
+        if self.steps is None:
+            return None
+        first, last = map(int, self.steps.split(":"))
+        return first, last
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunPartConfig(abc.ABC):
+    """Base class of the configs of run parts.
+
+    A part changes nothing that a run resumed without it needs: no state, no order of the data.
+    """
+
+    name: ClassVar[str]
+    """Name in the catalogue, in config files and on the command line."""
+
+    @abc.abstractmethod
+    def build(self, directory: Any, supervision: Any) -> Any:
+        """Return the part for one start of a run, a `jaxmoe.run.parts.base.RunPart`.
+
+        Args:
+            directory: Directory of the run, which is not held yet:
+                `jaxmoe.run.directory.RunDirectory`.
+            supervision: Watchdog, signals and resources of this process:
+                `jaxmoe.run.supervision.Supervision`.
+
+        Raises:
+            ValueError: The run cannot have this part.
+        """
+
 
 FREE_FIELDS = (
     *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "parts"),

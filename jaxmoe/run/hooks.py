@@ -22,9 +22,9 @@ from jaxmoe.resilience.hooks import ReplicaHook
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.supervision import Watches
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import EvaluateHook, Hook, RefreshHook, Trace
 from jaxmoe.training.loop import Status

@@ -1,18 +1,48 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds a training run in its process: watchdog, signals, clock, resources."""
+"""What surrounds a training run in its process: watchdog, signals, clock; comparisons, goodput.
+
+`Watches` compares processes and workers during a run. The rules are in
+`jaxmoe.resilience.stragglers`, `jaxmoe.training.measures.dispersion` and
+`jaxmoe.resilience.goodput`.
+
+To add a comparison: its rule beside `jaxmoe/resilience/stragglers.py`, and its hook in
+`Watches.hooks`, with warnings through `Watches.warn`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
+import numpy as np
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.resilience.goodput import Ledger, account, read_ledger
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.resilience.stragglers import StragglerHook
 from jaxmoe.resilience.watchdog import Watchdog
-from jaxmoe.training.stopwatch import START, Stopwatch
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporter import Reporter
+from jaxmoe.training.hooks import Hook
+from jaxmoe.training.loop import Report
+from jaxmoe.training.measures.dispersion import (
+    Outlier,
+    OutlierWatch,
+    WorkerGradients,
+    gradient_scalars,
+    make_gradient_probe,
+    worker_devices,
+)
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.stopwatch import CHECKPOINT, START, Stopwatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,3 +85,198 @@ def library_supervision(config: ProcessesConfig) -> Iterator[Supervision]:
             stopwatch=Stopwatch(START),
             resources=resources,
         )
+
+
+_LOSSES, _PROBES = 16, 4
+"""Number of steps, and of probes, over which a worker must differ."""
+
+
+class Watches:
+    """Comparisons and records of one start of a run.
+
+    Args:
+        directory: Run directory.
+        assembly: Plan, devices and data of the run.
+        reporter: Receiver of warnings and numbers.
+        spent: Stopwatch of this process.
+        first_step: Number of steps already done.
+        watchdog: Watchdog of this process, which receives a beat before each activity.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        assembly: Assembly,
+        reporter: Reporter,
+        spent: Stopwatch,
+        first_step: int,
+        watchdog: Watchdog,
+    ):
+        self._directory, self._assembly, self.reporter = directory, assembly, reporter
+        self.spent, self.watchdog = spent, watchdog
+        self.warnings: list[str] = []
+        """Warnings of this start."""
+        self._losses, self._norms = OutlierWatch(_LOSSES), OutlierWatch(_PROBES)
+        self._ledger = None
+        if jax.process_index() == 0:
+            self._ledger = Ledger(directory.goodput_file, spent, first_step=first_step)
+
+    def hooks(self) -> list[Hook]:
+        """Return the hooks of the comparisons; the same on every process."""
+        config, hooks = self._assembly.plan.config, list[Hook]()
+        if config.watch.gradients_every and self._workers > 1:
+            hooks.append(self._gradient_hook())
+        if jax.process_count() > 1:
+            every = config.tracking.print_every
+            hooks.append(StragglerHook(self.spent, every=every, report=self.warn))
+        return hooks
+
+    def on_mesh(self, assembly: Assembly) -> None:
+        """Go on with the workers of another mesh.
+
+        Args:
+            assembly: Plan, devices and data of the steps that follow.
+        """
+        self._assembly = assembly
+        self._losses, self._norms = OutlierWatch(_LOSSES), OutlierWatch(_PROBES)
+        self.reporter.on_mesh(assembly)
+
+    def timed(self, hook: Hook, kind: str) -> Hook:
+        """Return a hook whose time counts as `kind`.
+
+        Args:
+            hook: Hook of the loop.
+            kind: Kind of time, of `jaxmoe.training.stopwatch`.
+        """
+        return _Timed(hook, self.spent, kind, self._note if kind == CHECKPOINT else None)
+
+    def trained(self, report: Report) -> None:
+        """Pass a report on, compare the losses of workers, and record the goodput."""
+        self.reporter.trained(report)
+        for step, metrics in zip(report.steps, report.metrics, strict=True):
+            if metrics.worker_loss is not None:
+                for outlier in self._losses.add(np.asarray(metrics.worker_loss)):
+                    self._warn_of_worker(step, outlier, self._workers, "loss", f"{_LOSSES} steps")
+        self._note(report.steps[-1])
+
+    def warn(self, step: int, what: object) -> None:
+        """Log a warning and keep it for the summary."""
+        self.warnings.append(f"step {step}: {what}")
+        self.reporter.warn(step, str(what))
+
+    def goodput(self) -> dict[str, Any] | None:
+        """Return the goodput of all starts up to now; None on all processes but the first."""
+        if self._ledger is None:
+            return None
+        return account(read_ledger(self._directory.goodput_file)).to_json()
+
+    def note(self, step: int, status: str) -> None:
+        """Record how the start ended.
+
+        Args:
+            step: Number of steps done.
+            status: Status of the loop.
+        """
+        if self._ledger is not None:
+            self._ledger.record(step, status=status)
+
+    @property
+    def _workers(self) -> int:
+        return self._assembly.num_compared
+
+    def _note(self, step: int, *, is_kept: bool = False) -> None:
+        if self._ledger is not None and not self._directory.is_lost:
+            self._ledger.record(step, is_kept=is_kept)
+
+    def _gradient_hook(self) -> Hook:
+        plan, watch = self._assembly.plan, self._assembly.plan.config.watch
+        groups = max(n for n in range(1, watch.gradient_groups + 1) if self._workers % n == 0)
+        groups = groups if groups > 1 else self._workers  # the number of workers is prime
+        training = plan.config.training
+
+        @functools.cache
+        def probe_of(rows: int) -> Callable[[TrainState, Batch], WorkerGradients]:
+            return make_gradient_probe(
+                plan.model,
+                workers=groups,
+                execution=self._assembly.execution,
+                accumulation=self._assembly.micro_batches(rows),
+                objective=training.objective,
+            )
+
+        return GradientHook(
+            lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
+            self._assembly.feed.batch,
+            every=watch.gradients_every,
+            last_step=training.steps,
+            report=functools.partial(self._probed, groups),
+        )
+
+    def _probed(self, groups: int, step: int, gradients: WorkerGradients) -> None:
+        self.reporter.watched(step, gradient_scalars(gradients))
+        for outlier in self._norms.add(np.asarray(gradients.norm)):
+            self._warn_of_worker(step, outlier, groups, "gradient norm", f"{_PROBES} probes")
+
+    def _warn_of_worker(
+        self, step: int, outlier: Outlier, workers: int, what: str, over: str
+    ) -> None:
+        devices = worker_devices(self._assembly.mesh, workers)[outlier.worker]
+        ids = ", ".join(str(device.id) for device in devices)
+        processes = ", ".join(str(index) for index in sorted({d.process_index for d in devices}))
+        self.warn(
+            step,
+            f"worker {outlier.worker} of {workers} (devices {ids}; process {processes}) differs"
+            f" from the others: its {what} by {outlier.excess:+.3g}, {outlier.spreads:.1f} spreads,"
+            f" over {over}",
+        )
+
+
+class GradientHook:
+    """Compares the gradients of the workers on the batch of the next step, every so many steps.
+
+    Args:
+        probe: Function from `make_gradient_probe`.
+        batch: Returns the batch of a step, on the devices.
+        every: Steps between comparisons.
+        last_step: Last step of the run, after which there is no batch.
+        report: Called with the step and the gradients' statistics.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[Any, Any], WorkerGradients],
+        batch: Callable[[int], Batch | None],
+        *,
+        every: int,
+        last_step: int,
+        report: Callable[[int, WorkerGradients], None],
+    ):
+        self._probe, self._batch, self._report = probe, batch, report
+        self._every, self._last_step = every, last_step
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to compare after a step; never after the last."""
+        return step % self._every == 0 and step < self._last_step
+
+    def run(self, step: int, state: TrainState | None) -> None:
+        """Compare and report."""
+        self._report(step, jax.device_get(self._probe(state, self._batch(step))))
+
+
+class _Timed:
+    """A hook whose time is recorded."""
+
+    def __init__(self, hook: Hook, spent: Stopwatch, kind: str, after: Callable[..., None] | None):
+        self._hook, self._spent, self._kind, self._after = hook, spent, kind, after
+        self.name = type(hook).__name__
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the hook is due."""
+        return self._hook.is_due(step)
+
+    def run(self, step: int, state: TrainState) -> None:
+        """Run the hook."""
+        with self._spent.on(self._kind):
+            self._hook.run(step, state)
+        if self._after is not None:
+            self._after(step, is_kept=True)

@@ -29,17 +29,15 @@ from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import has_arrays, make_hooks, make_saving, make_trace, save_last
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import StopOrEvent
 from jaxmoe.run.prepare import prepare
-from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.reporter import Reporter, TrainedStep, TrainResult
 from jaxmoe.run.reporting.advice import end_of_run
 from jaxmoe.run.reporting.finish import finish_run
 from jaxmoe.run.reporting.header import nothing_to_do, print_header
 from jaxmoe.run.restore import first_state
-from jaxmoe.run.results import TrainedStep, TrainResult
 from jaxmoe.run.rollback import rollback_message, without_refused
-from jaxmoe.run.supervision import Supervision
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import Loop, Status
 from jaxmoe.training.state import TrainState

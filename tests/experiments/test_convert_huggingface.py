@@ -25,9 +25,9 @@ from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.routing import SqrtGateConfig
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
-from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.saved import length_of
 from jaxmoe.run.serving.open import open_served
 from jaxmoe.run.serving.sizes import EngineSizesConfig
 from jaxmoe.serve.answers import Generated, whole_experts

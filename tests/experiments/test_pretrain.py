@@ -22,8 +22,7 @@ import pytest
 from experiments import evaluate, generate, pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.diagnostics.profile_config import ProfileConfig
+from jaxmoe.run.config import PretrainConfig, ProfileConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_trace
 from jaxmoe.run.plan import make_plan

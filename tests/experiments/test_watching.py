@@ -17,8 +17,8 @@ from jaxmoe.resilience.watchdog import Watchdog
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import TrackingConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.monitoring import GradientHook, Watches
 from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.supervision import GradientHook, Watches
 from jaxmoe.tracking import read_metrics
 from jaxmoe.training.loop import Report
 from jaxmoe.training.measures.dispersion import COSINE, LOSS_RANGE, LOSS_STD, WorkerGradients

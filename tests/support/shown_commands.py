@@ -31,8 +31,8 @@ from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.supervision import Watches
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import save_tables

@@ -27,10 +27,9 @@ from jaxmoe.configs import from_json, to_json
 from jaxmoe.disk import replace_file
 from jaxmoe.json_bounds import named, parse_record, read_record
 from jaxmoe.json_bounds import read_text as bounded_text
-from jaxmoe.run.checks import check_mesh
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.plan import make_plan
+from jaxmoe.run.plan import check_mesh, make_plan
 from jaxmoe.training.batch_ramp import accumulation_of
 from sharding.mesh import MeshConfig
 

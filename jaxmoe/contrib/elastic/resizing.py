@@ -45,10 +45,9 @@ from jaxmoe.run.assemble import Assembly, assemble, describe_mesh
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import Moved, RunPart
 from jaxmoe.run.prepare import record_devices
-from jaxmoe.run.supervision import Supervision
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, share
 

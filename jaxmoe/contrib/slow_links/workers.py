@@ -27,10 +27,9 @@ from jaxmoe.replicas.timing import Timing
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
-from jaxmoe.run.supervision import Supervision
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import SEPARATOR, flatten, unpack
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.workers.local import WORKERS, local_of, with_local

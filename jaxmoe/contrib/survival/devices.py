@@ -14,9 +14,8 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.supervision import Supervision
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Hook
 
 

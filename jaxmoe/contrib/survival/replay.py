@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.data import Batch
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.diagnostics.refused_batches import DumpedBatch, dumped_steps, read_batch
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import assemble_run, load_run
+from jaxmoe.run.rollback import DumpedBatch, dumped_steps, read_batch
 from jaxmoe.state_tree import flatten
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.parts.worker_losses import WorkerLosses

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from jaxmoe.run.assemble import Assembly, Setting
 from jaxmoe.run.compile import CompiledStep
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.restore import Begun, PlacedSource
+from jaxmoe.run.supervision import Watches
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Stop, StopReason
 from jaxmoe.training.state import TrainState

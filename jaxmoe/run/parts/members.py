@@ -19,10 +19,9 @@ from jaxmoe.catalog.run_parts import HISTORY, PARTS, REQUESTS
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.parts.base import RunPart
 from jaxmoe.run.provenance.lineage import shared_lineage
-from jaxmoe.run.supervision import Supervision
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.loop import StopReason
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree

@@ -9,9 +9,9 @@ import time
 from typing import ClassVar, Literal
 
 from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.run.config import RunPartConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.config import RunPartConfig
 from jaxmoe.run.restore import Begun
 from jaxmoe.run.supervision import Supervision
 

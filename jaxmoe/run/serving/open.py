@@ -17,10 +17,9 @@ from jaxmoe.data.chat import TemplateName
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.conversion import Ends, end_ids, length_of
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.saved import saved_config
+from jaxmoe.run.provenance.saved import Ends, end_ids, length_of, saved_config
 from jaxmoe.run.provenance.tokens import chat_format
 from jaxmoe.run.serving.instances import device_groups, executors_on, reachable
 from jaxmoe.run.serving.sizes import EngineSizesConfig
