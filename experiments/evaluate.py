@@ -28,7 +28,7 @@ from experiments.cli.process import start_process
 from jaxmoe.data import SourceKind
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
-from jaxmoe.run.diagnostics.router_details import format_router_details
+from jaxmoe.run.measures import format_router_details
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import (
     WHOLE_CACHE,

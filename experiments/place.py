@@ -65,9 +65,9 @@ from jaxmoe.planning.placement.measures import (
 )
 from jaxmoe.planning.placement.relocate import relocate
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.diagnostics.router_trace import record_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.measures import record_run
 from jaxmoe.run.provenance.saved import copy_tokenizer
 from jaxmoe.training.state import TrainState
 from sharding.expert_parallel.placement import ExpertPlacement

@@ -61,8 +61,7 @@ from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
 from jaxmoe.run.provenance.saved import Ends
-from jaxmoe.run.serving.open import open_served
-from jaxmoe.run.serving.sizes import EngineSizesConfig
+from jaxmoe.run.serving import EngineSizesConfig, open_served
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served

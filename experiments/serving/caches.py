@@ -38,9 +38,9 @@ from jaxmoe.configs import closest
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.planning.placement import RoutingTrace, load_trace
-from jaxmoe.run.diagnostics.router_trace import record_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.measures import record_run
 from jaxmoe.serve.caches import (
     ITEM_CACHES,
     CategoryConfig,

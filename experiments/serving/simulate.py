@@ -50,7 +50,7 @@ from jaxmoe.models.presets import PRESETS
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving.sizes import EngineSizesConfig
+from jaxmoe.run.serving import EngineSizesConfig
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
 from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchConfig

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a run that a field of its config, an environment variable or its history asks for.
 
-`jaxmoe/run/parts/members.py` imports a part when it is asked for. To add one: its row in `PARTS`,
+`jaxmoe/run/parts.py` imports a part when it is asked for. To add one: its row in `PARTS`,
 at its place in the order. A part that the tuple `parts` of a config names is a row of `runs.py`.
 """
 

@@ -250,7 +250,7 @@ _TRACKER: Final = {
 
 _RUN_PART: Final = {
     "time_limit": (
-        "jaxmoe.run.parts.time_limit:TimeLimitConfig",
+        "jaxmoe.run.parts:TimeLimitConfig",
         "Ends the run in order after a time, as SIGTERM does: the state is saved.",
     ),
 }

@@ -14,8 +14,8 @@ the parameters. The others stay as trained:
 
 Layers accept such parameters in place of floating ones; `execution.precision.weights` decides what
 activations are rounded to. Values are rounded to nearest, from the weights alone; the order of w4ax
-is measured on data. A stored [N H D], summed over N and H, holds its rows in that order; each expert
-has its own.
+is measured on data. A stored [N H D], summed over N and H, holds its rows in that order; each
+expert has its own.
 
 To round another role: its name in `QUANTIZED_ROLES` of jaxmoe/models/quantize.py; its layer must
 declare it with `declare_matrix`.

@@ -87,7 +87,7 @@ class RunPartConfig(abc.ABC):
 
     @abc.abstractmethod
     def build(self, directory: Any, supervision: Any) -> Any:
-        """Return the part for one start of a run, a `jaxmoe.run.parts.base.RunPart`.
+        """Return the part for one start of a run, a `jaxmoe.run.parts.RunPart`.
 
         Args:
             directory: Directory of the run, which is not held yet:

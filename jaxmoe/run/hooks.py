@@ -22,7 +22,7 @@ from jaxmoe.resilience.hooks import ReplicaHook
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.supervision import Watches
 from jaxmoe.training.evaluate import make_eval_step

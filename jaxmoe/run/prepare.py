@@ -16,8 +16,7 @@ from jaxmoe.run.assemble import Assembly, Setting, assemble, describe_devices
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import check_trains
-from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.members import make_parts
+from jaxmoe.run.parts import RunPart, make_parts
 from jaxmoe.run.provenance.lineage import check_config, config_check, record_source
 from jaxmoe.run.provenance.saved import keep_tokenizer
 from jaxmoe.run.provenance.warm_start import base_of

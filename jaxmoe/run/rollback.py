@@ -44,7 +44,7 @@ from jaxmoe.data import Batch, Loader
 from jaxmoe.disk import DiskGuard, replace_file
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Lineage
 from sharding.distributed import agree
 

@@ -35,10 +35,9 @@ from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
-from jaxmoe.run.diagnostics.cache_pages import ReadingResult, decoding, measure_reading
-from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import describe_precision, restore_run
+from jaxmoe.run.measures import ReadingResult, decoding, measure_reading, router_details
 from jaxmoe.run.provenance.saved import Ends as Ends
 from jaxmoe.run.provenance.saved import at_execution, end_ids, on_data, on_task, saved_config
 from jaxmoe.run.reporter import EvaluateResult, TrainedStep, TrainResult

@@ -29,7 +29,7 @@ from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import has_arrays, make_hooks, make_saving, make_trace, save_last
-from jaxmoe.run.parts.base import StopOrEvent
+from jaxmoe.run.parts import StopOrEvent
 from jaxmoe.run.prepare import prepare
 from jaxmoe.run.reporter import Reporter, TrainedStep, TrainResult
 from jaxmoe.run.reporting.advice import end_of_run

@@ -15,8 +15,7 @@ from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
-from jaxmoe.run.serving.open import open_served
-from jaxmoe.run.serving.sizes import EngineSizesConfig
+from jaxmoe.run.serving import EngineSizesConfig, open_served
 from jaxmoe.serve import Sampling
 from tests.support.full_disk import end_on_a_full_disk
 from tests.support.runs import finished_flags, logged_losses, saved_leaves

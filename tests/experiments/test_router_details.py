@@ -10,7 +10,7 @@ import numpy as np
 from experiments.doctor.devices import tiny_config
 from jaxmoe.data import LanguageMixtureConfig
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.diagnostics.router_details import format_router_details, router_details
+from jaxmoe.run.measures import format_router_details, router_details
 
 
 def test_a_row_for_each_layer():

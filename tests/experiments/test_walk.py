@@ -19,8 +19,7 @@ from jaxmoe.adapters import LoraConfig, SelectConfig, TargetsConfig
 from jaxmoe.configs import to_json
 from jaxmoe.optim import MuonConfig
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.serving.open import open_served
-from jaxmoe.run.serving.sizes import EngineSizesConfig
+from jaxmoe.run.serving import EngineSizesConfig, open_served
 from jaxmoe.scaling import HyperPConfig, StandardConfig
 from jaxmoe.serve import Sampling
 from tests.support.runs import saved_leaves

@@ -25,7 +25,7 @@ import concurrent.futures, os, pathlib, signal, sys, time
 from experiments import pretrain
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.contrib.elastic import move, resizing
-from jaxmoe.run.parts import members
+from jaxmoe.run import parts
 from jaxmoe.run.reporter import Reporter
 
 event, Resizing = resizing.Resizing.event, resizing.Resizing
@@ -36,7 +36,7 @@ def prompt(self):
     return event(self)
 
 Resizing.event = prompt
-resizing._POLL_SECONDS = members._POLL_SECONDS = 0.0
+resizing._POLL_SECONDS = parts._POLL_SECONDS = 0.0
 """
 
 ENDS = "sys.exit(pretrain.main(sys.argv[1:]))"

@@ -31,7 +31,7 @@ from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.supervision import Watches
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables

@@ -199,7 +199,7 @@ VERTICALS = {
             "tests/jaxmoe/serve/test_moves.py",
             "tests/jaxmoe/serve/policies/test_retention.py",
             "tests/jaxmoe/serve/policies/test_scaling.py",
-            "tests/jaxmoe/run/test_served_instances.py",
+            "tests/jaxmoe/serve/device/test_instances.py",
         ),
         smoke=(
             "tests/jaxmoe/serve/fleet/test_fleet.py"

@@ -45,7 +45,7 @@ from jaxmoe.planning.placement import save_trace
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
-from jaxmoe.run.diagnostics.router_trace import record_trace
+from jaxmoe.run.measures import record_trace
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, Objective
 from jaxmoe.training.evaluate import evaluate

@@ -45,7 +45,7 @@ from jaxmoe.run.assemble import Assembly, assemble, describe_mesh
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import Moved, RunPart
+from jaxmoe.run.parts import Moved, RunPart
 from jaxmoe.run.prepare import record_devices
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.state import TrainState

@@ -22,7 +22,7 @@ from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run.assemble import Setting
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.supervision import Supervision
 
 

@@ -11,7 +11,7 @@ from jaxmoe.data.partition import Partition
 from jaxmoe.disk import replace_file
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Begun
 from jaxmoe.run.supervision import Supervision
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Begun
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.optimizer_files.part_files import PartFiles

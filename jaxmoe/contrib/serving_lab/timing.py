@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving.open import open_executors
-from jaxmoe.run.serving.sizes import EngineSizesConfig
+from jaxmoe.run.serving import EngineSizesConfig, open_executors
 from jaxmoe.serve.device.timing import Timing, measure_steps
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.simulation import ModelSizes, Roofline

@@ -35,7 +35,7 @@ from jaxmoe.run.assemble import Assembly, Setting
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Begun
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.state import TrainState

@@ -27,7 +27,7 @@ from jaxmoe.replicas.timing import Timing
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import SEPARATOR, flatten, unpack

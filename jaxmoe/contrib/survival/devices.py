@@ -14,7 +14,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Hook
 

@@ -56,7 +56,7 @@ from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage, shared_lineage
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search

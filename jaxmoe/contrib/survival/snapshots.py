@@ -26,7 +26,7 @@ from jaxmoe.resilience.snapshot import Restored, SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Hook

@@ -17,7 +17,7 @@ compression. Counts:
                         experts a and b; for K = 1 the tokens that go from a to b
 
 Source of the affinity: ExFlow (arXiv 2401.08383); pairs of slots are this library's reading for
-K > 1. `jaxmoe/run/diagnostics/router_trace.py` records traces. Token ids can be decoded into the
+K > 1. `jaxmoe/run/measures.py` records traces. Token ids can be decoded into the
 text.
 """
 

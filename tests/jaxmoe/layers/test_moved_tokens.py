@@ -31,7 +31,7 @@ from jaxmoe.routing import (
 )
 from jaxmoe.routing.telemetry.summary import LOCAL_ASSIGNMENTS
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.diagnostics.router_trace import record_trace
+from jaxmoe.run.measures import record_trace
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training.state import init_state
 from sharding.distributed import global_batch

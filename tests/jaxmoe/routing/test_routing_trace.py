@@ -20,7 +20,7 @@ from jaxmoe.routing import (
     SoftMoEConfig,
 )
 from jaxmoe.routing.telemetry.recording import recorded
-from jaxmoe.run.diagnostics.router_trace import record_trace
+from jaxmoe.run.measures import record_trace
 from sharding.distributed import global_batch
 from tests.support.meshes import MESHES, mesh_named
 from tests.support.models import MOE, TINY

@@ -24,9 +24,16 @@ from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.base import RunPart
-from jaxmoe.run.parts.members import HISTORY, PARTS, REQUESTS, Request, make_parts
-from jaxmoe.run.parts.time_limit import TimeLimit, TimeLimitConfig
+from jaxmoe.run.parts import (
+    HISTORY,
+    PARTS,
+    REQUESTS,
+    Request,
+    RunPart,
+    TimeLimit,
+    TimeLimitConfig,
+    make_parts,
+)
 from jaxmoe.run.provenance.lineage import Event, add_event
 from jaxmoe.run.reporting.summary import with_rows
 from jaxmoe.run.supervision import library_supervision
@@ -117,7 +124,7 @@ import sys
 from experiments import pretrain
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts.members import make_parts
+from jaxmoe.run.parts import make_parts
 from jaxmoe.run.supervision import library_supervision
 config = PretrainConfig()
 with library_supervision(config.processes) as supervision:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from jaxmoe.run import Run
-from jaxmoe.run.parts.time_limit import TimeLimitConfig
+from jaxmoe.run.parts import TimeLimitConfig
 from tests.jaxmoe.run.test_run import config
 
 

@@ -33,10 +33,9 @@ from jaxmoe.data import MarkovConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import LinearConfig
 from jaxmoe.routing import NoisyTopKConfig, SoftmaxGateConfig
-from jaxmoe.run import Run
+from jaxmoe.run import Run, parts
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import CheckpointConfig, EvaluationConfig, TrackingConfig
-from jaxmoe.run.parts import members
 from sharding import MeshConfig
 from tests.support.faults import read_batches
 from tests.support.runs import logged_losses, saved_leaves
@@ -88,7 +87,7 @@ def prepared_at_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resizing, "prepare_mesh", watched)
         patch.setattr(resizing, "_POLL_SECONDS", 0.0)
-        patch.setattr(members, "_POLL_SECONDS", 0.0)
+        patch.setattr(parts, "_POLL_SECONDS", 0.0)
         yield wait
 
 

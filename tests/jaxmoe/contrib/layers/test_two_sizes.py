@@ -19,7 +19,7 @@ from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.diagnostics.router_details import router_details
+from jaxmoe.run.measures import router_details
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.measures.size_oracle import find_oracle
 from sharding import MeshConfig

@@ -13,9 +13,9 @@ import jax
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.run.serving.instances import reachable
 from jaxmoe.serve import Objective, Sampling
 from jaxmoe.serve.device.executor import ModelExecutor
+from jaxmoe.serve.device.instances import reachable
 from jaxmoe.serve.device.pages import page_bytes
 from jaxmoe.serve.device.resharding import MeshLayouts
 from jaxmoe.serve.device.timing import MeasuredSteps

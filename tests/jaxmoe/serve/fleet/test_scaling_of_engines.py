@@ -11,9 +11,9 @@ import time
 import jax
 import pytest
 
-from jaxmoe.run.serving.instances import reachable
-from jaxmoe.run.serving.sizes import EngineSizesConfig
+from jaxmoe.run.serving import EngineSizesConfig
 from jaxmoe.serve import BATCHING, Objective, Request, Sampling
+from jaxmoe.serve.device.instances import reachable
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.fleet.resharding import BusyError
 from jaxmoe.serve.policies.dispatch import DistServeConfig

@@ -16,7 +16,7 @@ from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
-from jaxmoe.run.diagnostics.router_statistics import router_statistics
+from jaxmoe.run.measures import router_statistics
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.pipeline import check_pipeline, gradients, held_out_parts
 from jaxmoe.training.pipeline.skipping import SkippingConfig

@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from jaxmoe.run.serving.instances import device_groups, executors_on
+from jaxmoe.serve.device.instances import device_groups, executors_on
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.policies.batching import SplitFuseConfig
 from jaxmoe.serve.policies.dispatch import DistServeConfig

@@ -1,27 +1,40 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`RunPart`: what a capability does in a run that most runs do without.
+"""Parts of a run: what a capability does in a run that most runs do without.
 
 `jaxmoe.run.trainer.Trainer` calls the parts of a run where its own steps say so, and knows none by
-name. They are made before anything else of the run, see `jaxmoe/run/parts/members.py`.
+name. They are made before anything else of the run: those that its config, its environment or its
+history ask for (`jaxmoe/catalog/run_parts.py`), and then those that the tuple `parts` of the
+config names. A part is imported when a run asks for it.
 
 To add a part: a class derived from `RunPart`, a config derived from `RunPartConfig` that builds it,
-and a row in `jaxmoe/catalog/runs.py`.
+and a row in `jaxmoe/catalog/runs.py`. `TimeLimit` is short.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import pkgutil
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import jax
+
+from jaxmoe.catalog.run_parts import HISTORY, PARTS, REQUESTS
+from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly, Setting
 from jaxmoe.run.compile import CompiledStep
+from jaxmoe.run.config import PretrainConfig, RunPartConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.lineage import shared_lineage
 from jaxmoe.run.restore import Begun, PlacedSource
-from jaxmoe.run.supervision import Watches
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Stop, StopReason
 from jaxmoe.training.state import TrainState
+from sharding.distributed import agree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,3 +209,137 @@ class StopOrEvent:
             if event := part.event():
                 return event
         return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLimitConfig(RunPartConfig):
+    """Ends the run in order after a time, as SIGTERM does: the state is saved."""
+
+    name: ClassVar[str] = "time_limit"
+
+    minutes: float = 60.0
+    """Minutes from the restored state to the last step; saving and the report come on top."""
+
+    def __post_init__(self):
+        if not self.minutes > 0:
+            raise ValueError(f"minutes={self.minutes} must be above 0")
+
+    def build(self, directory: RunDirectory, supervision: Supervision) -> TimeLimit:
+        """Return the part, whose time begins with the restored state."""
+        del directory
+        return TimeLimit(60.0 * self.minutes, supervision.stop)
+
+
+class TimeLimit(RunPart):
+    """Asks a run to stop once a time has passed.
+
+    Args:
+        seconds: Seconds from the restored state on.
+        stop: Request of this process to stop, on which all processes agree.
+    """
+
+    def __init__(self, seconds: float, stop: StopRequest):
+        self._seconds, self._stop = seconds, stop
+        self._end: float | None = None
+
+    def restored(self, begun: Begun) -> None:
+        """Begin the time, unless this was a rollback."""
+        del begun
+        if self._end is None:
+            self._end = time.monotonic() + self._seconds
+
+    def event(self) -> Literal["resized"] | None:
+        """Ask to stop when the time is over; the run ends after the next step."""
+        if self._end is not None and time.monotonic() > self._end:
+            self._stop.time_is_over()
+        return None
+
+
+_POLL_SECONDS = 0.5
+"""Seconds between two looks for a request."""
+
+
+def make_parts(
+    config: PretrainConfig, directory: RunDirectory, supervision: Supervision
+) -> list[RunPart]:
+    """Return the parts of a run, in the order in which they act; every process must call this.
+
+    Args:
+        config: Configuration of this start.
+        directory: Run directory, which is not held yet.
+        supervision: Watchdog, signals and resources of this process.
+
+    Raises:
+        ValueError: The run cannot have a part, or its lineage.json is damaged.
+    """
+    names = {event.event for event in shared_lineage(directory)}
+    past = {address for name, address in HISTORY.items() if agree(name in names)}
+    addresses = [address for asks, address in PARTS if asks(config) or address in past]
+    parts: list[RunPart] = [
+        pkgutil.resolve_name(address)(config, directory, supervision) for address in addresses
+    ]
+    parts += [Request(name, config, directory, supervision, parts) for name in REQUESTS]
+    parts += [member.build(directory, supervision) for member in config.parts]
+    return parts
+
+
+class Request(RunPart):
+    """Adds a part to a run once a file in the run directory asks for it.
+
+    Args:
+        name: Name of the file.
+        config: Configuration of the run.
+        directory: Run directory.
+        supervision: Watchdog, signals and resources of this process, which closes the part.
+        parts: Parts of the run, to which the part is added.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: PretrainConfig,
+        directory: RunDirectory,
+        supervision: Supervision,
+        parts: list[RunPart],
+    ):
+        self._file = directory.path / name
+        self._address = REQUESTS[name]
+        self._arguments = config, directory, supervision
+        self._resources = supervision.resources
+        self._parts = parts
+        self._part: RunPart | None = None
+        self._loop: tuple[Assembly, int, TrainState, Watches] | None = None
+        self._looked = -_POLL_SECONDS
+
+    def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
+        """Keep what a part is told of the loop, of its state the shapes."""
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+        )
+        self._loop = assembly, step, shapes, watches
+
+    def event(self) -> StopReason | None:
+        """Add the part when the first process sees the file; it is asked for events at once."""
+        if self._part is not None:
+            return None
+        is_there, now = False, time.monotonic()
+        if jax.process_index() == 0 and now - self._looked >= _POLL_SECONDS:
+            self._looked = now
+            is_there = os.path.lexists(self._file)
+        if agree(is_there):
+            assert self._loop is not None  # the loop has begun
+            part = self._part = self._make()
+            self._resources.callback(part.close)
+            part.begin(*self._loop)
+            self._parts.append(part)
+        return None
+
+    def ended(self, step: int, status: str) -> None:
+        """Let a part answer a request that came too late for this loop."""
+        if self._part is None and jax.process_index() == 0 and os.path.lexists(self._file):
+            part = self._make()
+            part.ended(step, status)
+            part.close()
+
+    def _make(self) -> RunPart:
+        return pkgutil.resolve_name(self._address)(*self._arguments)
