@@ -195,7 +195,8 @@ def test_a_slow_machine_has_a_larger_budget_up_to_its_bound(seconds, minutes):
 def test_packages_of_files():
     assert rotation.package_of("experiments/serve.py") == "experiments/serve"
     assert rotation.package_of("experiments/checkpoint/verify.py") == "experiments/checkpoint"
-    assert rotation.package_of("jaxmoe/run/reporting/report.py") == "jaxmoe/run/reporting"
+    assert rotation.package_of("jaxmoe/run/serving.py") == "jaxmoe/run/serving.py"
+    assert rotation.package_of("jaxmoe/run/reporting/report.py") == "jaxmoe/run"
     assert rotation.package_of("jaxmoe/routing/routers/token_choice/kmeans.py") == "jaxmoe/routing"
     assert rotation.package_of(CORE_FILE) == "jaxmoe/routing"
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable
 
-# Sub-packages that the rest of theirs does not need.
-APART = ("jaxmoe/run/serving",)
+# Files that the rest of their package does not need.
+APART = ("jaxmoe/run/serving.py",)
 
 # What tests cover beside the package that their path names.
 COVERS = {
