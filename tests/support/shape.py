@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the shape of the code on syntax trees: closures of imports, arrows, organs."""
+"""Measures the shape of the code on syntax trees: closures of imports, arrows, organs, names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ast
 import collections
 import functools
 import pathlib
+import re
 from collections.abc import Iterator
 
 from pallas_kernels.public_names import stub_names
@@ -133,3 +134,38 @@ def organs() -> list[str]:
         if has_default and not member.startswith("__")
         if len(owners := [s for s in subclasses if member in _members(classes[s])]) == 1
     ]
+
+
+_VAGUE = frozenset(
+    "given own one other others found held both about words known asked whole usual kept left there"
+    " here wanted some further rest used named begun ended taken".split()
+)
+_PARTICIPLE = re.compile(r"[a-z]+(ed|un|wn)")
+
+
+def names() -> tuple[float, list[str], list[str]]:
+    """Return the share of vague bindings, functions named by a participle, class names used twice.
+
+    A binding is a parameter or a variable; it is vague where its name is a pronoun or an adjective.
+    """
+    bindings: collections.Counter[str] = collections.Counter()
+    participles: set[str] = set()
+    homes: dict[str, set[str]] = collections.defaultdict(set)
+    for module, path in files().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef):
+                arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                bindings.update(argument.arg for argument in arguments)
+                if _PARTICIPLE.fullmatch(node.name.lstrip("_")):
+                    participles.add(node.name.lstrip("_"))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bindings[node.id] += 1
+            elif isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].add(module)
+    vague = sum(bindings[word] for word in _VAGUE) / bindings.total()
+    repeated = [
+        f"{name}: {', '.join(sorted(modules))}"
+        for name, modules in homes.items()
+        if len(modules) > 1
+    ]
+    return vague, sorted(participles), sorted(repeated)
