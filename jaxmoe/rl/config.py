@@ -103,42 +103,33 @@ class RolloutsConfig:
         """Optimiser updates of a step."""
         return self.epochs * self.minibatches
 
+    def check_run(self, config: Any) -> None:
+        """Refuse a run without an objective that reads answers, and what needs rows of data.
 
-def check_rollouts(config: Any) -> None:
-    """Refuse rollouts without an objective that reads them, and what needs rows of data.
+        Args:
+            config: `jaxmoe.run.config.PretrainConfig`, of which these are the rollouts.
 
-    Args:
-        config: `jaxmoe.run.config.PretrainConfig`.
-
-    Raises:
-        ValueError: Names the fields.
-    """
-    rl, training = config.rl, config.training
-    objective = training.objective
-    if rl is None and objective.reads_answers:
-        raise ValueError(
-            f"training.objective:{objective.name} trains on answers and their rewards, and rl is"
-            " None: train with python -m experiments.rl"
-        )
-    if rl is None:
-        return
-    if not objective.reads_answers:
-        raise ValueError(
-            f"training.objective:{objective.name} trains on data, and rl draws answers: set it to"
-            " policy_gradient"
-        )
-    if training.batch_size != rl.num_answers or training.batch_ramp is not None:
-        raise ValueError(
-            f"training.batch_size={training.batch_size} must be rl.prompts x rl.group ="
-            f" {rl.num_answers} at every step: set it so, and training.batch_ramp to None"
-        )
-    if training.sequence_length < rl.max_tokens:
-        raise ValueError(
-            f"training.sequence_length={training.sequence_length} must be at least rl.max_tokens="
-            f"{rl.max_tokens}, and longer by the prompt"
-        )
-    if config.replicas.exchanges != "nothing" or config.watch.gradients_every:
-        raise ValueError(
-            "rl draws the answers of a step by the parameters of the step before: set replicas to"
-            " none and watch.gradients_every to 0"
-        )
+        Raises:
+            ValueError: Names the fields.
+        """
+        training, objective = config.training, config.training.objective
+        if not objective.reads_answers:
+            raise ValueError(
+                f"training.objective:{objective.name} trains on data, and rl draws answers: set it"
+                " to policy_gradient"
+            )
+        if training.batch_size != self.num_answers or training.batch_ramp is not None:
+            raise ValueError(
+                f"training.batch_size={training.batch_size} must be rl.prompts x rl.group ="
+                f" {self.num_answers} at every step: set it so, and training.batch_ramp to None"
+            )
+        if training.sequence_length < self.max_tokens:
+            raise ValueError(
+                f"training.sequence_length={training.sequence_length} must be at least"
+                f" rl.max_tokens={self.max_tokens}, and longer by the prompt"
+            )
+        if config.replicas.exchanges != "nothing" or config.watch.gradients_every:
+            raise ValueError(
+                "rl draws the answers of a step by the parameters of the step before: set replicas"
+                " to none and watch.gradients_every to 0"
+            )

@@ -30,7 +30,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
 from jaxmoe.replicas import ReplicasKind, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
-from jaxmoe.rl.config import RolloutsConfig, check_rollouts
+from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationBase, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerBase
 from jaxmoe.tracking.terminal import ConsoleKind
@@ -455,7 +455,13 @@ class PretrainConfig:
             raise ValueError(f"parts={', '.join(names)}: name each at most once")
         self.training.gradients.check_run(self.replicas, self.watch.gradients_every)
         self.training.gradients.check_update(self.optimizer, self.training.clip)
-        check_rollouts(self)
+        if self.rl is not None:
+            self.rl.check_run(self)
+        elif objective.reads_answers:
+            raise ValueError(
+                f"training.objective:{objective.name} trains on answers and their rewards, and rl"
+                " is None: train with python -m experiments.rl"
+            )
         self._check_files()
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(
