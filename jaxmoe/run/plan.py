@@ -176,9 +176,11 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
     config, training, mesh_config = plan.config, plan.config.training, execution.mesh
     names, counts = named_sizes(mesh_config, execution.mesh_fold)
     sizes = dict(zip(names, counts, strict=True))
+    has_pipeline = mesh_config.stage > 1 or execution.pipeline.chunks > 1
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
-        check_pipeline(plan.model, execution, number)
+        if has_pipeline:
+            check_pipeline(plan.model, execution, number)
         step = dataclasses.replace(plan.step_plan(execution), accumulation=number)
         step.gradients.check(step)
     _check_workers(config, mesh_config, trains=trains)

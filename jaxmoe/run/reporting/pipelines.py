@@ -12,7 +12,6 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.pipeline.stages import ModelParts
-from sharding import axes as ax
 
 _MOST_TICKS = 200
 """Ticks of the longest timetable in a report."""
@@ -93,18 +92,13 @@ def skipping_in_words(
     return f"{words}: {abs(saved):.0%} {'less' if saved >= 0 else 'more'} time in layers planned"
 
 
-def pipeline_of_report(
-    summary: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[str, str] | None:
-    """Return words and timetable of the pipeline of a recorded run; None without stages.
+def pipeline_of_report(stages: int, config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return words and timetable of the pipeline of a recorded run.
 
     Args:
-        summary: Content of summary.json.
+        stages: Stages of the mesh of the run, at least 2.
         config: Configuration of the run as JSON.
     """
-    stages = (summary.get("mesh") or {}).get(ax.STAGE, 1)
-    if stages == 1:
-        return None
     execution = from_json(ExecutionConfig, config["execution"])
     model = from_json(ModelConfig, config["model"])
     accumulation = config["training"]["accumulation"]

@@ -16,6 +16,7 @@ from jaxmoe.tracking.history import read_history, read_router_load
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
+from sharding import axes as ax
 
 
 def write_run_report(
@@ -39,6 +40,7 @@ def write_run_report(
         ValueError: lineage.json is damaged.
     """
     has_loads = directory.router_file.exists()
+    stages = (summary.get("mesh") or {}).get(ax.STAGE, 1)
     drawn = [directory.plots_directory / f"{name}.png" for name in ("rewards", "indicators")]
     write_report(
         directory.report_file,
@@ -54,7 +56,7 @@ def write_run_report(
         config=config,
         lineage=[(event.time, str(event)) for event in read_lineage(directory)],
         environment=directory.environment(),
-        pipeline=pipeline_of_report(summary, config),
+        pipeline=None if stages == 1 else pipeline_of_report(stages, config),
     )
 
 
