@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
-from jaxmoe.optim.groups import Optimizer
 from jaxmoe.replicas.fragments import Leaf
 from jaxmoe.replicas.kind import ReplicasKind
 from jaxmoe.replicas.method import Method
@@ -46,19 +45,6 @@ class WorkersBase(ReplicasKind):
             places: Size of mesh.replica.
         """
         return places if self.workers is None else self.workers
-
-    def adapt(self, optimizer: Optimizer, steps: int) -> Optimizer:
-        """Return the optimiser that the method needs in place of the one of the run.
-
-        Args:
-            optimizer: Optimiser of the run.
-            steps: Steps of the run.
-
-        Raises:
-            ValueError: The method cannot be used with the optimiser.
-        """
-        del steps
-        return optimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,6 @@ class ReplicasKind(ABC):
             places: Size of mesh.replica.
         """
 
-    @abstractmethod
     def adapt(self, optimizer: Optimizer, steps: int) -> Optimizer:
         """Return the optimiser that the method needs in place of the one of the run.
 
@@ -41,3 +40,5 @@ class ReplicasKind(ABC):
         Raises:
             ValueError: The method cannot be used with the optimiser.
         """
+        del steps
+        return optimizer

@@ -27,6 +27,7 @@ from jaxmoe.replicas import ReplicasKind
 from jaxmoe.rl.feed import Learner, RolloutFeed
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, check_mesh, make_plan
+from jaxmoe.training import workers
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.optimizer_files.part_files import PartFiles
@@ -34,14 +35,6 @@ from jaxmoe.training.optimizer_files.step import UpdateFromFiles, open_files
 from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import CheckedStep, Step
-from jaxmoe.training.workers import (
-    GradientTraining,
-    WorkerTraining,
-    gradients_of_run,
-    jitted_step,
-    workers_of_run,
-)
-from jaxmoe.training.workers.between_jobs import BetweenJobs
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import make_mesh
 
@@ -134,24 +127,33 @@ class Assembly:
     def num_compared(self) -> int:
         """Number of parts of a batch whose losses are compared: those of devices, or workers."""
         mesh, replicas = self.execution.mesh, self.plan.config.replicas
-        if replicas.exchanges == "nothing":
+        if not self._has_workers:
             return mesh.batch_shards
         return replicas.num_workers(mesh.replica) if self.job is None else 1
 
-    @functools.cached_property
-    def worker_training(self) -> WorkerTraining | None:
-        """Workers that exchange parameters; None for a run without such workers."""
-        return workers_of_run(*self._replicas(self.step()), self._member)
+    @property
+    def _has_workers(self) -> bool:
+        """Whether workers exchange something, instead of one that all devices share."""
+        return self.plan.config.replicas.exchanges != "nothing"
 
     @functools.cached_property
-    def gradient_training(self) -> GradientTraining | None:
+    def worker_training(self) -> workers.WorkerTraining | None:
+        """Workers that exchange parameters; None for a run without such workers."""
+        if not self._has_workers:
+            return None
+        return workers.workers_of_run(*self._replicas(self.step()), self._member)
+
+    @functools.cached_property
+    def gradient_training(self) -> workers.GradientTraining | None:
         """Workers that exchange gradients; None for a run without such workers."""
-        return gradients_of_run(*self._replicas(self.step()))
+        if not self._has_workers:
+            return None
+        return workers.gradients_of_run(*self._replicas(self.step()))
 
     def check_replicas(self) -> None:
         """Raise ValueError if the method does not fit the mesh, or cannot leave the program."""
         if self.worker_training is not None and self.job is not None:
-            BetweenJobs(self.worker_training)
+            workers.BetweenJobs(self.worker_training)
         _ = self.gradient_training  # building it checks the mesh
 
     def jitted_step(self, accumulation: int) -> CheckedStep:
@@ -160,7 +162,10 @@ class Assembly:
         Args:
             accumulation: Micro-batches of a step.
         """
-        return jitted_step(*self._replicas(self.step(accumulation)), self._member)
+        step = self.step(accumulation)
+        if not self._has_workers:
+            return step.jitted()
+        return workers.jitted_step(*self._replicas(step), self._member)
 
     def _replicas(self, step: Step) -> tuple[ReplicasKind, ParameterTable, Step, int]:
         """Return what a method is made of: its config, parameters, the step, number of steps."""

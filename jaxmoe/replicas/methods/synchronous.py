@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxmoe.optim.groups import Optimizer
 from jaxmoe.replicas.kind import ReplicasKind
 
 
@@ -22,8 +21,3 @@ class SynchronousConfig(ReplicasKind):
         """Return 1: all devices train one copy of the parameters."""
         del places
         return 1
-
-    def adapt(self, optimizer: Optimizer, steps: int) -> Optimizer:
-        """Return the optimiser of the run."""
-        del steps
-        return optimizer

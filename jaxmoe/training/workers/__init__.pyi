@@ -1,5 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
+from jaxmoe.training.workers.between_jobs import BetweenJobs as BetweenJobs
 from jaxmoe.training.workers.gradient_state import GradientTraining as GradientTraining
 from jaxmoe.training.workers.gradient_step import make_gradient_step as make_gradient_step
 from jaxmoe.training.workers.of_run import gradients_of_run as gradients_of_run
