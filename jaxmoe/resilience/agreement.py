@@ -29,7 +29,7 @@ _SHOWN = 5
 
 
 def check_agreement(config: Any, seconds: float) -> None:
-    """Raise on all processes if one differs from process 0; a no-op with one process.
+    """Raise on all processes if one differs from process 0; every process must call this.
 
     Args:
         config: Resolved config of this process.
@@ -39,8 +39,6 @@ def check_agreement(config: Any, seconds: float) -> None:
         ValueError: With the processes that differ, their first differing fields and both values.
         AbsentError: A process did not take part within the timeout.
     """
-    if jax.process_count() == 1:
-        return
     own = facts(config)
     first = json.loads(first_text("the config of process 0", json.dumps(own), seconds))
     lines = disagreement(first, own)

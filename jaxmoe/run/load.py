@@ -131,7 +131,9 @@ def restore_run(
         return *_load_huggingface(config, directory.path, needs_data, devices), 0
     assembly = _assemble(config, directory, needs_data, devices)
     manager = CheckpointManager(
-        directory.checkpoints_directory, is_writer=False, base=base_of(assembly)
+        directory.checkpoints_directory,
+        is_writer=False,
+        base=None if assembly.plan.model.adapter is None else base_of(assembly),
     )
 
     def check(manifest: CheckpointManifest) -> None:

@@ -60,7 +60,8 @@ def prepare(
     """
     resources, watchdog = supervision.resources, supervision.watchdog
     check_packages(config.tracking)
-    check_agreement(config, config.processes.barrier)
+    if jax.process_count() > 1:
+        check_agreement(config, config.processes.barrier)
     check_trains(directory, config)
     parts = make_parts(config, directory, supervision)
     setting = Setting(config=config, devices=jax.devices())
@@ -82,7 +83,7 @@ def prepare(
         verify=config.checkpoint.verify,
         kept=assembly.plan.kept_steps,
         fence=directory.fence if is_first else None,
-        base=base_of(assembly),
+        base=None if assembly.plan.model.adapter is None else base_of(assembly),
     )
     resources.callback(checkpoints.close)
     watchdog.beat("restoring")

@@ -47,15 +47,14 @@ def base_of(assembly: Assembly) -> BaseModel | None:
     """Return the model that a run adapts; None for a run whose checkpoints hold all parameters.
 
     Args:
-        assembly: Plan, devices and data of the run.
+        assembly: Plan, devices and data of the run, whose model has an adapter.
 
     Raises:
         ValueError: `checkpoint.initial` is missing, or holds no model.
     """
     plan = assembly.plan
     config = plan.config.checkpoint
-    if plan.model.adapter is None:
-        return None
+    assert plan.model.adapter is not None  # by the caller
     left_out = frozenset(
         row.path for row in plan.table if row.is_frozen and not is_factor(row.path)
     )
