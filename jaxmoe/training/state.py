@@ -25,7 +25,7 @@ from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import no_norms
 from jaxmoe.training.host_arrays import layers_to_host
-from jaxmoe.training.parts.adapter_rule import model_parts
+from jaxmoe.training.parts.adapter_rule import AdapterRule
 from jaxmoe.training.parts.base import Start, StepPart, init_parts
 
 if TYPE_CHECKING:
@@ -150,6 +150,15 @@ def state_around(
         recent_norms=no_norms(),
         parts=states,
     )
+
+
+def model_parts(model: ModelConfig) -> tuple[StepPart, ...]:
+    """Return the parts of a step that a model brings.
+
+    Args:
+        model: Model to train.
+    """
+    return () if model.adapter is None else (AdapterRule(adapter=model.adapter),)
 
 
 def trained_part(

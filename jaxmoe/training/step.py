@@ -48,7 +48,6 @@ from jaxmoe.training.guard import (
 )
 from jaxmoe.training.host_arrays import global_norm, is_on_host
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
-from jaxmoe.training.parts.adapter_rule import model_parts
 from jaxmoe.training.parts.base import (
     Outcome,
     StepPart,
@@ -62,6 +61,7 @@ from jaxmoe.training.parts.update import Clipped, Update, UpdatedParams, update_
 from jaxmoe.training.state import (
     GRADIENTS,
     TrainState,
+    model_parts,
     trained_part,
     update_routers,
 )

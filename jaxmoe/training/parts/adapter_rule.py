@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 
 from jaxmoe.adapters.base import STATE, Adapter, StepGiven
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.parts.base import Start, StepPart
 
@@ -51,12 +50,3 @@ class AdapterRule(StepPart):
         table = step.table or parameter_table(step.model)
         given = StepGiven(before, table, step.execution.placement)
         return self.adapter.after_step(after, grads, given)
-
-
-def model_parts(model: ModelConfig) -> tuple[StepPart, ...]:
-    """Return the parts of a step that a model brings.
-
-    Args:
-        model: What is trained.
-    """
-    return () if model.adapter is None else (AdapterRule(adapter=model.adapter),)

@@ -17,13 +17,13 @@ import pytest
 from jaxmoe.adapters import AdaLoraConfig
 from jaxmoe.optim import adamw
 from jaxmoe.training import parts
-from jaxmoe.training.parts.adapter_rule import AdapterRule, model_parts
+from jaxmoe.training.parts.adapter_rule import AdapterRule
 from jaxmoe.training.parts.average import Averaging, BalancedAverageConfig
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.parts.measures import MEASURES
 from jaxmoe.training.parts.worker_losses import WorkerLosses
-from jaxmoe.training.state import init_state
+from jaxmoe.training.state import init_state, model_parts
 from jaxmoe.training.step import Step, make_train_step
 from tests.support.models import TINY
 from tests.support.one_step import batch
