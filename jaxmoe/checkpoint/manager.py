@@ -57,7 +57,6 @@ from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, literal_path, ope
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import muted
 from jaxmoe.state_tree import pack
-from jaxmoe.training.optimizer_files.array import in_memory
 from sharding.distributed import agree, gather
 
 logger = logging.getLogger(__name__)
@@ -184,7 +183,9 @@ class CheckpointManager:
             manifest = make_manifest(
                 state, step=step, config=config, data=data or {}, prints={}, base=base
             )
-            self._writer.write(manifest, in_memory(packed), is_lazy=is_lazy and not is_short)
+            self._writer.write(
+                manifest, jax.tree.map(_on_host_or_device, packed), is_lazy=is_lazy and not is_short
+            )
             self._commits.pending = step
         except SAVE_ERRORS as error:
             self._commits.failed(step, error)
@@ -385,3 +386,8 @@ class CheckpointManager:
             with contextlib.suppress(*SAVE_ERRORS):  # of the save whose failure has been logged
                 self._manager.close()
                 return
+
+
+def _on_host_or_device(leaf: Any) -> Any:
+    """Return an array of NumPy or JAX; one that lies elsewhere, such as in a file, is read."""
+    return leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else np.asarray(leaf)

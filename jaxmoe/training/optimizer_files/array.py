@@ -72,8 +72,3 @@ class FileArray:
 def on_devices(tree: Any) -> Any:
     """Return a state without the arrays that lie in files, in whose place there is None."""
     return jax.tree.map(lambda leaf: None if isinstance(leaf, FileArray) else leaf, tree)
-
-
-def in_memory(tree: Any) -> Any:
-    """Return a tree with the arrays read that lie in files."""
-    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, FileArray) else x, tree)
