@@ -160,8 +160,11 @@ class Reporter:
             record = JsonlTracker(directory.metrics_file, first_step)
             self._files = CompositeTracker(record, *trackers)
             self._loads = RouterLoadRecorder(directory.router_file, first_step)
-            self._indicators = IndicatorRecorder(directory.indicators_file, first_step)
-            self._congestion = CongestionRecorder(directory.congestion_file, first_step)
+            is_detailed = config.execution.telemetry == "detailed"
+            if is_detailed or directory.indicators_file.exists():
+                self._indicators = IndicatorRecorder(directory.indicators_file, first_step)
+            if is_detailed or directory.congestion_file.exists():
+                self._congestion = CongestionRecorder(directory.congestion_file, first_step)
             if first_step:
                 recorded = read_metrics(directory.metrics_file)
                 self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
@@ -316,8 +319,8 @@ class Reporter:
             **router,
             **({} if worst is None else {MAX_VIOLATION: worst}),
             TRAINED_TOKENS: float(self._training.tokens_before(step)),
-            **scalars_of(metrics.indicators),
-            **loss_scalars(metrics.worker_loss),
+            **(scalars_of(metrics.indicators) if metrics.indicators else {}),
+            **({} if metrics.worker_loss is None else loss_scalars(metrics.worker_loss)),
             **{f"replicas/{name}": float(value) for name, value in metrics.exchange.items()},
             **{f"levels/{name}": float(value) for name, value in metrics.levels.items()},
             **{f"disk/{name}": float(value) for name, value in metrics.disk.items()},

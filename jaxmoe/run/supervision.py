@@ -34,7 +34,6 @@ from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Report
 from jaxmoe.training.measures.dispersion import (
-    Outlier,
     OutlierWatch,
     WorkerGradients,
     gradient_scalars,
@@ -116,7 +115,8 @@ class Watches:
         self.spent, self.watchdog = spent, watchdog
         self.warnings: list[str] = []
         """Warnings of this start."""
-        self._losses, self._norms = OutlierWatch(_LOSSES), OutlierWatch(_PROBES)
+        self._outliers: dict[str, OutlierWatch] = {}
+        """Comparisons of the workers of this mesh, by what is compared."""
         self._ledger = None
         if jax.process_index() == 0:
             self._ledger = Ledger(directory.goodput_file, spent, first_step=first_step)
@@ -138,7 +138,7 @@ class Watches:
             assembly: Plan, devices and data of the steps that follow.
         """
         self._assembly = assembly
-        self._losses, self._norms = OutlierWatch(_LOSSES), OutlierWatch(_PROBES)
+        self._outliers = {}
         self.reporter.on_mesh(assembly)
 
     def timed(self, hook: Hook, kind: str) -> Hook:
@@ -155,8 +155,7 @@ class Watches:
         self.reporter.trained(report)
         for step, metrics in zip(report.steps, report.metrics, strict=True):
             if metrics.worker_loss is not None:
-                for outlier in self._losses.add(np.asarray(metrics.worker_loss)):
-                    self._warn_of_worker(step, outlier, self._workers, "loss", f"{_LOSSES} steps")
+                self._compare(step, "loss", metrics.worker_loss, _LOSSES, "steps")
         self._note(report.steps[-1])
 
     def warn(self, step: int, what: object) -> None:
@@ -209,26 +208,37 @@ class Watches:
             self._assembly.feed.batch,
             every=watch.gradients_every,
             last_step=training.steps,
-            report=functools.partial(self._probed, groups),
+            report=self._probed,
         )
 
-    def _probed(self, groups: int, step: int, gradients: WorkerGradients) -> None:
+    def _probed(self, step: int, gradients: WorkerGradients) -> None:
         self.reporter.watched(step, gradient_scalars(gradients))
-        for outlier in self._norms.add(np.asarray(gradients.norm)):
-            self._warn_of_worker(step, outlier, groups, "gradient norm", f"{_PROBES} probes")
+        self._compare(step, "gradient norm", gradients.norm, _PROBES, "probes")
 
-    def _warn_of_worker(
-        self, step: int, outlier: Outlier, workers: int, what: str, over: str
-    ) -> None:
-        devices = worker_devices(self._assembly.mesh, workers)[outlier.worker]
-        ids = ", ".join(str(device.id) for device in devices)
-        processes = ", ".join(str(index) for index in sorted({d.process_index for d in devices}))
-        self.warn(
-            step,
-            f"worker {outlier.worker} of {workers} (devices {ids}; process {processes}) differs"
-            f" from the others: its {what} by {outlier.excess:+.3g}, {outlier.spreads:.1f} spreads,"
-            f" over {over}",
-        )
+    def _compare(self, step: int, what: str, values: Any, window: int, unit: str) -> None:
+        """Warn of workers that differ from the others over the last values of all.
+
+        Args:
+            step: Number of steps done.
+            what: What is compared.
+            values: One value for each worker, [W].
+            window: Number of values over which a worker must differ.
+            unit: What the window counts.
+        """
+        values = np.asarray(values)
+        if what not in self._outliers:
+            self._outliers[what] = OutlierWatch(window)
+        for outlier in self._outliers[what].add(values):
+            devices = worker_devices(self._assembly.mesh, len(values))[outlier.worker]
+            ids = ", ".join(str(device.id) for device in devices)
+            indices = sorted({device.process_index for device in devices})
+            processes = ", ".join(str(index) for index in indices)
+            self.warn(
+                step,
+                f"worker {outlier.worker} of {len(values)} (devices {ids}; process {processes})"
+                f" differs from the others: its {what} by {outlier.excess:+.3g},"
+                f" {outlier.spreads:.1f} spreads, over {window} {unit}",
+            )
 
 
 class GradientHook:
