@@ -215,6 +215,11 @@ class ExecutionConfig:
         return "parts" if self.updates_in_parts else "whole"
 
     @property
+    def backward(self) -> Literal["micro_batches", "pipeline"]:
+        """Name of how the rows of a step are differentiated, in the catalogue."""
+        return "pipeline" if self.mesh.stage > 1 else "micro_batches"
+
+    @property
     def updates_in_parts(self) -> bool:
         """Whether the optimiser updates the layers of a stack apart."""
         is_away = self.parameter_memory == "host" or self.optimizer_memory == "files"

@@ -127,7 +127,23 @@ _CACHE_READING: Final = {
     ),
 }
 
+_BACKWARD: Final = {
+    "micro_batches": (
+        "jaxmoe.training.gradients:MicroBatchBackward",
+        "One micro-batch after the other.",
+    ),
+    "pipeline": (
+        "jaxmoe.training.pipeline.gradients:PipelineBackward",
+        "All micro-batches in a pipeline over `stage`, by its schedule.",
+    ),
+    "repeated": (
+        "jaxmoe.training.repeated.rows:RepeatedBackward",
+        "Several passes over each row, which an adapter compares.",
+    ),
+}
+
 BASES: Final = {
+    "backward": "jaxmoe.training.estimators.backward:Backward",
     "update": "jaxmoe.training.parts.update:Update",
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
@@ -139,6 +155,7 @@ BASES: Final = {
 }
 
 MEMBERS: Final = {
+    "backward": _BACKWARD,
     "update": _UPDATE,
     "dispatcher": _DISPATCHER,
     "sequence_parallel": _SEQUENCE_PARALLEL,

@@ -52,7 +52,8 @@ class StepPlan(Step):
     @property
     def paths(self) -> Paths | None:
         """Groups of layers that each micro-batch passes through; None for all."""
-        return self.gradients.paths(self.accumulation)
+        paths = self.gradients.paths(self.accumulation)
+        return None if paths is None else paths.groups_of
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,18 @@ from jaxmoe.routing import RouterStatistics
 from jaxmoe.training.host_arrays import add
 from sharding import axes as ax
 from sharding.constrain import Placement
+
+
+class Rows(NamedTuple):
+    """Rows of a step, and how they are divided."""
+
+    batch: Batch
+    total_weight: Float[Array, ""]
+    """Sum of the loss weights."""
+    accumulation: int
+    """Number of micro-batches."""
+    first_row: Any
+    """Number of the first row."""
 
 
 # Records are not checked at run time: tree functions also fill them with shapes and specs.

@@ -35,10 +35,15 @@ AccumulatedBalance = Literal["buffer", "two_pass"]
 Losses = dict[str, Float[Array, ""]]
 
 
-def has_wide_balance(model: ModelConfig) -> bool:
-    """Return whether some balancer's loss spans more than a micro-batch."""
+def takes_two_passes(model: ModelConfig, form: AccumulatedBalance) -> bool:
+    """Return whether a step needs the statistics of the whole batch before its gradients.
+
+    Args:
+        model: Model with the balancers.
+        form: `two_pass`, where the loss of some balancer spans more than a micro-batch.
+    """
     wide = any(balancer.scope != "micro_batch" for balancer in _balancers(model))
-    return wide and model.num_moe_layers > 0
+    return form == "two_pass" and wide and model.num_moe_layers > 0
 
 
 def buffered_losses(

@@ -1,16 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of one step: the loss of the micro-batches, differentiated and summed."""
+"""Gradients of one step: the loss of the micro-batches, differentiated and summed.
+
+`MicroBatchBackward` takes them one after the other; the other members of `Backward` are listed in
+`jaxmoe/training/estimators/backward.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -21,12 +25,11 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.accumulation import GradientSums, MicroBatch, Share, accumulate
-from jaxmoe.training.balance import buffered_losses, has_wide_balance, linearized_losses
+from jaxmoe.training.accumulation import GradientSums, MicroBatch, Rows, Share, accumulate
+from jaxmoe.training.balance import buffered_losses, linearized_losses, takes_two_passes
+from jaxmoe.training.estimators.backward import Backward, backward_of
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.measures.indicators import observe_head
-from jaxmoe.training.pipeline import pipeline_gradients
-from jaxmoe.training.repeated import Rows, compared, num_passes
 from jaxmoe.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -38,8 +41,6 @@ def batch_gradients(
     state: TrainState,
     batch: Batch,
     first_row: Any = 0,
-    *,
-    kept: Bool[Array, "m groups"] | None = None,
 ) -> tuple[Float[Array, ""], GradientSums]:
     """Return the gradients of the loss of one step, over its micro-batches.
 
@@ -48,45 +49,41 @@ def batch_gradients(
         state: Parameters, router state, randomness.
         batch: Rows of the step.
         first_row: Number of the first row, where the batch is part of a larger one.
-        kept: Groups of layers that each micro-batch passes through, without stages; None for all.
 
     Returns:
         The sum of the loss weights, and the sums over the micro-batches.
     """
     model, execution, objective = step.model, step.execution, step.objective
-    placement = step.execution.placement
     weight = objective.num_tokens(batch)
-    batch = objective.prepare(model, batch, jax.random.fold_in(state.rng, state.step), placement)
+    key = jax.random.fold_in(state.rng, state.step)
+    batch = objective.prepare(model, batch, key, execution.placement)
     total_weight = jnp.where(weight > 0.0, weight, 1.0)
-    whole = _gather_whole(model, state.params, execution)
     rows = Rows(batch, total_weight, step.accumulation, first_row)
-    losses_of = partial(_row_losses, step, state, whole=whole)
-    if model.adapter is not None:
-        rows = compared(rows, losses_of, num_passes(model), placement)
-    has_two_passes = step.accumulated_balance == "two_pass" and has_wide_balance(model)
-    if execution.mesh.stage > 1:
-        summed = pipeline_gradients(step, state, rows, has_two_passes=has_two_passes, whole=whole)
-        summed = _with_adapter_losses(step, summed, state.params)
-    else:
-        summed = accumulate(
+    whole = _gather_whole(model, state.params, execution)
+    return weight, backward_of(step).sums(step, state, rows, whole)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatchBackward(Backward):
+    """One micro-batch after the other."""
+
+    name: ClassVar[str] = "micro_batches"
+
+    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+        """Return the sums over the micro-batches of one step; see the base class."""
+        is_whole = takes_two_passes(step.model, step.accumulated_balance)
+        paths = step.gradients.paths(rows.accumulation)
+        return accumulate(
             partial(
-                compute_gradients,
-                step,
-                state,
-                rows.total_weight,
-                is_whole=has_two_passes,
-                whole=whole,
+                compute_gradients, step, state, rows.total_weight, is_whole=is_whole, whole=whole
             ),
             rows.batch,
             rows.accumulation,
-            placement,
+            step.execution.placement,
             first_row=rows.first_row,
-            statistics_of=(
-                partial(batch_statistics, step, state, whole=whole) if has_two_passes else None
-            ),
-            kept=kept,
+            statistics_of=partial(batch_statistics, step, state, whole=whole) if is_whole else None,
+            kept=None if paths is None else paths.kept,
         )
-    return weight, summed
 
 
 def compute_gradients(
@@ -157,23 +154,6 @@ def compute_gradients(
     )
 
 
-def _with_adapter_losses(step: Step, summed: GradientSums, params: Any) -> GradientSums:
-    """Return the sums of a pipeline with the losses of the adapter, which no stage computes."""
-    adapter, table = step.model.adapter, step.table
-    if adapter is None or table is None:
-        return summed
-
-    def total(trained: Any) -> tuple[Array, dict[str, Array]]:
-        losses = adapter.losses(table.merged(trained, params), step.execution.placement)
-        return sum(losses.values(), jnp.zeros(())), losses
-
-    grads, losses = jax.grad(total, has_aux=True)(table.trained(params))
-    if not losses:
-        return summed
-    both = jax.tree.map(jnp.add, summed.grads, grads)
-    return dataclasses.replace(summed, grads=both, losses=summed.losses | losses)
-
-
 def batch_statistics(
     step: Step, state: TrainState, micro: MicroBatch, *, whole: Any = None
 ) -> RouterStatistics:
@@ -183,10 +163,17 @@ def batch_statistics(
     return jax.lax.stop_gradient(output.statistics)
 
 
-def _row_losses(
+def row_losses(
     step: Step, state: TrainState, micro: MicroBatch, *, whole: Any
 ) -> Float[Array, " B"]:
-    """Return the summed cross-entropy of each row as training sees it, without a gradient."""
+    """Return the summed cross-entropy of each row as training sees it, without a gradient.
+
+    Args:
+        step: Model and objective.
+        state: Parameters, router state, randomness.
+        micro: Rows.
+        whole: Gathered parameters, with a layout that gathers them once a step.
+    """
     _, rows, _ = _forward(step, state.params, state, micro, whole, has_rows=True)
     assert rows is not None  # asked for
     return rows

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.view import check_view
+from jaxmoe.training.estimators.backward import backward_of, num_passes
 from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.gradients import batch_gradients
-from jaxmoe.training.repeated import check_repeated, num_passes
 from jaxmoe.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -28,9 +28,8 @@ class BackpropConfig(Gradients):
 
     def check(self, step: Step) -> None:
         """Refuse probes where a layout or a format has no place for them; see `check_probes`.
-        Refuse what an adapter with several passes cannot do; see `check_repeated`."""
-        if step.model.adapter is not None:
-            check_repeated(step.model, name=self.name, is_backward=True)
+        Refuse what the backward pass cannot do; see `Backward.check`."""
+        backward_of(step).check(step)
         if step.has_probes:
             check_probes(step)
 
@@ -42,7 +41,7 @@ class BackpropConfig(Gradients):
 
     def describe(self, step: Step) -> str | None:
         """Return the passes of a step, if the adapter compares several."""
-        if step.model.adapter is None or (passes := num_passes(step.model)) == 1:
+        if (passes := num_passes(step.model)) == 1:
             return None
         return f"{passes} passes over each row, after as many without a gradient"
 

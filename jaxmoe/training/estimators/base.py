@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
@@ -37,6 +38,21 @@ PLAIN_DESCENT: Mapping[str, Any] = {
     "training.clip": None,
 }
 """What methods bring that are defined by gradient descent at a constant rate."""
+
+
+class LayerPaths(NamedTuple):
+    """Groups of layers that each micro-batch of a step passes through."""
+
+    groups_of: Paths
+    """Groups of each micro-batch, in their order."""
+    groups: int
+    """Groups into which the layers are cut."""
+
+    @property
+    def kept(self) -> Bool[Array, "m groups"]:
+        """Which groups each micro-batch passes through."""
+        groups = range(self.groups)
+        return jnp.asarray([[group in path for group in groups] for path in self.groups_of])
 
 
 class StepGradients(NamedTuple):
@@ -139,7 +155,7 @@ class Gradients(abc.ABC):
             first_row: Number of the first row, where the batch is part of a larger one.
         """
 
-    def paths(self, micro_batches: int) -> Paths | None:
+    def paths(self, micro_batches: int) -> LayerPaths | None:
         """Return the groups of layers that each micro-batch passes through; None for all in order.
 
         Args:

@@ -24,8 +24,8 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.accumulation import GradientSums, MicroBatch, split_rows
+from jaxmoe.training.estimators.backward import num_passes
 from jaxmoe.training.loss import forward_and_row_nll
-from jaxmoe.training.repeated import check_repeated
 from jaxmoe.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -81,7 +81,11 @@ def check_forward(step: Step, name: str) -> None:
             parameters in host memory, or detailed telemetry.
     """
     execution, start = step.execution, f"training.gradients:{name} has no backward pass"
-    check_repeated(step.model, name=name, is_backward=False)
+    if num_passes(step.model) > 1 and step.model.adapter is not None:
+        raise ValueError(
+            f"adapter:{step.model.adapter.name} trains a router by the losses of several draws, and"
+            f" {start}: set training.gradients to backprop"
+        )
     if execution.mesh.stage > 1:
         raise ValueError(
             f"{start} and no pipeline: execution.mesh.stage={execution.mesh.stage} must be 1"

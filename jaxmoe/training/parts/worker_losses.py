@@ -8,9 +8,9 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.training.estimators.backward import num_passes
 from jaxmoe.training.measures.dispersion import worker_losses
 from jaxmoe.training.parts.base import StepPart
-from jaxmoe.training.repeated import num_passes
 
 if TYPE_CHECKING:
     from jaxmoe.training.estimators.base import StepGradients

@@ -9,9 +9,10 @@ balance losses are the same.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,14 @@ from jaxmoe.models.transformer import check_call, token_inputs
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import lay_out as lay_out_params
 from jaxmoe.training import Objective
-from jaxmoe.training.accumulation import GradientSums, split_rows
+from jaxmoe.training.accumulation import GradientSums, Rows, split_rows
+from jaxmoe.training.balance import takes_two_passes
+from jaxmoe.training.estimators.backward import Backward
 from jaxmoe.training.loss import batch_context, lay_out_batch
 from jaxmoe.training.objective import TokenGiven
 from jaxmoe.training.pipeline.functions import EndSums, MicroBatches, PipelinedModel, staged_scan
 from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens
 from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, check_pipeline
-from jaxmoe.training.repeated import Rows
 from jaxmoe.training.state import TrainState
 from pallas_kernels.backend import platform
 from sharding import axes as ax
@@ -65,20 +67,24 @@ def check_compiler(execution: ExecutionConfig) -> None:
         )
 
 
-def pipeline_gradients(
-    step: Step, state: TrainState, rows: Rows, *, has_two_passes: bool, whole: Any
-) -> GradientSums:
-    """Return the sums over the micro-batches of one step.
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineBackward(Backward):
+    """All micro-batches in a pipeline over `stage`, by its schedule."""
 
-    Args:
-        step: Model to train, on a mesh with stages, with its schedule.
-        state: Parameters, router state, randomness.
-        rows: Rows that the objective prepared, and their division into micro-batches.
-        has_two_passes: Whether balance losses are linearized at the statistics of the whole batch.
-        whole: Gathered parameters, with a layout that gathers them once a step.
-    """
+    name: ClassVar[str] = "pipeline"
+
+    def check(self, step: Step) -> None:
+        """Refuse what a pipeline cannot train; see `check_pipeline`."""
+        check_pipeline(step.model, step.execution, step.accumulation)
+
+    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+        """Return the sums over the micro-batches of one step; see the base class."""
+        return _with_adapter_losses(step, _pipeline_sums(step, state, rows, whole), state.params)
+
+
+def _pipeline_sums(step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+    """Return the sums without losses that no stage computes."""
     model, execution, table = step.model, step.execution, step.table
-    check_pipeline(model, execution, rows.accumulation)
     check_compiler(execution)
     run = partial(
         _execute,
@@ -94,10 +100,11 @@ def pipeline_gradients(
         objective=step.objective,
     )
     statistics = None
-    if has_two_passes:
+    if takes_two_passes(model, step.accumulated_balance):
         statistics = _statistics(run(has_backward=False), model, execution)
     paths = step.gradients.paths(rows.accumulation)
-    sums = run(has_backward=True, statistics=statistics, paths=paths)
+    order = None if paths is None else paths.groups_of
+    sums = run(has_backward=True, statistics=statistics, paths=order)
     grads = _gradients(sums, model)
     return GradientSums(
         grads=grads if table is None else table.trained(grads),
@@ -106,6 +113,23 @@ def pipeline_gradients(
         statistics=_statistics(sums, model, execution),
         row_nll=sums.left.head.row_loss if step.reads_rows else None,
     )
+
+
+def _with_adapter_losses(step: Step, summed: GradientSums, params: Any) -> GradientSums:
+    """Return the sums of a pipeline with the losses of the adapter, which no stage computes."""
+    adapter, table = step.model.adapter, step.table
+    if adapter is None or table is None:
+        return summed
+
+    def total(trained: Any) -> tuple[Array, dict[str, Array]]:
+        losses = adapter.losses(table.merged(trained, params), step.execution.placement)
+        return sum(losses.values(), jnp.zeros(())), losses
+
+    grads, losses = jax.grad(total, has_aux=True)(table.trained(params))
+    if not losses:
+        return summed
+    both = jax.tree.map(jnp.add, summed.grads, grads)
+    return dataclasses.replace(summed, grads=both, losses=summed.losses | losses)
 
 
 def pipeline_forward(

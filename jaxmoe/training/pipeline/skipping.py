@@ -23,18 +23,12 @@ its place, so that a copy of it costs less where the end is lost with a device
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool
-
-from jaxmoe.data.batch import Batch
-from jaxmoe.training.balance import has_wide_balance
+from jaxmoe.training.balance import takes_two_passes
 from jaxmoe.training.estimators.backprop import BackpropConfig
-from jaxmoe.training.estimators.base import StepGradients
-from jaxmoe.training.gradients import batch_gradients
-from jaxmoe.training.repeated import num_passes
-from jaxmoe.training.state import TrainState
+from jaxmoe.training.estimators.backward import num_passes
+from jaxmoe.training.estimators.base import LayerPaths
 from sharding import axes as ax
 from sharding.pipeline import Order, Paths, choose_paths
 
@@ -129,7 +123,7 @@ class SkippingConfig:
                 f" is 1: set execution.mesh.stage to {self.groups}, or training.skipping.order to"
                 " ascending"
             )
-        if step.accumulated_balance == "two_pass" and has_wide_balance(model):
+        if takes_two_passes(model, step.accumulated_balance):
             raise ValueError(
                 "training.accumulated_balance=two_pass takes balance losses of whole batches, and"
                 " with training.skipping layers see parts of them: set it to buffer"
@@ -140,17 +134,6 @@ class SkippingConfig:
                 " out some: set it to brief"
             )
 
-    def kept(self, micro_batches: int) -> Bool[Array, "m groups"] | None:
-        """Return which groups each micro-batch passes through; None for all.
-
-        Args:
-            micro_batches: Micro-batches of a step.
-        """
-        paths = self.paths(micro_batches)
-        if paths is None:
-            return None
-        return jnp.asarray([[group in path for group in range(self.groups)] for path in paths])
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PartialBackprop(BackpropConfig):
@@ -159,9 +142,10 @@ class PartialBackprop(BackpropConfig):
     skipping: SkippingConfig
     """Layers that are left out, or their order."""
 
-    def paths(self, micro_batches: int) -> Paths | None:
+    def paths(self, micro_batches: int) -> LayerPaths | None:
         """Return the groups that each micro-batch passes through; see the base class."""
-        return self.skipping.paths(micro_batches)
+        paths = self.skipping.paths(micro_batches)
+        return None if paths is None else LayerPaths(paths, self.skipping.groups)
 
     def check(self, step: Step) -> None:
         """Refuse what layers cannot be left out of; see `SkippingConfig.check`."""
@@ -174,10 +158,3 @@ class PartialBackprop(BackpropConfig):
                 " and training.skipping changes them: set training.skipping to None"
             )
         self.skipping.check(step)
-
-    def compute(
-        self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
-    ) -> StepGradients:
-        """Return the gradients of one step; see the base class."""
-        kept = self.skipping.kept(step.accumulation)
-        return StepGradients(*batch_gradients(step, state, batch, first_row, kept=kept))

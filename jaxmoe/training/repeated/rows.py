@@ -19,18 +19,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.data.batch import Batch
 from jaxmoe.layers.mixing import ADVANTAGE
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.training.accumulation import MicroBatch, split_rows
+from jaxmoe.training.accumulation import GradientSums, MicroBatch, Rows, split_rows
+from jaxmoe.training.estimators.backward import Backward, num_passes
+from jaxmoe.training.gradients import row_losses
+from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.constrain import Placement
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
 
 
 def repeated(rows: Any, passes: int, placement: Placement) -> Any:
@@ -54,25 +58,13 @@ def repeated(rows: Any, passes: int, placement: Placement) -> Any:
     return jax.tree.map(one, rows)
 
 
-class Rows(NamedTuple):
-    """Rows of a step, and how they are divided."""
-
-    batch: Batch
-    total_weight: Float[Array, ""]
-    """Sum of the loss weights."""
-    accumulation: int
-    """Number of micro-batches."""
-    first_row: Any
-    """Number of the first row."""
-
-
 def compared(
     rows: Rows,
     row_losses: Callable[[MicroBatch], Float[Array, " b"]],
     passes: int,
     placement: Placement,
 ) -> Rows:
-    """Return each row several times, with `ADVANTAGE` in `extra`; as they are for one pass.
+    """Return each row several times, with `ADVANTAGE` in `extra`.
 
     A micro-batch's share of the losses of a step is 1 / accumulation; the advantages are multiplied
     with their number, so that the sum over all of them remains.
@@ -80,14 +72,12 @@ def compared(
     Args:
         rows: Rows of a step.
         row_losses: Summed losses of the rows of a micro-batch, nats.
-        passes: Number of times M.
+        passes: Number of times M, at least 2.
         placement: Layout of the rows.
 
     Raises:
         ValueError: The batch is packed by level: shares of micro-batches then differ.
     """
-    if passes == 1:
-        return rows
     if rows.batch.level is not None:
         raise ValueError(
             "data.packing levels makes micro-batches of unequal shares, and the adapter compares"
@@ -117,32 +107,27 @@ def advantages(losses: Float[Array, "*B M"]) -> Float[Array, "*B M"]:
     return centred / (losses.shape[-1] - 1)
 
 
-def num_passes(model: ModelConfig) -> int:
-    """Return the passes over each row of a step that the adapter of a model compares."""
-    return 1 if model.adapter is None else model.adapter.passes
+@dataclasses.dataclass(frozen=True, slots=True)
+class RepeatedBackward(Backward):
+    """Several passes over each row, which an adapter compares."""
 
+    name: ClassVar[str] = "repeated"
+    backward: Backward
+    """How the rows of all passes are differentiated."""
 
-def check_repeated(model: ModelConfig, *, name: str, is_backward: bool) -> None:
-    """Refuse what an adapter that compares passes cannot be trained with.
+    def check(self, step: Step) -> None:
+        """Refuse a loop over layers, whose turns but the last report no losses."""
+        adapter = step.model.adapter
+        assert adapter is not None  # it compares passes
+        if step.model.loop is not None:
+            raise ValueError(
+                f"adapter:{adapter.name} trains a router by the losses of several draws, and"
+                " model.loop draws anew in each turn and keeps the last: set model.loop to None"
+            )
+        self.backward.check(step)
 
-    Args:
-        model: Model with its adapter.
-        name: Name of the estimator of the gradient.
-        is_backward: Whether it has a backward pass.
-
-    Raises:
-        ValueError: A gradient without a backward pass, or a loop over layers, whose turns but the
-            last report no losses.
-    """
-    if num_passes(model) == 1 or model.adapter is None:
-        return
-    start = f"adapter:{model.adapter.name} trains a router by the losses of several draws, and"
-    if not is_backward:
-        raise ValueError(
-            f"{start} training.gradients:{name} has no backward pass: set training.gradients to"
-            " backprop"
-        )
-    if model.loop is not None:
-        raise ValueError(
-            f"{start} model.loop draws anew in each turn and keeps the last: set model.loop to None"
-        )
+    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+        """Return the sums over the micro-batches of all passes; see the base class."""
+        losses_of = partial(row_losses, step, state, whole=whole)
+        passes = compared(rows, losses_of, num_passes(step.model), step.execution.placement)
+        return self.backward.sums(step, state, passes, whole)

@@ -1,0 +1,73 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Socket `Backward`: how the loss of the rows of a step is differentiated, and summed.
+
+    check(step)                        refusals, before anything is traced
+    sums(step, state, rows, whole)     gradients, losses and statistics of all micro-batches
+
+`ExecutionConfig.backward` names the member: micro-batches one after the other, or a pipeline over
+`stage`. A model whose adapter compares several passes over each row has `repeated` around it.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxmoe.catalog import choice
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.training.accumulation import GradientSums, Rows
+from jaxmoe.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxmoe.training.step import Step
+
+
+class Backward(abc.ABC):
+    """Base class of the members."""
+
+    name: ClassVar[str]
+    """Name in the catalogue."""
+
+    def check(self, step: Step) -> None:
+        """Refuse what cannot be differentiated so, before anything is traced.
+
+        Args:
+            step: With the mesh resolved.
+
+        Raises:
+            ValueError: See the member.
+        """
+        del step
+
+    @abc.abstractmethod
+    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+        """Return the sums over the micro-batches of one step.
+
+        Args:
+            step: What is trained, and how.
+            state: Parameters, router state, randomness.
+            rows: Rows that the objective prepared, and their division into micro-batches.
+            whole: Gathered parameters, with a layout that gathers them once a step; None otherwise.
+        """
+
+
+def num_passes(model: ModelConfig) -> int:
+    """Return the passes over each row of a step that the adapter of a model compares.
+
+    Args:
+        model: What is trained.
+    """
+    return 1 if model.adapter is None else model.adapter.passes
+
+
+def backward_of(step: Step) -> Backward:
+    """Return the member that differentiates a step.
+
+    Args:
+        step: Model and execution.
+    """
+    backward: Backward = choice("backward", step.execution.backward)()
+    if num_passes(step.model) == 1:
+        return backward
+    return choice("backward", "repeated")(backward)
