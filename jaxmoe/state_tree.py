@@ -78,6 +78,13 @@ def _words_of(key: Any) -> Any:
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
 
 
+def shapes_of(state: Any) -> Any:
+    """Return shapes, dtypes and shardings of a state, which holds none of its memory."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+
+
 def unpack(packed: dict[str, Any], target: Any) -> Any:
     """Return the state of `pack`, in the structure of a target.
 

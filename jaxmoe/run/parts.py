@@ -31,6 +31,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import shared_lineage
 from jaxmoe.run.restore import Begun, PlacedSource
 from jaxmoe.run.supervision import Supervision, Watches
+from jaxmoe.state_tree import shapes_of
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Stop, StopReason
 from jaxmoe.training.state import TrainState
@@ -313,10 +314,7 @@ class Request(RunPart):
 
     def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
         """Keep what a part is told of the loop, of its state the shapes."""
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-        )
-        self._loop = assembly, step, shapes, watches
+        self._loop = assembly, step, shapes_of(state), watches
 
     def event(self) -> StopReason | None:
         """Add the part when the first process sees the file; it is asked for events at once."""

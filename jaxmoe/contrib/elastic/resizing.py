@@ -48,6 +48,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import Moved, RunPart
 from jaxmoe.run.prepare import record_devices
 from jaxmoe.run.supervision import Supervision, Watches
+from jaxmoe.state_tree import shapes_of
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, share
 
@@ -100,9 +101,7 @@ class Resizing(RunPart):
     def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
         """Keep the shapes of the state of a loop; record the resize that led to it, if one did."""
         self._assembly, self._step = assembly, step
-        self._shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-        )
+        self._shapes = shapes_of(state)
         if self._moved is None:
             return
         event, since = self._moved
