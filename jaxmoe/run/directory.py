@@ -262,6 +262,14 @@ class RunDirectory:
             return False  # the holder cannot be read now
         return False
 
+    def why_lost(self) -> str:
+        """Return who holds the directory, which this process has lost."""
+        try:
+            self.fence()
+        except (LeaseLostError, OSError) as error:
+            return str(error)
+        return f"run.directory={self.path} was held by another process for a while"
+
     def release(self) -> None:
         """Release the directory."""
         if self._lease is not None:

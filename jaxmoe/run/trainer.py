@@ -32,25 +32,18 @@ from jaxmoe.run.hooks import has_arrays, make_hooks, make_saving, make_trace, sa
 from jaxmoe.run.parts import StopOrEvent
 from jaxmoe.run.prepare import prepare
 from jaxmoe.run.reporter import Reporter, TrainedStep, TrainResult
-from jaxmoe.run.reporting.advice import end_of_run
+from jaxmoe.run.reporting.advice import end_of_run, nothing_to_do
 from jaxmoe.run.reporting.finish import finish_run
-from jaxmoe.run.reporting.header import nothing_to_do, print_header
+from jaxmoe.run.reporting.header import print_header
 from jaxmoe.run.restore import first_state
 from jaxmoe.run.rollback import rollback_message, without_refused
 from jaxmoe.run.supervision import Supervision, Watches
+from jaxmoe.state_tree import shapes_of
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import Loop, Status
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
-from jaxmoe.training.stopwatch import (
-    CHECKPOINT,
-    COMPILE,
-    FINISH,
-    HOOKS,
-    LOOP,
-    RESIZE,
-    RESTORE,
-)
+from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, HOOKS, LOOP, RESIZE, RESTORE
 from sharding.coordination import barrier
 
 logger = logging.getLogger(__name__)
@@ -148,16 +141,9 @@ class Trainer:
         self._parts = prepared.parts
         self._step = begun.step
         if begun.step >= self._config.training.steps:
-            say(nothing_to_do(self._directory, begun.step, self._config))
-            summary = self._directory.summary() or {}
-            self.result = TrainResult(
-                status="done", step=begun.step, checkpoint_step=begun.step, summary=summary
-            )
+            self.result = nothing_to_do(self._directory, begun.step, self._config)
             return False
-        lines = [line for part in self._parts for line in part.heading(begun.assembly)]
-        print_header(self._name, self._directory, begun.assembly, begun.step, lines)
-        if begun.origin is not None:
-            say(f"restored {begun.origin}")
+        print_header(self._name, self._directory, begun, self._parts)
         self._started = time.perf_counter()
         return True
 
@@ -290,7 +276,7 @@ class Trainer:
         lineage = without_refused(self._directory, assembly, refused, self._parts)
         if lineage is None:
             return False
-        shapes = jax.tree.map(_shape_of, self._loop.state)
+        shapes = shapes_of(self._loop.state)
         del self._loop  # so that the device holds one state only
         self._checkpoints.finish()
         for part in self._parts:
@@ -333,33 +319,22 @@ class Trainer:
 
     def _finish(self) -> None:
         """Write the last files, outside of the mesh: samples are generated on one device."""
-        watches, status, trace = self._watches, self._status, self._trace
-        watches.note(self._step, status)
+        trace = self._trace
         facts: dict[str, Any] = {
-            "status": status,
+            "status": self._status,
             "steps": self._step,
             "compile_seconds": self._compile_seconds,
             "wall_seconds": time.perf_counter() - self._started,
             "checkpoint_step": self._checkpoint_step,
             "restored_from": self._begun.origin,
             "profile": str(trace.directory) if trace is not None and trace.is_written else None,
-            "goodput": watches.goodput(),
-            "warnings": watches.warnings,
             "parts": {name: row for part in self._parts for name, row in part.rows().items()},
         }
-        self._watchdog.beat("writing the report")
-        with self._stopwatch.on(FINISH):
-            summary = finish_run(
-                self._name,
-                self._directory,
-                self._assembly,
-                watches.reporter,
-                self._loop.state,
-                facts,
-            )
-        watches.note(self._step, status)
+        summary = finish_run(
+            self._name, self._directory, self._assembly, self._watches, self._loop.state, facts
+        )
         status, message = end_of_run(
-            status,
+            self._status,
             self._directory,
             self._config,
             refused=self._loop.refused,
@@ -378,15 +353,7 @@ class Trainer:
         """End without touching the files, which another process writes by now."""
         if self._reporter is not None:
             self._reporter.abandon()
-        try:
-            self._directory.fence()
-            reason = f"run.directory={self._directory.path} was held by another process for a while"
-        except (LeaseLostError, OSError) as error:
-            reason = str(error)
+        reason = self._directory.why_lost()
         self.result = TrainResult(
             status="taken_over", step=self._step, checkpoint_step=None, message=reason
         )
-
-
-def _shape_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

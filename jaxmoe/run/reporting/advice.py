@@ -1,12 +1,31 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Says why a run has ended with an error, and what to try."""
+"""Says why a run has ended with an error, or has nothing to do, and what to try."""
 
 from __future__ import annotations
 
+from jaxmoe.messages import say
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporter import TrainResult
 from jaxmoe.training.loop import Status
+
+
+def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) -> TrainResult:
+    """Say that a run has been trained to its last step, and return how it ended.
+
+    Args:
+        directory: Run directory.
+        step: Number of steps done.
+        config: Configuration of this start.
+    """
+    say(
+        f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
+        " See its report.html, give another --run.name, or train on: python -m experiments.pretrain"
+        f" resume {directory.path} --training.steps {2 * config.training.steps}"
+    )
+    summary = directory.summary() or {}
+    return TrainResult(status="done", step=step, checkpoint_step=step, summary=summary)
 
 
 def end_of_run(

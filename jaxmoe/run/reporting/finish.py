@@ -25,9 +25,11 @@ from jaxmoe.run.reporting.summary import (
     reference_lines,
     summarise,
 )
+from jaxmoe.run.supervision import Watches
 from jaxmoe.tracking.history import read_router_load
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.stopwatch import FINISH
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def finish_run(
     name: str,
     directory: RunDirectory,
     assembly: Assembly,
-    reporter: Reporter,
+    watches: Watches,
     state: TrainState,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -46,13 +48,32 @@ def finish_run(
         name: Name of the run.
         directory: Run directory.
         assembly: Plan, devices and data of the run.
-        reporter: Receiver of the metrics; closed here.
+        watches: Records of the run, whose reporter is closed here.
         state: Last state.
-        facts: See `summarise`.
+        facts: See `summarise`; goodput and warnings are those of the records.
 
     Returns:
         The content of summary.json; empty on all processes but the first.
     """
+    step, status = facts["steps"], facts["status"]
+    watches.note(step, status)
+    facts = {**facts, "goodput": watches.goodput(), "warnings": watches.warnings}
+    watches.watchdog.beat("writing the report")
+    with watches.spent.on(FINISH):
+        summary = _write_files(name, directory, assembly, watches.reporter, state, facts)
+    watches.note(step, status)
+    return summary
+
+
+def _write_files(
+    name: str,
+    directory: RunDirectory,
+    assembly: Assembly,
+    reporter: Reporter,
+    state: TrainState,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write samples, pictures, report and summary, and return the summary."""
     reporter.close()
     if jax.process_index() != 0:
         return {}

@@ -14,30 +14,30 @@ from jaxmoe.messages import say
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
-from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.plan import Plan, describe_rates
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_in_words, skipping_in_words
+from jaxmoe.run.restore import Begun
 from jaxmoe.tracking.console import format_count, format_flops
 
 
 def print_header(
     name: str,
     directory: RunDirectory,
-    assembly: Assembly,
-    first_step: int,
-    part_lines: Sequence[str],
+    begun: Begun,
+    parts: Sequence[RunPart],
 ) -> None:
     """Log devices, model, data and plan of a run, before the first step.
 
     Args:
         name: Name of the run.
         directory: Run directory.
-        assembly: Plan, devices and data of the run.
-        first_step: Number of steps already done.
-        part_lines: Lines of the parts of the run.
+        begun: State with which it begins.
+        parts: Parts of the run.
     """
+    assembly, first_step = begun.assembly, begun.step
     plan, training = assembly.plan, assembly.plan.config.training
     model, moe = plan.model, plan.model.moe
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
@@ -70,8 +70,9 @@ def print_header(
     if training.skipping is not None:
         given = training.skipping, assembly.execution, training.accumulation
         say(f"skipping {skipping_in_words(*given)}")
-    for line in part_lines:
-        say(line)
+    for part in parts:
+        for line in part.heading(assembly):
+            say(line)
     if model.adapter is not None:
         say("\n".join(_adapter_lines(plan)))
     if rates := describe_rates(plan):
@@ -89,6 +90,8 @@ def print_header(
         notes.append(cost)
     for text in notes:
         say(f"note     {text}")
+    if begun.origin is not None:
+        say(f"restored {begun.origin}")
 
 
 def experts_in_words(model: ModelConfig) -> str:
@@ -107,21 +110,6 @@ def sequence_form(assembly: Assembly) -> str:
     plan, length = assembly.plan, assembly.plan.config.training.sequence_length
     mesh = dict(assembly.mesh.shape)
     return choose_form(plan.model.context, assembly.execution, length, mesh).reason
-
-
-def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) -> str:
-    """Return the message for a run that has been trained to its last step.
-
-    Args:
-        directory: Run directory.
-        step: Number of steps done.
-        config: Configuration of this start.
-    """
-    return (
-        f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
-        " See its report.html, give another --run.name, or train on: python -m experiments.pretrain"
-        f" resume {directory.path} --training.steps {2 * config.training.steps}"
-    )
 
 
 def _adapter_lines(plan: Plan) -> list[str]:
