@@ -18,7 +18,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
 from jaxmoe.run.plan import Plan, describe_rates
 from jaxmoe.run.provenance.lineage import read_lineage
-from jaxmoe.run.reporting.pipelines import pipeline_in_words, skipping_in_words
+from jaxmoe.run.reporting.pipelines import pipeline_in_words
 from jaxmoe.run.restore import Begun
 from jaxmoe.tracking.console import format_count, format_flops
 
@@ -68,8 +68,8 @@ def print_header(
         given = model, assembly.execution, training.accumulation
         say(f"stages   {pipeline_in_words(*given, skipping=training.skipping)}")
     if training.skipping is not None:
-        given = training.skipping, assembly.execution, training.accumulation
-        say(f"skipping {skipping_in_words(*given)}")
+        given = assembly.execution, training.accumulation
+        say(f"skipping {training.skipping.describe(*given)}")
     for part in parts:
         for line in part.heading(assembly):
             say(line)

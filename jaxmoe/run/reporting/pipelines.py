@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the pipeline of a run, and layers left out, for header, `describe` and report.html."""
+"""Describes the pipeline of a run, for header, `describe` and report.html."""
 
 from __future__ import annotations
 
@@ -53,43 +53,6 @@ def pipeline_in_words(
         f" micro-batches: {schedule.idle_share:.0%} of the time idle, at most"
         f" {max(schedule.kept())} inputs kept"
     )
-
-
-def saved_by_skipping(
-    skipping: SkippingConfig, execution: ExecutionConfig, accumulation: int
-) -> float:
-    """Return the share of the layers' time that the timetable saves; 0 without stages.
-
-    Args:
-        skipping: Layers that micro-batches leave out.
-        execution: Schedule, and mesh with every size filled in.
-        accumulation: Micro-batches of a step.
-    """
-    stages, paths = execution.mesh.stage, skipping.paths(accumulation)
-    if stages == 1 or paths is None:
-        return 0.0
-    tables = [execution.pipeline.schedule(stages, accumulation, some) for some in (paths, None)]
-    partial, whole = (table.seconds() for table in tables)
-    return 1.0 - partial / whole
-
-
-def skipping_in_words(
-    skipping: SkippingConfig, execution: ExecutionConfig, accumulation: int
-) -> str:
-    """Return what micro-batches leave out or swap, and the time that this saves.
-
-    Args:
-        skipping: Layers that micro-batches leave out.
-        execution: Schedule, and mesh with every size filled in.
-        accumulation: Micro-batches of a step.
-    """
-    saved = saved_by_skipping(skipping, execution, accumulation)
-    words = f"{skipping.share_left_out:.0%} of {skipping.groups} groups of layers"
-    if skipping.order != "ascending":
-        words = f"{words}, {skipping.order} in half of the micro-batches"
-    if execution.mesh.stage == 1:
-        return f"{words}, masked: no time saved without stages"
-    return f"{words}: {abs(saved):.0%} {'less' if saved >= 0 else 'more'} time in layers planned"
 
 
 def pipeline_of_report(stages: int, config: Mapping[str, Any]) -> tuple[str, str]:

@@ -21,7 +21,6 @@ from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.header import sequence_form
-from jaxmoe.run.reporting.pipelines import saved_by_skipping
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.indicators import over_layers
 from jaxmoe.tracking.stability import judge_run
@@ -61,6 +60,9 @@ def summarise(
     """
     plan, last = assembly.plan, reporter.last
     training, moe = plan.config.training, plan.model.moe
+    skipping = None
+    if training.skipping is not None:
+        skipping = training.skipping.row(assembly.execution, training.accumulation)
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
@@ -91,7 +93,7 @@ def summarise(
         "rollbacks": len(assembly.loader.skipped.windows),
         "mesh": describe_mesh(assembly.mesh),
         "replicas": None,
-        "skipping": _skipping(assembly),
+        "skipping": skipping,
         "implementations": implementations(assembly),
         "references_bits": dict(references),
         "bytes_per_token": assembly.source.bytes_per_token,
@@ -122,19 +124,6 @@ def with_rows(entries: Mapping[str, Any], rows: Mapping[str, Any]) -> dict[str, 
             ", ".join(clashes),
         )
     return {**entries, **{name: row for name, row in rows.items() if name not in clashes}}
-
-
-def _skipping(assembly: Assembly) -> dict[str, Any] | None:
-    """Return what micro-batches leave out, and the share of the layers' time that this saves."""
-    training, execution = assembly.plan.config.training, assembly.execution
-    skipping = training.skipping
-    if skipping is None:
-        return None
-    return {
-        "groups": skipping.groups,
-        "left_out": skipping.num_left_out,
-        "time_saved": saved_by_skipping(skipping, execution, training.accumulation),
-    }
 
 
 def load_window(

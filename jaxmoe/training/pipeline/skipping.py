@@ -23,8 +23,9 @@ its place, so that a copy of it costs less where the end is lost with a device
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.training.balance import takes_two_passes
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.backward import num_passes
@@ -82,6 +83,48 @@ class SkippingConfig:
         if self.num_left_out == 0 and self.order == "ascending":
             return None
         return choose_paths(self.groups, micro_batches, self.ratio, self.never, self.order)
+
+    def time_saved(self, execution: ExecutionConfig, accumulation: int) -> float:
+        """Return the share of the layers' time that the timetable saves; 0 without stages.
+
+        Args:
+            execution: Schedule, and mesh with every size filled in.
+            accumulation: Micro-batches of a step.
+        """
+        stages, paths = execution.mesh.stage, self.paths(accumulation)
+        if stages == 1 or paths is None:
+            return 0.0
+        tables = [execution.pipeline.schedule(stages, accumulation, some) for some in (paths, None)]
+        partial, whole = (table.seconds() for table in tables)
+        return 1.0 - partial / whole
+
+    def describe(self, execution: ExecutionConfig, accumulation: int) -> str:
+        """Return what micro-batches leave out or swap, and the time that this saves, as text.
+
+        Args:
+            execution: Schedule, and mesh with every size filled in.
+            accumulation: Micro-batches of a step.
+        """
+        saved = self.time_saved(execution, accumulation)
+        text = f"{self.share_left_out:.0%} of {self.groups} groups of layers"
+        if self.order != "ascending":
+            text = f"{text}, {self.order} in half of the micro-batches"
+        if execution.mesh.stage == 1:
+            return f"{text}, masked: no time saved without stages"
+        return f"{text}: {abs(saved):.0%} {'less' if saved >= 0 else 'more'} time in layers planned"
+
+    def row(self, execution: ExecutionConfig, accumulation: int) -> dict[str, Any]:
+        """Return what micro-batches leave out, and the time that this saves, for the summary.
+
+        Args:
+            execution: Schedule, and mesh with every size filled in.
+            accumulation: Micro-batches of a step.
+        """
+        return {
+            "groups": self.groups,
+            "left_out": self.num_left_out,
+            "time_saved": self.time_saved(execution, accumulation),
+        }
 
     def check(self, step: Step) -> None:
         """Check, before anything is traced, that a model can be trained with it.

@@ -13,7 +13,6 @@ from experiments.recipes import RECIPES
 from jaxmoe.configs import to_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reporting.pipelines import skipping_in_words
 from jaxmoe.run.reporting.report import write_run_report
 from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding.mesh import MeshConfig
@@ -78,7 +77,7 @@ def test_the_report_shows_the_schedule_of_what_is_left(tmp_path):
 )
 def test_what_is_left_out_in_words(skipping, stages, words):
     execution = ExecutionConfig(mesh=MeshConfig(stage=stages))
-    assert skipping_in_words(skipping, execution, 64) == words
+    assert skipping.describe(execution, 64) == words
 
 
 def test_a_long_timetable_is_left_out_of_the_report(tmp_path):
