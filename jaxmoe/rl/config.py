@@ -7,6 +7,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from jax.sharding import Mesh
+
+from jaxmoe import rl
+from jaxmoe.data import Source
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.rl.rewards import ArithmeticConfig, RewardBase
 
 OldName = Literal["trainer", "engine"]
@@ -102,6 +107,24 @@ class RolloutsConfig:
     def num_updates(self) -> int:
         """Optimiser updates of a step."""
         return self.epochs * self.minibatches
+
+    def feed(
+        self, plan: Any, execution: ExecutionConfig, mesh: Mesh, source: Source
+    ) -> rl.RolloutFeed:
+        """Return where the batches of a run come from; nothing is opened yet.
+
+        Args:
+            plan: `jaxmoe.run.plan.Plan`, of whose run these are the rollouts.
+            execution: Execution with the mesh resolved.
+            mesh: Devices.
+            source: Tokens of prompts and answers.
+        """
+        return rl.RolloutFeed(
+            rl.Learner.of(plan, execution, mesh),
+            source,
+            every=plan.config.checkpoint.every,
+            last_step=plan.config.training.steps,
+        )
 
     def check_run(self, config: Any) -> None:
         """Refuse a run without an objective that reads answers, and what needs rows of data.

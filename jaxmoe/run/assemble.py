@@ -24,7 +24,6 @@ from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
 from jaxmoe.replicas import ReplicasKind
-from jaxmoe.rl.feed import Learner, RolloutFeed
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, check_mesh, make_plan
 from jaxmoe.training import workers
@@ -241,12 +240,7 @@ class Assembly:
         """Where the batches come from; nothing is opened yet."""
         config = self.plan.config
         if config.rl is not None:
-            return RolloutFeed(
-                Learner.of(self.plan, self.execution, self.mesh),
-                self.source,
-                every=config.checkpoint.every,
-                last_step=config.training.steps,
-            )
+            return config.rl.feed(self.plan, self.execution, self.mesh, self.source)
         kind = LoaderFeed if self.loader.levels is None else LevelFeed
         return kind(
             loader=self.loader,
