@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,8 +28,7 @@ from jaxmoe.run.plan import Plan, check_mesh, make_plan
 from jaxmoe.training import workers
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
-from jaxmoe.training.optimizer_files.part_files import PartFiles
-from jaxmoe.training.optimizer_files.step import UpdateFromFiles, open_files
+from jaxmoe.training.parts.update import Update
 from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import CheckedStep, Step
@@ -62,9 +60,9 @@ class Assembly:
     job: tuple[int, int] | None = None
     """Worker that this job is, and the number of workers, where each is a job of its own; None for
     a job that has all workers."""
-    files: PartFiles | None = None
-    """Files of the optimiser state, with `execution.optimizer_memory` files; None without, and
-    until the run holds its directory."""
+    update: Update | None = None
+    """How the step updates parameters and optimiser state; what the execution asks for when None.
+    """
 
     def step(self, accumulation: int | None = None) -> Step:
         """Return the step of the run, or of one worker.
@@ -81,26 +79,11 @@ class Assembly:
             execution=self.execution,
             table=plan.table,
             max_norm_ratio=training.max_norm_ratio,
-            update=None if self.files is None else UpdateFromFiles(files=self.files),
+            update=self.update,
             **training.step_options(
                 accumulation=accumulation, parts=plan.config.step_parts + self._comparison
             ),
         )
-
-    def with_files(self, directory: pathlib.Path) -> Assembly:
-        """Return the assembly with the files of the optimiser state, if it lies in files.
-
-        Args:
-            directory: Directory of the run, in which the files are by default.
-
-        Raises:
-            ValueError: The files cannot be made.
-        """
-        if self.execution.optimizer_memory != "files":
-            return self
-        where = self.execution.optimizer_directory or str(directory / "optimizer")
-        files = open_files(where, self.step(), self.state_shapes())
-        return dataclasses.replace(self, files=files)
 
     def micro_batches(self, rows: int) -> int:
         """Return the micro-batches of a batch, those included that a step may leave out.

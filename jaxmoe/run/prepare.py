@@ -74,9 +74,6 @@ def prepare(
     if is_first:
         _hold(directory, assembly, supervision)
         record = check_config(directory, config, assembly.plan, extends=extends is not False)
-    assembly = assembly.with_files(directory.path)
-    if assembly.files is not None:
-        resources.callback(assembly.files.close)
     checkpoints = CheckpointManager(
         directory.checkpoints_directory,
         keep=config.checkpoint.keep,

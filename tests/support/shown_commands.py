@@ -7,6 +7,7 @@ A measure reads an assembled run on eight devices. Commands that do the same hav
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,6 +25,7 @@ import numpy as np
 from experiments.cli import flags as cli
 from experiments.finetune import finetune_config
 from experiments.recipes import DEFAULT, RECIPES
+from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
 from jaxmoe.contrib.survival.devices import LinkMeasurements
 from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.data import Source
@@ -61,16 +63,21 @@ def _source(kind: str, command: str) -> Source:
     return parsed(command).data.build(0)
 
 
-def assembled(command: str, directory: pathlib.Path) -> Assembly:
+def _assembled(command: str, directory: pathlib.Path, resources: contextlib.ExitStack) -> Assembly:
     """Return the run of a command on all devices.
 
     Args:
         command: Name and flags.
         directory: Directory of files that the run makes.
+        resources: Receives what must be closed.
     """
     config = parsed(command)
     source = _source(str(config.data), command)
-    return assemble(config, trains=True, source=source).with_files(directory)
+    assembly = assemble(config, trains=True, source=source)
+    if config.execution.optimizer_memory == "files":
+        process: Any = types.SimpleNamespace(resources=resources)
+        assembly = OptimizerFiles(config, RunDirectory(directory), process).prepared(assembly)
+    return assembly
 
 
 def value_of(measure: Measure, command: str, directory: pathlib.Path) -> str:
@@ -81,12 +88,9 @@ def value_of(measure: Measure, command: str, directory: pathlib.Path) -> str:
         command: Name and flags.
         directory: Directory of files that the run makes.
     """
-    assembly = assembled(command, directory)
-    try:
+    with contextlib.ExitStack() as resources:
+        assembly = _assembled(command, directory, resources)
         return repr(measure(assembly, directory))
-    finally:
-        if assembly.files is not None:
-            assembly.files.close()
 
 
 def program(assembly: Assembly, directory: pathlib.Path) -> str:

@@ -26,7 +26,7 @@ def check_movable(running: Assembly) -> None:
     Raises:
         ValueError: The run has such a state.
     """
-    if running.files is not None:
+    if running.execution.optimizer_memory == "files":
         raise ValueError(
             "execution.optimizer_memory=files keeps the optimizer state in files of one mesh: stop"
             " the run, and resume it on the other mesh"

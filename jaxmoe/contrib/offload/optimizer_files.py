@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tells where the optimiser state lies that is kept in files."""
+"""Opens the files that keep the optimiser state of a run, and tells where they lie."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,29 +12,33 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
-from jaxmoe.run.restore import Begun
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.optimizer_files.part_files import PartFiles
+from jaxmoe.training.optimizer_files.step import UpdateFromFiles, open_files
 
 
 class OptimizerFiles(RunPart):
-    """Describes the files in header and summary.
+    """Opens the files, lets the step update from them, and describes them in header and summary.
 
     Args:
         config: Unused.
-        directory: Unused.
-        supervision: Unused.
+        directory: Run directory, in which the files are by default.
+        supervision: Resources of this process, which close the files.
     """
 
     _files: PartFiles
 
     def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del config, directory, supervision
+        del config
+        self._directory = directory
+        self._resources = supervision.resources
 
-    def restored(self, begun: Begun) -> None:
-        """Note the files, which the run has opened."""
-        assert begun.assembly.files is not None  # with `execution.optimizer_memory=files`
-        self._files = begun.assembly.files
+    def prepared(self, assembly: Assembly) -> Assembly:
+        """Return the run with a step that updates from the files, which are opened."""
+        where = assembly.execution.optimizer_directory or str(self._directory.path / "optimizer")
+        files = self._files = open_files(where, assembly.step(), assembly.state_shapes())
+        self._resources.callback(files.close)
+        return dataclasses.replace(assembly, update=UpdateFromFiles(files=files))
 
     def heading(self, assembly: Assembly) -> Sequence[str]:
         """Return number, size and directory of the files."""
