@@ -34,7 +34,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.parts import RunPart
-from jaxmoe.run.supervision import Watches
+from jaxmoe.run.supervision import Watches, library_supervision
 from jaxmoe.training.stopwatch import START, Stopwatch
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import save_tables
@@ -75,8 +75,8 @@ def _assembled(command: str, directory: pathlib.Path, resources: contextlib.Exit
     source = _source(str(config.data), command)
     assembly = assemble(config, trains=True, source=source)
     if config.execution.optimizer_memory == "files":
-        process: Any = types.SimpleNamespace(resources=resources)
-        assembly = OptimizerFiles(config, RunDirectory(directory), process).prepared(assembly)
+        supervision = resources.enter_context(library_supervision(config.processes))
+        assembly = OptimizerFiles(config, RunDirectory(directory), supervision).prepared(assembly)
     return assembly
 
 
