@@ -11,7 +11,7 @@ n tokens takes n - 1 places: its last token is a target only. Micro-batch i of M
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,14 @@ class LevelPacking:
             static_micro_batches=len(static.micro_batches(self.room)),
             static=static.seconds(flat, self.room, self.cost),
         )
+
+    def forecast_of(self, rows: Iterable[Row]) -> Forecast:
+        """Return the forecast of a step.
+
+        Args:
+            rows: All rows of the step.
+        """
+        return self.forecast([[document.length for document in documents_of(row)] for row in rows])
 
     def batch(self, rows: Sequence[Row], *, process_index: int, process_count: int) -> Batch:
         """Return the part of one host of the batch of a step.

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmoe.data.levels.rows import documents_of
 from jaxmoe.layers.sequences import choose_form
 from jaxmoe.messages import say
 from jaxmoe.models.config import ModelConfig
@@ -61,9 +60,7 @@ def print_header(
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
     if (packing := assembly.loader.levels) is not None:
-        rows = map(documents_of, assembly.loader.step_rows(first_step))
-        forecast = packing.forecast([[document.length for document in row] for row in rows])
-        say(f"levels   {forecast.text}")
+        say(f"levels   {packing.forecast_of(assembly.loader.step_rows(first_step)).text}")
     if assembly.execution.mesh.stage > 1:
         given = model, assembly.execution, training.accumulation
         say(f"stages   {pipeline_in_words(*given, skipping=training.skipping)}")

@@ -139,6 +139,13 @@ def test_documents_of_a_row_end_before_padding():
     assert whole.tokens.tolist() == [0, 1, 2, 3] and whole.length == 3
 
 
+def test_the_forecast_of_rows_is_that_of_their_documents():
+    loader = loader_of(BucketsConfig())
+    rows = list(loader.step_rows(0))
+    lengths = [[document.length for document in documents_of(row)] for row in rows]
+    assert loader.levels.forecast_of(rows) == loader.levels.forecast(lengths)
+
+
 UNEVEN = [[24], [12, 6, 6], [13, 11], [12, 12]]
 """Rows of which a level each would take a micro-batch of its own, most of it empty."""
 
