@@ -33,6 +33,10 @@ _KINDS |= {dict: "an object", list: "a list"}
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
+class NotTextError(ValueError):
+    """A file is not in UTF-8, so that it is no JSON."""
+
+
 def read_json(
     path: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES, max_values: int = MAX_JSON_VALUES
 ) -> Any:
@@ -58,7 +62,8 @@ def read_text(path: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> str:
         max_bytes: Largest size of the file.
 
     Raises:
-        ValueError: It is a directory, a FIFO or the like, too large, or not in UTF-8.
+        NotTextError: It is not in UTF-8.
+        ValueError: It is a directory, a FIFO or the like, or too large.
         OSError: It is missing or cannot be read.
     """
     with _open(path) as file:
@@ -69,7 +74,7 @@ def read_text(path: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"not in UTF-8 ({error})") from error
+        raise NotTextError(f"not in UTF-8 ({error})") from error
 
 
 def read_record(path: pathlib.Path, kind: type[dict] | type[list]) -> Any:

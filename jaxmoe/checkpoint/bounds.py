@@ -34,7 +34,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.json_bounds import MAX_JSON_BYTES, MAX_JSON_DEPTH, parse_json, read_json
+from jaxmoe.json_bounds import (
+    MAX_JSON_BYTES,
+    MAX_JSON_DEPTH,
+    NotTextError,
+    parse_json,
+    read_json,
+)
 
 MAX_ARRAY_BYTES = 1 << 50
 """Largest size of one array."""
@@ -90,7 +96,8 @@ def texts(step: pathlib.Path, patterns: Sequence[str] = _JSON) -> list[str]:
 def before_opening(directory: pathlib.Path) -> list[str]:
     """Return one line for each step that Orbax must not list: listing parses a file of each.
 
-    Files that are not JSON are skipped: Orbax ignores them, and the check of the step finds them.
+    Files that are no text, or not JSON, are skipped: Orbax ignores them, and the check of the step
+    finds them.
     """
     lines = []
     for path in sorted(directory.glob(f"*/{_HANDLERS}")):
@@ -102,7 +109,7 @@ def before_opening(directory: pathlib.Path) -> list[str]:
                 raise ValueError("not a plain file")
             if not isinstance(read_json(path), dict | None):
                 raise ValueError("not a JSON object")
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (json.JSONDecodeError, NotTextError):
             continue
         except (OSError, ValueError) as error:
             lines.append(f"{name}: {str(error)[:200]}; move the step away")

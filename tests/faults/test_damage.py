@@ -63,6 +63,18 @@ def _targets():
     return [_state(0), jax.tree.map(place, _state(0))]
 
 
+@pytest.mark.parametrize("content", [b"\xb2{}", b"{", b"", b"\x00" * 99], ids=repr)
+def test_a_list_of_readers_that_is_no_text_is_damage_of_its_step(saved, tmp_path, content):
+    """Orbax reads it of all steps at once, and a start must not end there."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    (copy / "2" / "_CHECKPOINT_METADATA").write_bytes(content)
+    manager = CheckpointManager(copy)
+    step, state = manager.restore_newest(_state(0))
+    manager.close()
+    assert step == 1 and _bits(state) == _bits(_state(1))
+
+
 @pytest.mark.slow
 @pytest.mark.trains
 def test_no_damage_is_silent(saved, tmp_path, caplog):

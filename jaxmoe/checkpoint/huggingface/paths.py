@@ -20,7 +20,7 @@ import stat
 from typing import Any
 
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.json_bounds import MAX_JSON_BYTES, read_json
+from jaxmoe.json_bounds import MAX_JSON_BYTES, NotTextError, read_json
 
 _AGAIN = "download the files again"
 
@@ -100,7 +100,7 @@ def read_object(path: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[
         found = read_json(path, max_bytes=max_bytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, NotTextError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): {_AGAIN}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not parsed ({error}): {_AGAIN}") from error
