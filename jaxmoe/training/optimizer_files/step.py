@@ -302,7 +302,7 @@ class FilesStep:
                 arrays,
                 state.opt_state,
                 is_finite,
-                np.int32(part.number),
+                jnp.int32(part.number),
             )
             del arrays
             running.put(new)
