@@ -163,9 +163,17 @@ def test_the_load_of_many_steps_together():
     assert load_window(np.zeros(0, int), load[:0]) is None
 
 
+def _detailed(assembly):
+    config = assembly.plan.config
+    execution = dataclasses.replace(config.execution, telemetry="detailed")
+    config = dataclasses.replace(config, execution=execution)
+    plan = dataclasses.replace(assembly.plan, config=config)
+    return dataclasses.replace(assembly, plan=plan)
+
+
 def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
     directory = RunDirectory(tmp_path)
-    reporter = Reporter("r", directory, assembly, 0)
+    reporter = Reporter("r", directory, _detailed(assembly), 0)
     given = report(1, 20, 1.0)
     layers = {"router_z": np.array([np.nan, 2.0, 4.0]), "head_z": np.array([9.0])}
     load, quality = np.array([[0.4, 0.3, 0.2, 0.1]]), np.log([[0.4, 0.3, 0.2, 0.1]])
