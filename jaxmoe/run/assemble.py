@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,20 +18,17 @@ from jaxmoe.data.mixture import tasks_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import abstract_params, quantized_params
 from jaxmoe.optim.steps import ProbingTransformation
-from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
-from jaxmoe.replicas import ReplicasKind
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, check_mesh, make_plan
 from jaxmoe.training import workers
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.parts.update import Update
-from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import TrainState, init_state
-from jaxmoe.training.step import CheckedStep, Step
+from jaxmoe.training.step import Step
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import make_mesh
 
@@ -73,6 +70,7 @@ class Assembly:
         plan, training = self.plan, self.plan.config.training
         if accumulation is None:
             accumulation = self.micro_batches(training.batch_size)
+        compared = self.workers.parts if training.gradients.is_backward else ()
         return Step(
             model=plan.model,
             optimizer=plan.optimizer,
@@ -81,7 +79,7 @@ class Assembly:
             max_norm_ratio=training.max_norm_ratio,
             update=self.update,
             **training.step_options(
-                accumulation=accumulation, parts=plan.config.step_parts + self._comparison
+                accumulation=accumulation, parts=plan.config.step_parts + compared
             ),
         )
 
@@ -96,93 +94,29 @@ class Assembly:
         training = self.plan.config.training
         return accumulation_of(rows, training.batch_size, training.accumulation)
 
-    @property
-    def _comparison(self) -> tuple[WorkerLosses, ...]:
-        """Part of the step that reports the losses of parts of its batch, if there are several."""
-        config = self.plan.config
-        has_losses = config.training.gradients.is_backward
-        if not has_losses or config.replicas.exchanges == "parameters" or self.num_compared == 1:
-            return ()
-        return (WorkerLosses(workers=self.num_compared),)
-
-    @property
-    def num_compared(self) -> int:
-        """Number of parts of a batch whose losses are compared: those of devices, or workers."""
-        mesh, replicas = self.execution.mesh, self.plan.config.replicas
-        if not self._has_workers:
-            return mesh.batch_shards
-        return replicas.num_workers(mesh.replica) if self.job is None else 1
-
-    @property
-    def _has_workers(self) -> bool:
-        """Whether workers exchange something, instead of one that all devices share."""
-        return self.plan.config.replicas.exchanges != "nothing"
-
     @functools.cached_property
-    def worker_training(self) -> workers.WorkerTraining | None:
-        """Workers that exchange parameters; None for a run without such workers."""
-        if not self._has_workers:
-            return None
-        return workers.workers_of_run(*self._replicas(self.step()), self._member)
-
-    @functools.cached_property
-    def gradient_training(self) -> workers.GradientTraining | None:
-        """Workers that exchange gradients; None for a run without such workers."""
-        if not self._has_workers:
-            return None
-        return workers.gradients_of_run(*self._replicas(self.step()))
-
-    def check_replicas(self) -> None:
-        """Raise ValueError if the method does not fit the mesh, or cannot leave the program."""
-        if self.worker_training is not None and self.job is not None:
-            workers.BetweenJobs(self.worker_training)
-        _ = self.gradient_training  # building it checks the mesh
-
-    def jitted_step(self, accumulation: int) -> CheckedStep:
-        """Return the jitted step of the run; it donates its state.
-
-        Args:
-            accumulation: Micro-batches of a step.
-        """
-        step = self.step(accumulation)
-        if not self._has_workers:
-            return step.jitted()
-        return workers.jitted_step(*self._replicas(step), self._member)
-
-    def _replicas(self, step: Step) -> tuple[ReplicasKind, ParameterTable, Step, int]:
-        """Return what a method is made of: its config, parameters, the step, number of steps."""
-        config = self.plan.config
-        return config.replicas, self.plan.table, step, config.training.steps
-
-    @property
-    def _member(self) -> int | None:
-        """Number of this job among those that share a batch."""
-        return None if self.job is None else self.job[0]
+    def workers(self) -> workers.OneWorker:
+        """Who trains: one worker that all devices share, or several that exchange something."""
+        config, mesh = self.plan.config, self.execution.mesh
+        if config.replicas.exchanges == "nothing":
+            return workers.OneWorker(mesh.batch_shards)
+        return workers.RunWorkers(
+            config.replicas,
+            self.plan.table,
+            self.step,
+            config.training.steps,
+            self.mesh,
+            None if self.job is None else self.job[0],
+        )
 
     @property
     def batch_part(self) -> tuple[int, int]:
         """Part of every batch that this process reads, and the number of parts."""
         return batch_part(self.mesh) if self.job is None else self.job
 
-    @functools.cached_property
-    def publish(self) -> Callable[[TrainState], TrainState]:
-        """Function that brings the parameters up to date that the world sees."""
-        training = self.worker_training
-        if training is None or training.method.is_shared:
-            return lambda state: state
-        return jax.jit(training.publish, donate_argnums=0)
-
     def new_state(self) -> TrainState:
         """Return the state before the first step."""
-        return self.with_workers(self.new_world())
-
-    def with_workers(self, state: TrainState) -> TrainState:
-        """Return a state without workers as that of equal workers, if the run has any."""
-        training = self.worker_training or self.gradient_training
-        if training is None:
-            return state
-        with jax.set_mesh(self.mesh):
-            return jax.jit(training.begin)(state)
+        return self.workers.begin(self.new_world())
 
     def new_world(self) -> TrainState:
         """Return the state before the first step, without workers."""
@@ -205,7 +139,7 @@ class Assembly:
 
     def state_shapes(self) -> TrainState:
         """Return shapes and shardings of `new_state`, of which nothing is computed."""
-        training, shapes = self.worker_training or self.gradient_training, self.world_shapes()
+        training, shapes = self.workers.training, self.world_shapes()
         return shapes if training is None else shapes_after(training.begin, shapes, self.mesh)
 
     def world_shapes(self) -> TrainState:
@@ -329,7 +263,7 @@ def assemble(
         index, count = assembly.batch_part
         check_hosts(loader, process_index=index, process_count=count)
     if trains:
-        assembly.check_replicas()
+        assembly.workers.check()
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
 

@@ -181,7 +181,7 @@ class Watches:
 
     @property
     def _workers(self) -> int:
-        return self._assembly.num_compared
+        return self._assembly.workers.number
 
     def _note(self, step: int, *, is_kept: bool = False) -> None:
         if self._ledger is not None and not self._directory.is_lost:

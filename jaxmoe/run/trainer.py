@@ -231,7 +231,7 @@ class Trainer:
                 report=watches.trained,
                 report_every=config.tracking.print_every,
                 max_skipped=config.training.max_skipped,
-                publish=assembly.publish,
+                publish=assembly.workers.publish,
                 stop=StopOrEvent(self._supervision.stop, self._parts),
                 stopwatch=self._stopwatch,
                 beat=self._watchdog.beat,

@@ -98,7 +98,7 @@ def program(assembly: Assembly, directory: pathlib.Path) -> str:
     del directory
     rows = assembly.plan.config.training.batch_size
     with jax.set_mesh(assembly.mesh):
-        step: Any = assembly.jitted_step(assembly.micro_batches(rows))
+        step: Any = assembly.workers.jitted(assembly.step(assembly.micro_batches(rows)))
         traced = step.trace(assembly.state_shapes(), assembly.feed.batch(0))
         return hashlib.sha256(traced.lower().as_text().encode()).hexdigest()
 

@@ -85,7 +85,9 @@ class MethodPrograms(Programs):
     def make_step(self, optimizer: Any) -> Any:
         """Return the step of the run, not compiled yet."""
         del optimizer  # that of the plan
-        return self.assembly.jitted_step(self.assembly.plan.config.training.accumulation)
+        return self.assembly.workers.jitted(
+            self.assembly.step(self.assembly.plan.config.training.accumulation)
+        )
 
     @functools.cached_property
     def _around(self) -> Any:
@@ -105,7 +107,7 @@ class MethodPrograms(Programs):
             key: Key of the seed.
         """
         copied = jax.tree.map(lambda x: x.copy(), params)  # the step donates its state
-        return self.assembly.with_workers(self._around(copied, key))
+        return self.assembly.workers.begin(self._around(copied, key))
 
 
 def rows_of_batch(batch: Batch, number: int) -> Batch:
@@ -174,7 +176,7 @@ def _train(
         batch = global_batch(rows_of_batch(rows, training.batch_size), task.mesh)
         state, metrics = programs.step(state, batch)
         measured.append(metrics)
-    state = assembly.publish(state)
+    state = assembly.workers.publish(state)
     metrics = fetch_metrics(measured)
     bits = evaluate(task.evaluate, state.params, state.router_state, task.held_out).bits_per_token
     diverged = has_diverged([m.skipped_in_a_row for m in metrics], training)

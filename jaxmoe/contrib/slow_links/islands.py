@@ -108,8 +108,8 @@ class Island(RunPart):
         assembly, state = begun.assembly, begun.state
         if begun.step >= assembly.plan.config.training.steps:
             return
-        training = assembly.worker_training
-        assert training is not None  # checked by `fit`
+        training = assembly.workers.training
+        assert isinstance(training, WorkerTraining)  # checked by `fit`
         with jax.set_mesh(assembly.mesh):
             self._training = training
             self._between = BetweenJobs(training)

@@ -32,7 +32,9 @@ from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import SEPARATOR, flatten, unpack
 from jaxmoe.training.state import TrainState
+from jaxmoe.training.workers.gradient_state import GradientTraining
 from jaxmoe.training.workers.local import WORKERS, local_of, with_local
+from jaxmoe.training.workers.state import WorkerTraining
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ def with_other_workers(
     taken, local = jnp.arange(number) % before, _as_saved(found.pop("parts")[WORKERS])
     with jax.set_mesh(assembly.mesh):
         outer = found.pop("opt_state")
-        begun = assembly.with_workers(dataclasses.replace(state, **found))
+        begun = assembly.workers.begin(dataclasses.replace(state, **found))
         mine = _as_saved({name: getattr(local_of(begun), name) for name in names})
         for path, like in own.items():
             if local[path].shape[1:] == like.shape[1:]:
@@ -146,9 +148,10 @@ def sent_per_step(assembly: Assembly) -> float:
     Without workers: those of a synchronous run, whose gradients are reduced over mesh.replica.
     """
     workers = _num_workers(assembly)
-    if (gradients := assembly.gradient_training) is not None:
-        return gradients.method.step_bytes(list(gradients.leaves.values()), workers)
-    if (training := assembly.worker_training) is not None:
+    training = assembly.workers.training
+    if isinstance(training, GradientTraining):
+        return training.method.step_bytes(list(training.leaves.values()), workers)
+    if isinstance(training, WorkerTraining):
         return cost(training.method, list(training.leaves.values()), workers).step
     return synchronous_bytes(assembly, assembly.execution.mesh.replica)
 
@@ -161,12 +164,12 @@ def synchronous_bytes(assembly: Assembly, workers: int) -> float:
 
 def describe_workers(assembly: Assembly) -> str | None:
     """Return method, number of workers, timing and bytes of a run; None without workers."""
-    training = assembly.worker_training or assembly.gradient_training
+    training = assembly.workers.training
     if training is None:
         return None
     number, often = _num_workers(assembly), "gradients in every step"
-    if assembly.worker_training is not None:
-        often = _timing_in_words(assembly.worker_training.method.timing)
+    if isinstance(training, WorkerTraining):
+        often = _timing_in_words(training.method.timing)
     is_alone = training.workers.is_spread or assembly.job is not None
     where = "" if is_alone else " on the same devices"
     synchronous = synchronous_bytes(assembly, number)

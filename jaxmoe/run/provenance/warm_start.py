@@ -283,7 +283,7 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
         begun = jax.jit(around)(with_base(state.params, params))
     if router_state is not None:
         begun = begun.replace(router_state=router_state)
-    return assembly.with_workers(begun)
+    return assembly.workers.begin(begun)
 
 
 def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> Source:

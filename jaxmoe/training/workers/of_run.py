@@ -1,84 +1,109 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how the workers of a run train: by parameters or gradients that they exchange."""
+"""Who trains a run whose workers exchange parameters or gradients.
+
+`RunWorkers` extends `OneWorker` (`one.py`), which stands for a run without workers.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import cast
+
+import jax
+from jax.sharding import Mesh
 
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasKind
 from jaxmoe.replicas.base import ReplicasBase
 from jaxmoe.replicas.gradient_base import GradientBase
+from jaxmoe.training.parts.base import StepPart
+from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, Step
+from jaxmoe.training.workers.between_jobs import BetweenJobs
 from jaxmoe.training.workers.gradient_state import GradientTraining
 from jaxmoe.training.workers.gradient_step import make_gradient_step
+from jaxmoe.training.workers.one import OneWorker
 from jaxmoe.training.workers.state import WorkerTraining
 from jaxmoe.training.workers.step import make_worker_step
+from sharding import axes as ax
 
 
-def workers_of_run(
-    config: ReplicasKind,
-    table: ParameterTable,
-    step: Step,
-    steps: int,
-    island: int | None = None,
-) -> WorkerTraining | None:
-    """Return how workers train that exchange parameters; None for a run without such workers.
+class RunWorkers(OneWorker):
+    """Workers of a run that exchange parameters or gradients.
 
     Args:
         config: Method.
         table: Parameters.
-        step: Step of one worker; every size of its mesh is filled in.
+        step_of: Returns the step of the whole batch, or of one worker; every size of its mesh is
+            filled in.
         steps: Steps of the run.
-        island: Number of the one worker of this job; None if all workers are in it.
-
-    Raises:
-        ValueError: The method does not fit the mesh, or the adapter changes states itself.
+        mesh: Devices.
+        member: Number of the one worker of this job; None if all workers are in it.
     """
-    if config.exchanges != "parameters":
-        return None
-    for part in step.chain:
-        part.check_workers(config.name)
-    return WorkerTraining.of(cast("ReplicasBase", config), table, step, steps, island)
 
+    def __init__(
+        self,
+        config: ReplicasKind,
+        table: ParameterTable,
+        step_of: Callable[[], Step],
+        steps: int,
+        mesh: Mesh,
+        member: int | None,
+    ):
+        super().__init__(config.num_workers(mesh.shape[ax.REPLICA]) if member is None else 1)
+        self._config, self._table, self._steps = config, table, steps
+        self._step_of, self._mesh, self._member = step_of, mesh, member
 
-def gradients_of_run(
-    config: ReplicasKind, table: ParameterTable, step: Step, steps: int
-) -> GradientTraining | None:
-    """Return how workers exchange gradients; None for a run in which they do not.
+    @functools.cached_property
+    def training(self) -> WorkerTraining | GradientTraining:
+        """How workers exchange parameters, or gradients.
 
-    Args:
-        config: Method.
-        table: Parameters.
-        step: Step of the whole batch; every size of its mesh is filled in.
-        steps: Steps of the run.
+        Raises:
+            ValueError: The method does not fit the mesh, or the adapter changes states itself.
+        """
+        return self._training_of(self._step_of())
 
-    Raises:
-        ValueError: The method does not fit the mesh.
-    """
-    if config.exchanges != "gradients":
-        return None
-    return GradientTraining.of(cast("GradientBase", config), table, step, steps)
+    @property
+    def parts(self) -> tuple[StepPart, ...]:
+        """Parts of a step that report the losses of workers, which those of parameters report."""
+        return super().parts if self._config.exchanges == "gradients" else ()
 
+    def check(self) -> None:
+        """Refuse a method that does not fit the mesh, or cannot leave the program."""
+        if isinstance(self.training, WorkerTraining) and self._member is not None:
+            BetweenJobs(self.training)
 
-def jitted_step(
-    config: ReplicasKind,
-    table: ParameterTable,
-    step: Step,
-    steps: int,
-    island: int | None = None,
-) -> CheckedStep:
-    """Return the jitted step of a run, (state, batch) -> (state, metrics).
+    def jitted(self, step: Step) -> CheckedStep:
+        """Return the jitted step of the run; the exchanges between jobs are not in it."""
+        training = self._training_of(step)
+        if isinstance(training, GradientTraining):
+            return make_gradient_step(training)
+        return make_worker_step(training, exchanges=self._member is None)
 
-    Args:
-        config: Method.
-        table: Parameters.
-        step: Ordinary step, or that of one worker.
-        steps: Steps of the run.
-        island: See `workers_of_run`; the exchanges of an island are not in its step.
-    """
-    if (workers := workers_of_run(config, table, step, steps, island)) is not None:
-        return make_worker_step(workers, exchanges=island is None)
-    gradients = gradients_of_run(config, table, step, steps)
-    return step.jitted() if gradients is None else make_gradient_step(gradients)
+    def begin(self, state: TrainState) -> TrainState:
+        """Return the state of equal workers; see the base class."""
+        with jax.set_mesh(self._mesh):
+            return jax.jit(self.training.begin)(state)
+
+    def publish(self, state: TrainState) -> TrainState:
+        """Bring the parameters up to date that the world sees; see the base class."""
+        return self._publish(state)
+
+    @functools.cached_property
+    def _publish(self) -> Callable[[TrainState], TrainState]:
+        training = self.training
+        if isinstance(training, GradientTraining) or training.method.is_shared:
+            return super().publish
+        return jax.jit(training.publish, donate_argnums=0)
+
+    def _training_of(self, step: Step) -> WorkerTraining | GradientTraining:
+        """Return how the workers train that take a step."""
+        if self._config.exchanges == "gradients":
+            config = cast("GradientBase", self._config)
+            return GradientTraining.of(config, self._table, step, self._steps)
+        for part in step.chain:
+            part.check_workers(self._config.name)
+        config = cast("ReplicasBase", self._config)
+        return WorkerTraining.of(config, self._table, step, self._steps, self._member)
