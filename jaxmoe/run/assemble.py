@@ -101,6 +101,7 @@ class Assembly:
         if config.replicas.exchanges == "nothing":
             return workers.OneWorker(mesh.batch_shards)
         return workers.RunWorkers(
+            1 if self.job is not None else config.replicas.num_workers(mesh.replica),
             config.replicas,
             self.plan.table,
             self.step,

@@ -27,13 +27,13 @@ from jaxmoe.training.workers.gradient_step import make_gradient_step
 from jaxmoe.training.workers.one import OneWorker
 from jaxmoe.training.workers.state import WorkerTraining
 from jaxmoe.training.workers.step import make_worker_step
-from sharding import axes as ax
 
 
 class RunWorkers(OneWorker):
     """Workers of a run that exchange parameters or gradients.
 
     Args:
+        number: Workers in this job.
         config: Method.
         table: Parameters.
         step_of: Returns the step of the whole batch, or of one worker; every size of its mesh is
@@ -45,6 +45,7 @@ class RunWorkers(OneWorker):
 
     def __init__(
         self,
+        number: int,
         config: ReplicasKind,
         table: ParameterTable,
         step_of: Callable[[], Step],
@@ -52,7 +53,7 @@ class RunWorkers(OneWorker):
         mesh: Mesh,
         member: int | None,
     ):
-        super().__init__(config.num_workers(mesh.shape[ax.REPLICA]) if member is None else 1)
+        super().__init__(number)
         self._config, self._table, self._steps = config, table, steps
         self._step_of, self._mesh, self._member = step_of, mesh, member
 
