@@ -211,7 +211,8 @@ def _place(name: str) -> str:
     vertical stands above all packages."""
     top, _, rest = name.removeprefix("jaxmoe.").partition(".")
     below = rest.partition(".")[0]
-    return below if top == "contrib" and below in ORDER else top
+    is_vertical = (ROOT / "jaxmoe" / "contrib" / below / "README.md").exists()
+    return below if top == "contrib" and below in ORDER and not is_vertical else top
 
 
 def _jaxmoe_imports(path: pathlib.Path) -> Iterator[tuple[int, str]]:

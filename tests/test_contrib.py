@@ -30,26 +30,35 @@ def imported_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+def _is_vertical(folder: pathlib.Path) -> bool:
+    """Whether a folder of contrib is a vertical, which a README says; else it holds methods."""
+    return (folder / "README.md").exists()
+
+
 def _layout(root: pathlib.Path, path: pathlib.Path) -> Iterator[str]:
     """Lines for a file of contrib that stands at the wrong place, or a method that is too long."""
     file = path.relative_to(root)
     parts = file.parts
-    if len(parts) != 4 or not (parts[2] in ORDER or (path.parent / "README.md").exists()):
+    if _is_vertical(root / pathlib.Path(*parts[:3])):
+        return
+    if len(parts) != 4 or parts[2] not in ORDER:
         yield (
             f"{file}:1: is neither jaxmoe/contrib/<package of jaxmoe>/<name>.py nor in a vertical:"
             " a folder jaxmoe/contrib/<vertical> with a README.md"
         )
-    elif parts[2] in ORDER and (lines := len(path.read_text("utf-8").splitlines())) > LINES:
+    elif (lines := len(path.read_text("utf-8").splitlines())) > LINES:
         yield f"{file}:{lines}: {lines} lines, at most {LINES}"
 
 
 def _may_import(root: pathlib.Path, path: pathlib.Path, name: str) -> bool:
-    """Whether a vertical imports a name of contrib: of itself, or as its README says."""
-    folder = name.split(".")[2]
-    readme = path.parent / "README.md"
-    if path.parent == root / "jaxmoe" / "contrib" / folder:
-        return readme.exists()
-    return readme.exists() and f"`jaxmoe.contrib.{folder}`" in readme.read_text("utf-8")
+    """Whether a file of contrib imports a name of its own vertical, or as its README says."""
+    target = name.split(".")[2]
+    folder = root / pathlib.Path(*path.relative_to(root).parts[:3])
+    if not _is_vertical(folder):
+        return False
+    return folder.name == target or f"`jaxmoe.contrib.{target}`" in (
+        folder / "README.md"
+    ).read_text("utf-8")
 
 
 def violations(root: pathlib.Path) -> Iterator[str]:
@@ -64,7 +73,9 @@ def violations(root: pathlib.Path) -> Iterator[str]:
                 continue
             if is_contrib and not _may_import(root, path, name):
                 yield f"{file}:{line}: imports {name}: a method, or a vertical, stands alone"
-            elif file.parts[0] == "experiments" and name.split(".")[2] in ORDER:
+            elif file.parts[0] == "experiments" and not _is_vertical(
+                root / "jaxmoe" / "contrib" / name.split(".")[2]
+            ):
                 yield f"{file}:{line}: imports {name}: ask jaxmoe.catalog for it by name"
             elif not is_contrib and file.parts[0] != "experiments":
                 yield f"{file}:{line}: imports {name}: ask jaxmoe.catalog for it by name"
