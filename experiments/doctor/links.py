@@ -27,11 +27,11 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.doctor.software import Finding, in_words
 from experiments.doctor.timeout import answer_within
-from jaxmoe.resilience.links import faults
-from jaxmoe.resilience.links.faults import ALONE, LinkMatrix
-from jaxmoe.resilience.links.probe import LinkProbe, Rounds
-from jaxmoe.resilience.links.table import REACHES, AxisSize, Link, LinkTable
-from jaxmoe.resilience.links.watch import LinkWatch
+from jaxmoe.contrib.survival.links import faults
+from jaxmoe.contrib.survival.links.faults import ALONE, LinkMatrix
+from jaxmoe.contrib.survival.links.probe import LinkProbe, Rounds
+from jaxmoe.contrib.survival.links.watch import LinkWatch
+from jaxmoe.planning.network.links import REACHES, AxisSize, Link, LinkTable
 from jaxmoe.run.directory import RunDirectory
 from sharding.mesh import MeshConfig, make_mesh
 

@@ -17,10 +17,10 @@ from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.corrections.measured import measured_chip
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
+from jaxmoe.planning.network.links import LinkTable
 from jaxmoe.planning.network.measured import linked_chip
 from jaxmoe.planning.network.page import NetworkConfig, host_links
 from jaxmoe.planning.search import EVERYTHING, Space
-from jaxmoe.resilience.links.table import LinkTable
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan

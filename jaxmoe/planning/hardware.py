@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxmoe.configs import closest
-from jaxmoe.resilience.links.table import LinkRate, slowest
+from jaxmoe.planning.network.links import LinkRate, slowest
 
 Platform = Literal["tpu", "gpu", "cpu"]
 

@@ -22,9 +22,9 @@ from experiments.doctor import devices as doctor_devices
 from experiments.doctor import links as doctor_links
 from experiments.doctor import software as doctor_software
 from experiments.doctor.software import Finding, coordinator, plugin_versions, variables, writable
+from jaxmoe.contrib.survival.links.probe import LinkProbe
+from jaxmoe.planning.network.links import LinkTable
 from jaxmoe.planning.network.measured import host_bandwidth
-from jaxmoe.resilience.links.probe import LinkProbe
-from jaxmoe.resilience.links.table import LinkTable
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -10,9 +10,9 @@ import pytest
 
 from experiments import pretrain
 from experiments.cli.flags import ExitCode
+from jaxmoe.contrib.survival.links.faults import LinkRule
+from jaxmoe.contrib.survival.links.watch import SLOWEST
 from jaxmoe.resilience.goodput import Ledger, account, read_ledger
-from jaxmoe.resilience.links.faults import LinkRule
-from jaxmoe.resilience.links.watch import SLOWEST
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.measures.dispersion import LOSS_RANGE, LOSS_STD
 from tests.support.ports import free_port
@@ -96,7 +96,7 @@ SLEEPING = """
 import sys, time
 import jax
 from experiments import pretrain
-from jaxmoe.resilience.links.probe import LinkProbe
+from jaxmoe.contrib.survival.links.probe import LinkProbe
 
 measure, send, probes = LinkProbe.measure, LinkProbe.send, [0]
 

@@ -375,7 +375,6 @@ VERTICALS = {
         sources=(
             "jaxmoe/resilience/snapshot*.py",
             "jaxmoe/resilience/parity.py",
-            "jaxmoe/resilience/links/*",
             "jaxmoe/resilience/shared_*.py",
             "jaxmoe/resilience/recompute.py",
             "jaxmoe/resilience/pieces.py",
@@ -387,7 +386,6 @@ VERTICALS = {
             "jaxmoe/training/pipeline/recovery.py",
         ),
         tests=(
-            "tests/jaxmoe/resilience/test_links.py",
             "tests/jaxmoe/resilience/test_parity.py",
             "tests/jaxmoe/contrib/survival/*",
             "tests/faults/test_snapshots.py",

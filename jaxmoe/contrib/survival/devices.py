@@ -7,8 +7,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from jaxmoe.resilience.links.probe import LinkProbe
-from jaxmoe.resilience.links.watch import PROBE_BYTES, LinkHook
+from jaxmoe.contrib.survival.links.probe import LinkProbe
+from jaxmoe.contrib.survival.links.watch import PROBE_BYTES, LinkHook
 from jaxmoe.resilience.recompute import RecomputedStep
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep

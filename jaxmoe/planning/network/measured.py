@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmoe.planning.hardware import Chip
-from jaxmoe.resilience.links.table import LinkTable
+from jaxmoe.planning.network.links import LinkTable
 
 
 def linked_chip(chip: Chip, table: LinkTable) -> Chip:

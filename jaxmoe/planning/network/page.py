@@ -27,10 +27,10 @@ from jaxmoe.planning.network.host_order import (
     order_seconds,
     parse_classes,
 )
+from jaxmoe.planning.network.links import LinkTable
 from jaxmoe.planning.network.measured import host_bandwidth, linked_chip
 from jaxmoe.planning.step_time import seconds_of
 from jaxmoe.planning.traffic import step_traffic
-from jaxmoe.resilience.links.table import LinkTable
 
 MEASURED = "measured"
 """Value of network.hosts for hosts whose links were measured."""

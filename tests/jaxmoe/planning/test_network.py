@@ -33,11 +33,11 @@ from jaxmoe.planning.network.host_order import (
     order_seconds,
     parse_classes,
 )
+from jaxmoe.planning.network.links import AxisSize, Link, LinkTable
 from jaxmoe.planning.network.measured import host_bandwidth, linked_chip
 from jaxmoe.planning.network.page import NetworkConfig, network_lines
 from jaxmoe.planning.step_time import predict_time, seconds_of
 from jaxmoe.planning.traffic import Traffic, step_traffic
-from jaxmoe.resilience.links.table import AxisSize, Link, LinkTable
 from sharding.expert_parallel import AllToAllConfig
 from sharding.mesh import MeshConfig
 from tests.jaxmoe.planning.test_planning import plan_of

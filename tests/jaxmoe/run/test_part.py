@@ -46,7 +46,7 @@ MEMBERS = (
 )
 ABSENT = {
     *("jaxmoe.contrib", "jaxmoe.run.serving", "jaxmoe.resilience.snapshot"),
-    *("jaxmoe.resilience.links.watch", "jaxmoe.islands"),
+    "jaxmoe.islands",
 }
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (

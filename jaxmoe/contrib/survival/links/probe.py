@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmoe.resilience.links.faults import ALONE, LinkMatrix
+from jaxmoe.contrib.survival.links.faults import ALONE, LinkMatrix
 from sharding.distributed import gather
 
 Rounds = Literal["together", "single"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from jaxmoe.resilience.links.faults import (
+from jaxmoe.contrib.survival.links.faults import (
     Fault,
     LinkMatrix,
     LinkRule,
@@ -23,7 +23,7 @@ from jaxmoe.resilience.links.faults import (
     locate,
     slowness,
 )
-from jaxmoe.resilience.links.probe import LinkProbe
+from jaxmoe.contrib.survival.links.probe import LinkProbe
 from jaxmoe.training.state import TrainState
 
 PROBE_BYTES = 1 << 20

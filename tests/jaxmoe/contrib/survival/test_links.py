@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.resilience.links import watch as link_watch
-from jaxmoe.resilience.links.faults import (
+from jaxmoe.contrib.survival.links import watch as link_watch
+from jaxmoe.contrib.survival.links.faults import (
     ALONE,
     LinkMatrix,
     LinkRule,
@@ -25,9 +25,9 @@ from jaxmoe.resilience.links.faults import (
     in_words,
     locate,
 )
-from jaxmoe.resilience.links.probe import LinkProbe, axis_rounds, process_rounds
-from jaxmoe.resilience.links.table import AxisSize, Link, LinkTable
-from jaxmoe.resilience.links.watch import SLOWEST, LinkHook, LinkWatch
+from jaxmoe.contrib.survival.links.probe import LinkProbe, axis_rounds, process_rounds
+from jaxmoe.contrib.survival.links.watch import SLOWEST, LinkHook, LinkWatch
+from jaxmoe.planning.network.links import AxisSize, Link, LinkTable
 from sharding.mesh import MeshConfig, make_mesh
 
 MESHES = {

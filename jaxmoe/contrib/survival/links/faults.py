@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxmoe.resilience.links.table import REACHES
+from jaxmoe.planning.network.links import REACHES
 
 ALONE = "alone"
 """Name of the row of what a device does without others."""
