@@ -100,19 +100,19 @@ _OBJECTIVE: Final = {
 _GRADIENTS: Final = {
     "backprop": ("jaxmoe.training.estimators.backprop:BackpropConfig", "Backpropagation."),
     "spsa": (
-        "jaxmoe.training.estimators.spsa:SPSAConfig",
+        "jaxmoe.contrib.estimators.spsa:SPSAConfig",
         "Derivatives along random directions, from forward passes only (MeZO).",
     ),
     "seed_pool": (
-        "jaxmoe.training.estimators.seed_pool:SeedPoolConfig",
+        "jaxmoe.contrib.estimators.seed_pool:SeedPoolConfig",
         "Derivatives along directions from a fixed pool of seeds (FedKSeed).",
     ),
     "evolution": (
-        "jaxmoe.training.estimators.evolution:EvolutionConfig",
+        "jaxmoe.contrib.estimators.evolution:EvolutionConfig",
         "Evolution strategies with perturbations of low rank (EGGROLL).",
     ),
     "surrogate": (
-        "jaxmoe.contrib.training.surrogate:SurrogateConfig",
+        "jaxmoe.contrib.estimators.surrogate:SurrogateConfig",
         "Gradient of a surrogate of the loss, for at most 100,000 trained values (FZooS).",
     ),
 }

@@ -10,9 +10,9 @@ from experiments import pretrain
 from experiments.cli import flags
 from experiments.cli.flags import ExitCode
 from experiments.recipes import DEFAULT, RECIPES
+from jaxmoe.contrib.estimators.seed_pool import replay
 from jaxmoe.optim import LinearConfig, MuonHConfig, SGDConfig
 from jaxmoe.run.load import load_run
-from jaxmoe.training.estimators.seed_pool import replay
 from tests.support.runs import flags as run_flags
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmoe.contrib.estimators.noise import noise_sum
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.estimators.noise import noise_sum
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
 from sharding import MeshConfig

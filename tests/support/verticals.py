@@ -148,19 +148,16 @@ VERTICALS = {
         sockets=("jaxmoe/data/loader.py",) + _RUN,
     ),
     "estimators": Vertical(
-        sources=(
-            "jaxmoe/training/estimators/*",
-            "jaxmoe/contrib/training/*",
-        ),
+        sources=("jaxmoe/contrib/estimators/*",),
         tests=(
-            "tests/jaxmoe/training/estimators/*",
-            "tests/jaxmoe/contrib/training/*",
+            "tests/jaxmoe/contrib/estimators/*",
+            "tests/experiments/test_estimators.py",
         ),
         smoke=(
-            "tests/jaxmoe/training/estimators/test_evolution.py"
+            "tests/jaxmoe/contrib/estimators/test_evolution.py"
             "::test_linear_fitness_recovers_the_gradient"
         ),
-        sockets=_STEP,
+        sockets=("jaxmoe/training/estimators/base.py",) + _STEP,
     ),
     "few_bits": Vertical(
         sources=(
@@ -224,6 +221,7 @@ VERTICALS = {
             "jaxmoe/models/layerwise/*",
             "jaxmoe/training/layer_paths/*",
             "jaxmoe/contrib/layerwise/*",
+            "jaxmoe/contrib/training/*",
             "jaxmoe/tracking/depth_plot.py",
             "experiments/depth.py",
             "experiments/layer_paths.py",
@@ -232,6 +230,7 @@ VERTICALS = {
             "tests/jaxmoe/models/layerwise/*",
             "tests/jaxmoe/training/test_layer_paths.py",
             "tests/jaxmoe/contrib/layerwise/*",
+            "tests/jaxmoe/contrib/training/*",
             "tests/experiments/test_depth.py",
             "tests/experiments/test_layer_paths.py",
         ),

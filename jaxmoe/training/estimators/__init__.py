@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members of the socket `Gradients`: how a step gets its gradient.
 
-To add an estimator: a config that extends `Gradients` in a file of its own in
-`jaxmoe/training/estimators`, its row under `gradients` in `jaxmoe/catalog/runs.py`.
+To add an estimator: a config that extends `Gradients` in a file of its own, and its row under
+`gradients` in `jaxmoe/catalog/runs.py`.
 """
 
 from jaxmoe.catalog import Registry

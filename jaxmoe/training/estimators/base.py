@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.optim import LinearConfig, Optimizer, SGDConfig
+from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas import ReplicasKind
 from jaxmoe.training.accumulation import GradientSums
@@ -31,13 +31,6 @@ from jaxmoe.training.state import GRADIENTS, TrainState
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
     from sharding.pipeline import Paths
-
-PLAIN_DESCENT: Mapping[str, Any] = {
-    "optimizer": SGDConfig(learning_rate=1e-4),
-    "schedule": LinearConfig(warmup_steps=0, floor=1.0),
-    "training.clip": None,
-}
-"""What methods bring that are defined by gradient descent at a constant rate."""
 
 
 class LayerPaths(NamedTuple):

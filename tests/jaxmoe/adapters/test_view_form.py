@@ -22,6 +22,7 @@ from jaxmoe.adapters import (
 )
 from jaxmoe.adapters.base import frozen
 from jaxmoe.adapters.factors import TRAINED, own_row
+from jaxmoe.contrib.estimators.noise import noise_sum, noise_view
 from jaxmoe.declarations import Declaration
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.view import view_outside
@@ -31,7 +32,6 @@ from jaxmoe.optim import adamw
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from jaxmoe.training.estimators.noise import noise_sum, noise_view
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.adapters import RemixConfig
 from jaxmoe.contrib.adapters.remix import draw, log_prob
+from jaxmoe.contrib.estimators.spsa import SPSAConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixing import ADVANTAGE, MixingInputs
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from jaxmoe.training.estimators import SPSAConfig
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.repeated import advantages

@@ -13,16 +13,22 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.contrib.training.surrogate import basis, difference_rows, fit, gradient
+from jaxmoe.contrib.estimators.surrogate import (
+    SurrogateConfig,
+    basis,
+    difference_rows,
+    fit,
+    gradient,
+)
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models import presets
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.estimators import BackpropConfig, SurrogateConfig
+from jaxmoe.training.estimators import BackpropConfig
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
-from tests.jaxmoe.training.estimators.test_spsa import DENSE
+from tests.jaxmoe.contrib.estimators.test_spsa import DENSE
 from tests.support.estimators import estimated, state_of, step_of
 from tests.support.meshes import mesh_of
 from tests.support.models import TINY

@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmoe.contrib.estimators.noise import noise_sum
+from jaxmoe.contrib.estimators.passes import check_forward, gradients_with, prepare, table_of
+from jaxmoe.contrib.estimators.spsa import Ends, direction_keys, paired_losses
 from jaxmoe.data.batch import Batch
 from jaxmoe.declarations import MatrixAxes
 from jaxmoe.training.estimators.base import Gradients, StepGradients
-from jaxmoe.training.estimators.noise import noise_sum
-from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
-from jaxmoe.training.estimators.spsa import Ends, direction_keys, paired_losses
 from jaxmoe.training.state import TrainState
 
 if TYPE_CHECKING:

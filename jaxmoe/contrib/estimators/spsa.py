@@ -32,11 +32,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.data.batch import Batch
-from jaxmoe.training.accumulation import MicroBatch
-from jaxmoe.training.estimators.base import PLAIN_DESCENT, Gradients, StepGradients
-from jaxmoe.training.estimators.noise import Draw, noise_sum, noise_view, normal
-from jaxmoe.training.estimators.passes import (
+from jaxmoe.contrib.estimators.noise import Draw, noise_sum, noise_view, normal
+from jaxmoe.contrib.estimators.passes import (
     Given,
     Losses,
     Sums,
@@ -47,6 +44,10 @@ from jaxmoe.training.estimators.passes import (
     summed_pass,
     table_of,
 )
+from jaxmoe.data.batch import Batch
+from jaxmoe.optim import LinearConfig, SGDConfig
+from jaxmoe.training.accumulation import MicroBatch
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.state import TrainState
 from sharding.axes import REPLICA
 from sharding.constrain import surroundings
@@ -55,6 +56,12 @@ from sharding.regions import region, sum_over
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
 
+PLAIN_DESCENT: Mapping[str, Any] = {
+    "optimizer": SGDConfig(learning_rate=1e-4),
+    "schedule": LinearConfig(warmup_steps=0, floor=1.0),
+    "training.clip": None,
+}
+"""What methods bring that are defined by gradient descent at a constant rate."""
 LEVELS = 127
 """Largest 8-bit integer of a byte payload."""
 

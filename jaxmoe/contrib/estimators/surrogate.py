@@ -27,13 +27,13 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.contrib.estimators import passes
+from jaxmoe.contrib.estimators.noise import noise_sum
+from jaxmoe.contrib.estimators.passes import Given, Losses, table_of
+from jaxmoe.contrib.estimators.spsa import check_epsilon, direction_keys, end_sums
 from jaxmoe.data.batch import Batch
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.estimators import passes
 from jaxmoe.training.estimators.base import Gradients, StepGradients
-from jaxmoe.training.estimators.noise import noise_sum
-from jaxmoe.training.estimators.passes import Given, Losses, table_of
-from jaxmoe.training.estimators.spsa import check_epsilon, direction_keys, end_sums
 from jaxmoe.training.state import TrainState
 from sharding.axes import REPLICA
 from sharding.constrain import place_at, place_like, surroundings

@@ -11,12 +11,11 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmoe.contrib.estimators.evolution import EvolutionConfig, low_rank, pair_factors
+from jaxmoe.contrib.estimators.noise import noise_sum
+from jaxmoe.contrib.estimators.passes import prepare
+from jaxmoe.contrib.estimators.spsa import Ends, direction_keys, paired_losses
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.estimators import EvolutionConfig
-from jaxmoe.training.estimators.evolution import low_rank, pair_factors
-from jaxmoe.training.estimators.noise import noise_sum
-from jaxmoe.training.estimators.passes import prepare
-from jaxmoe.training.estimators.spsa import Ends, direction_keys, paired_losses
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.step import make_train_step
 from tests.support.estimators import estimated, state_of, step_of

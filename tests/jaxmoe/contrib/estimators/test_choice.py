@@ -9,18 +9,16 @@ import pytest
 
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, to_json
+from jaxmoe.contrib.estimators.evolution import EvolutionConfig
+from jaxmoe.contrib.estimators.seed_pool import SeedPoolConfig
+from jaxmoe.contrib.estimators.spsa import SPSAConfig
+from jaxmoe.contrib.estimators.surrogate import SurrogateConfig
 from jaxmoe.optim import AdamWConfig, MKORConfig, MuonHConfig, SGDConfig
 from jaxmoe.replicas import DiLoCoConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig, WatchConfig
 from jaxmoe.run.plan import make_plan
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.estimators import (
-    BackpropConfig,
-    EvolutionConfig,
-    SeedPoolConfig,
-    SPSAConfig,
-    SurrogateConfig,
-)
+from jaxmoe.training.estimators import BackpropConfig
 from jaxmoe.training.step import Step
 from tests.support.estimators import step_of
 from tests.support.models import TINY

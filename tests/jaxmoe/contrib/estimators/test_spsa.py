@@ -12,13 +12,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmoe.contrib.estimators.noise import noise_sum
+from jaxmoe.contrib.estimators.passes import Given
+from jaxmoe.contrib.estimators.spsa import SPSAConfig, direction_keys, exchanged, slopes_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.estimators import SPSAConfig
-from jaxmoe.training.estimators.noise import noise_sum
-from jaxmoe.training.estimators.passes import Given
-from jaxmoe.training.estimators.spsa import direction_keys, exchanged, slopes_of
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step

@@ -27,19 +27,20 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Key
 
-from jaxmoe.data.batch import Batch
-from jaxmoe.optim import Optimizer
-from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.estimators.base import PLAIN_DESCENT, Gradients, StepGradients
-from jaxmoe.training.estimators.noise import noise_sum
-from jaxmoe.training.estimators.passes import check_forward, gradients_with, prepare, table_of
-from jaxmoe.training.estimators.spsa import (
+from jaxmoe.contrib.estimators.noise import noise_sum
+from jaxmoe.contrib.estimators.passes import check_forward, gradients_with, prepare, table_of
+from jaxmoe.contrib.estimators.spsa import (
+    PLAIN_DESCENT,
     Ends,
     check_epsilon,
     clipped,
     paired_losses,
     slopes_of,
 )
+from jaxmoe.data.batch import Batch
+from jaxmoe.optim import Optimizer
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.state import TrainState
 from sharding.constrain import place_like
 

@@ -10,9 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmoe.contrib.estimators.seed_pool import SeedPoolConfig, SeedSums, probabilities, replay
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.estimators import SeedPoolConfig
-from jaxmoe.training.estimators.seed_pool import SeedSums, probabilities, replay
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from tests.support.models import TINY
