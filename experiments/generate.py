@@ -40,6 +40,7 @@ from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce, dropped_output, say, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig, part_of_cache
+from jaxmoe.contrib.serving_lab.expert_slots import parse_slots
 from jaxmoe.data.chat import ConversationError, TemplateName
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
@@ -50,7 +51,6 @@ from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.provenance.saved import Ends
 from jaxmoe.run.provenance.tokens import open_chat
-from jaxmoe.serve.expert_slots import parse_slots
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
 

@@ -151,7 +151,7 @@ REGISTRIES = {
         *("expert_choice", "soft_moe"),
     },
     "jaxmoe.rl.rewards:REWARDS": {"arithmetic", "countdown", "match", "python"},
-    "jaxmoe.serve.caches:ITEM_CACHES": {
+    "jaxmoe.contrib.serving_lab.caches:ITEM_CACHES": {
         *("lru", "lfu", "belady", "scores", "predicted", "window", "category"),
     },
     "jaxmoe.serve.policies.batching:BATCHING": {
@@ -164,7 +164,7 @@ REGISTRIES = {
     },
     "jaxmoe.serve.policies.retention:RETENTION": {"lru", "swap_groups"},
     "jaxmoe.serve.policies.scaling:SCALING": {"fixed", "slo", "elastic_experts", "polca"},
-    "jaxmoe.serve.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
+    "jaxmoe.contrib.serving_lab.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {
         *("next_token", "masked_diffusion", "swept_layers", "policy_gradient"),
     },

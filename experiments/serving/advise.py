@@ -35,6 +35,21 @@ from experiments.cli.tables import text_table
 from experiments.serving.simulate import SimulateConfig, facts_of
 from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
+from jaxmoe.contrib.serving_lab.simulation import (
+    ModelSizes,
+    Roofline,
+    Simulation,
+    Workload,
+    measure,
+)
+from jaxmoe.contrib.serving_lab.simulation.advice import advise
+from jaxmoe.contrib.serving_lab.simulation.search import Phases, pareto_cuts, place_phases
+from jaxmoe.contrib.serving_lab.simulation.test_time import (
+    AnswerCost,
+    conformal_threshold,
+    round_seconds,
+)
+from jaxmoe.contrib.serving_lab.simulation.workload import GammaConfig
 from jaxmoe.layers.mixers import AttentionConfig, LatentAttentionConfig, MixerBase
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.planning.hardware import CHIPS
@@ -43,11 +58,6 @@ from jaxmoe.serve.facts import Part
 from jaxmoe.serve.policies.batching import SplitFuseConfig
 from jaxmoe.serve.policies.dispatch.dist_serve import DistServeConfig
 from jaxmoe.serve.requests import Objective
-from jaxmoe.serve.simulation import ModelSizes, Roofline, Simulation, Workload, measure
-from jaxmoe.serve.simulation.advice import advise
-from jaxmoe.serve.simulation.search import Phases, pareto_cuts, place_phases
-from jaxmoe.serve.simulation.test_time import AnswerCost, conformal_threshold, round_seconds
-from jaxmoe.serve.simulation.workload import GammaConfig
 
 Table = list[tuple[str, ...]]
 

@@ -35,13 +35,7 @@ from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from experiments.serving.picture import draw_caches
 from jaxmoe.configs import closest
-from jaxmoe.optional import require
-from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.planning.placement import RoutingTrace, load_trace
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import load_run
-from jaxmoe.run.measures import record_run
-from jaxmoe.serve.caches import (
+from jaxmoe.contrib.serving_lab.caches import (
     ITEM_CACHES,
     CategoryConfig,
     Replayed,
@@ -49,8 +43,14 @@ from jaxmoe.serve.caches import (
     expert_uses,
     replay,
 )
-from jaxmoe.serve.caches.hybrid_split import SplitCosts, split_experts
-from jaxmoe.serve.simulation import ModelSizes
+from jaxmoe.contrib.serving_lab.caches.hybrid_split import SplitCosts, split_experts
+from jaxmoe.contrib.serving_lab.simulation import ModelSizes
+from jaxmoe.optional import require
+from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.planning.placement import RoutingTrace, load_trace
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.load import load_run
+from jaxmoe.run.measures import record_run
 
 HEADINGS = ("policy", "capacity", "hits", "GB", "wait s", "of bound")
 _WEIGHT_BYTES = 2

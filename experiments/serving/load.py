@@ -30,12 +30,12 @@ from experiments.cli import flags as cli
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.studies.study import StudyRunConfig
+from jaxmoe.contrib.serving_lab.client import Client
+from jaxmoe.contrib.serving_lab.load import LoadReport, report_load, send_load
+from jaxmoe.contrib.serving_lab.simulation import Workload
+from jaxmoe.contrib.serving_lab.simulation.workload import GammaConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.serve.http.client import Client
-from jaxmoe.serve.http.load import LoadReport, report_load, send_load
 from jaxmoe.serve.requests import Objective
-from jaxmoe.serve.simulation import Workload
-from jaxmoe.serve.simulation.workload import GammaConfig
 
 _KEY = "JAXMOE_API_KEY"
 _MAX_LENGTH = 2048

@@ -45,6 +45,15 @@ from experiments.cli.tables import text_table
 from experiments.serving.picture import draw_goodput, write_report
 from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
+from jaxmoe.contrib.serving_lab.simulation import (
+    Arrival,
+    ModelSizes,
+    Roofline,
+    Simulation,
+    Workload,
+    measure,
+)
+from jaxmoe.contrib.serving_lab.simulation.workload import GammaConfig
 from jaxmoe.contrib.serving_lab.timing import CostSource, measure_run
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.optional import require
@@ -57,15 +66,6 @@ from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchConfig
 from jaxmoe.serve.policies.retention import RETENTION
 from jaxmoe.serve.policies.scaling import SCALING
 from jaxmoe.serve.requests import Objective
-from jaxmoe.serve.simulation import (
-    Arrival,
-    ModelSizes,
-    Roofline,
-    Simulation,
-    Workload,
-    measure,
-)
-from jaxmoe.serve.simulation.workload import GammaConfig
 
 HEADINGS = (
     *("policy", "rate/s", "goodput/s", "within SLO", "ttft s", "tpot ms", "tokens/s"),

@@ -103,27 +103,42 @@ _SCALING: Final = {
     "polca": ("jaxmoe.serve.policies.scaling.polca:PolcaConfig", "Clocks by a power budget."),
 }
 _WORKLOAD: Final = {
-    "gamma": ("jaxmoe.serve.simulation.workload:GammaConfig", "Independent requests in bursts."),
+    "gamma": (
+        "jaxmoe.contrib.serving_lab.simulation.workload:GammaConfig",
+        "Independent requests in bursts.",
+    ),
     "sessions": (
-        "jaxmoe.serve.simulation.workload:SessionsConfig",
+        "jaxmoe.contrib.serving_lab.simulation.workload:SessionsConfig",
         "Conversations: each turn repeats what was said and adds to it.",
     ),
     "file": (
-        "jaxmoe.serve.simulation.workload:FileConfig",
+        "jaxmoe.contrib.serving_lab.simulation.workload:FileConfig",
         "Requests of a trace file, faster or slower by `rate`.",
     ),
 }
 _ITEM_CACHE: Final = {
-    "lru": ("jaxmoe.serve.caches.lru:LRUConfig", "Least recently used."),
-    "lfu": ("jaxmoe.serve.caches.lfu:LFUConfig", "Least frequently used."),
-    "belady": ("jaxmoe.serve.caches.belady:BeladyConfig", "Farthest next use; knows the future."),
-    "scores": ("jaxmoe.serve.caches.scores:ScoresConfig", "Lowest running score of the router."),
+    "lru": ("jaxmoe.contrib.serving_lab.caches.lru:LRUConfig", "Least recently used."),
+    "lfu": ("jaxmoe.contrib.serving_lab.caches.lfu:LFUConfig", "Least frequently used."),
+    "belady": (
+        "jaxmoe.contrib.serving_lab.caches.belady:BeladyConfig",
+        "Farthest next use; knows the future.",
+    ),
+    "scores": (
+        "jaxmoe.contrib.serving_lab.caches.scores:ScoresConfig",
+        "Lowest running score of the router.",
+    ),
     "predicted": (
-        "jaxmoe.serve.caches.predicted:PredictedConfig",
+        "jaxmoe.contrib.serving_lab.caches.predicted:PredictedConfig",
         "Items that a predictor expects; of the others the least recently used goes first.",
     ),
-    "window": ("jaxmoe.serve.caches.window:WindowConfig", "The next items of a cycle."),
-    "category": ("jaxmoe.serve.caches.category:CategoryConfig", "Lifetime and quota by category."),
+    "window": (
+        "jaxmoe.contrib.serving_lab.caches.window:WindowConfig",
+        "The next items of a cycle.",
+    ),
+    "category": (
+        "jaxmoe.contrib.serving_lab.caches.category:CategoryConfig",
+        "Lifetime and quota by category.",
+    ),
 }
 
 BASES: Final = {
@@ -131,8 +146,8 @@ BASES: Final = {
     "dispatch": "jaxmoe.serve.policies.dispatch.base:DispatchConfig",
     "retention": "jaxmoe.serve.policies.retention.base:RetentionConfig",
     "scaling": "jaxmoe.serve.policies.scaling.base:ScalingConfig",
-    "workload": "jaxmoe.serve.simulation.workload:Workload",
-    "item_cache": "jaxmoe.serve.caches.base:ItemCacheConfig",
+    "workload": "jaxmoe.contrib.serving_lab.simulation.workload:Workload",
+    "item_cache": "jaxmoe.contrib.serving_lab.caches.base:ItemCacheConfig",
 }
 
 MEMBERS: Final = {

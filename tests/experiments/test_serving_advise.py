@@ -10,7 +10,7 @@ import json
 import pytest
 
 from experiments.serving.__main__ import main
-from jaxmoe.serve.simulation.advice import advise
+from jaxmoe.contrib.serving_lab.simulation.advice import advise
 from tests.support.simulated import COST
 
 

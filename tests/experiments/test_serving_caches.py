@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 from experiments.serving.__main__ import main
+from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES
 from jaxmoe.planning.placement import save_trace
-from jaxmoe.serve.caches import ITEM_CACHES
 from tests.support.traces import planted
 
 

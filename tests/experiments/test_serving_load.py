@@ -13,10 +13,10 @@ import pytest
 
 from experiments.cli.flags import ExitCode
 from experiments.serving.__main__ import main
-from jaxmoe.serve.http.client import Client
-from jaxmoe.serve.http.load import prompt_of, report_load, send_load
+from jaxmoe.contrib.serving_lab.client import Client
+from jaxmoe.contrib.serving_lab.load import prompt_of, report_load, send_load
+from jaxmoe.contrib.serving_lab.simulation.workload import GammaConfig, SessionsConfig
 from jaxmoe.serve.requests import Objective
-from jaxmoe.serve.simulation.workload import GammaConfig, SessionsConfig
 from tests.support.endpoint import Speller, serving
 
 SMALL = ("--workload.prompt_median", "20", "--workload.answer_median", "6")

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxmoe.contrib.serving_lab.simulation import WORKLOADS, ModelSizes, Roofline, Simulation
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Objective
-from jaxmoe.serve.simulation import WORKLOADS, ModelSizes, Roofline, Simulation
 
 SIZES = ModelSizes(
     num_layers=12,

@@ -325,26 +325,19 @@ VERTICALS = {
     ),
     "serving_lab": Vertical(
         sources=(
-            "jaxmoe/serve/simulation/*",
-            "jaxmoe/serve/caches/*",
-            "jaxmoe/serve/http/load.py",
-            "jaxmoe/serve/http/client.py",
             "jaxmoe/serve/device/timing.py",
-            "jaxmoe/serve/expert_slots.py",
             "jaxmoe/contrib/serving_lab/*",
             "experiments/serving*",
         ),
         tests=(
-            "tests/jaxmoe/serve/simulation/*",
-            "tests/jaxmoe/serve/caches/*",
-            "tests/jaxmoe/serve/test_expert_slots.py",
+            "tests/jaxmoe/contrib/serving_lab/*",
             "tests/experiments/test_serving*.py",
         ),
         smoke=(
-            "tests/jaxmoe/serve/simulation/test_simulation.py"
+            "tests/jaxmoe/contrib/serving_lab/simulation/test_simulation.py"
             "::test_a_faster_chip_and_more_instances_never_lower_goodput[split_fuse]"
         ),
-        sockets=_ENGINE,
+        sockets=("jaxmoe/serve/http/*",) + _ENGINE,
     ),
     "slow_links": Vertical(
         sources=(

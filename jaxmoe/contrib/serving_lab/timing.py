@@ -12,13 +12,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxmoe.contrib.serving_lab.simulation import ModelSizes, Roofline
+from jaxmoe.contrib.serving_lab.simulation.measured import Fit, TableCost, fit_rates
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.serving import EngineSizesConfig, open_executors
 from jaxmoe.serve.device.timing import Timing, measure_steps
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.simulation import ModelSizes, Roofline
-from jaxmoe.serve.simulation.measured import Fit, TableCost, fit_rates
 from jaxmoe.tracking import read_router_load
 
 _MOST_WAITING = 2**20

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Request, Sampling
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.policies.dispatch import DISPATCH
 from jaxmoe.serve.policies.retention import RETENTION
-from jaxmoe.serve.simulation import Arrival, Simulation
 from tests.support.fleets import PageWorker, Rig
 from tests.support.page_executor import answer
 from tests.support.simulated import OBJECTIVE, ONE_LANE, SIZES, Ticks

@@ -11,6 +11,7 @@ import time
 import jax
 import pytest
 
+from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation
 from jaxmoe.run.serving import EngineSizesConfig
 from jaxmoe.serve import BATCHING, Objective, Request, Sampling
 from jaxmoe.serve.device.instances import reachable
@@ -18,7 +19,6 @@ from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.fleet.resharding import BusyError
 from jaxmoe.serve.policies.dispatch import DistServeConfig
 from jaxmoe.serve.policies.scaling import SCALING
-from jaxmoe.serve.simulation import Arrival, Simulation
 from sharding import MeshConfig
 from tests.jaxmoe.serve.fleet.test_fleet import CHIP, FACTS, SMALL
 from tests.support.fleets import MeshedLayouts, MeshedWorker, PageWorker

@@ -8,11 +8,11 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.simulation import Arrival, Roofline
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Instance, Objective, Piece, Request, Sampling, Shapes
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.policies.batching.semi_pd import direction
-from jaxmoe.serve.simulation import Arrival, Roofline
 from tests.support.page_executor import answer, serve
 from tests.support.simulated import COST, FACTS, OBJECTIVE, ONE_LANE, SIZES, arrivals, simulated
 

@@ -9,14 +9,14 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, Use, replay
+from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation, measure
 from jaxmoe.serve import BATCHING, Objective, Request, Sampling
-from jaxmoe.serve.caches import ITEM_CACHES, Use, replay
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.policies.dispatch import DISPATCH
 from jaxmoe.serve.policies.dispatch.base import Route
 from jaxmoe.serve.policies.dispatch.llumnix import freeness
-from jaxmoe.serve.simulation import Arrival, Simulation, measure
 from tests.support.simulated import COST, FACTS, SIZES, arrivals
 
 

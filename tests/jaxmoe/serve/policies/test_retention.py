@@ -8,10 +8,10 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.simulation import Simulation
 from jaxmoe.serve import BATCHING
 from jaxmoe.serve.blocks import BlockPool, HostCopies
 from jaxmoe.serve.policies.retention import RETENTION, SwapGroupsConfig
-from jaxmoe.serve.simulation import Simulation
 from jaxmoe.serve.step import Swap
 from tests.support.simulated import COST, FACTS, arrivals
 

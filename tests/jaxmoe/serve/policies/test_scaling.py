@@ -10,14 +10,14 @@ import types
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.simulation import Simulation, measure
+from jaxmoe.contrib.serving_lab.simulation.measures import latency
 from jaxmoe.serve import BATCHING, Objective
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.policies.dispatch import DISPATCH
 from jaxmoe.serve.policies.scaling import SCALING, PolcaConfig
 from jaxmoe.serve.policies.scaling.base import ScalingView, rate_within
 from jaxmoe.serve.policies.scaling.slo import SLOConfig
-from jaxmoe.serve.simulation import Simulation, measure
-from jaxmoe.serve.simulation.measures import latency
 from tests.support.simulated import COST, FACTS, arrivals
 
 QUICK = {"slo": {"interval": 0.05}, "elastic_experts": {"interval": 0.05}}

@@ -19,12 +19,12 @@ ARRIVALS = {0: 0, 1: 0, 2: 2, 3: 5, 4: 5, 5: 6}
 
 def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
+    from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES
+    from jaxmoe.contrib.serving_lab.simulation import WORKLOADS
     from jaxmoe.serve import BATCHING
-    from jaxmoe.serve.caches import ITEM_CACHES
     from jaxmoe.serve.policies.dispatch import DISPATCH
     from jaxmoe.serve.policies.retention import RETENTION
     from jaxmoe.serve.policies.scaling import SCALING
-    from jaxmoe.serve.simulation import WORKLOADS
 
     for name, config in BATCHING.items():
         if not (config.traits.needs_partition or config.traits.needs_layers):
@@ -286,7 +286,7 @@ def _simulated(area: str, name: str, directory: pathlib.Path) -> dict[str, str]:
 
 
 def _measured(simulation: Any) -> dict[str, str]:
-    from jaxmoe.serve.simulation import measure
+    from jaxmoe.contrib.serving_lab.simulation import measure
 
     return {"numbers": digest_of_record(dataclasses.asdict(measure(simulation)))}
 
@@ -294,8 +294,8 @@ def _measured(simulation: Any) -> dict[str, str]:
 def _workload(name: str, directory: pathlib.Path) -> dict[str, str]:
     import json
 
+    from jaxmoe.contrib.serving_lab.simulation import WORKLOADS
     from jaxmoe.serve import Objective
-    from jaxmoe.serve.simulation import WORKLOADS
 
     options: dict[str, Any] = {"requests": 12}
     if name == "file":
@@ -319,7 +319,7 @@ def _workload(name: str, directory: pathlib.Path) -> dict[str, str]:
 def _item_cache(name: str, directory: pathlib.Path) -> dict[str, str]:
     import numpy as np
 
-    from jaxmoe.serve.caches import ITEM_CACHES, Use, replay
+    from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, Use, replay
 
     items = np.random.default_rng(0).zipf(1.5, 200) % 12
     uses = [

@@ -1,0 +1,220 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a workload on simulated instances: events in the order of their time.
+
+The instances, the rules and the policies are those of the engine; only the time of a step comes
+from a cost model, and the tokens from the workload.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
+from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
+from jaxmoe.contrib.serving_lab.simulation.scaled import SimulatedScaling
+from jaxmoe.contrib.serving_lab.simulation.workload import Arrival
+from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.fleet.fleet import Fleet
+from jaxmoe.serve.fleet.migration import Copy
+from jaxmoe.serve.instance import Instance
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.policies.batching import BatchingConfig
+from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig, Role
+from jaxmoe.serve.policies.retention import RetentionConfig
+from jaxmoe.serve.policies.scaling import FixedConfig, ScalingConfig
+from jaxmoe.serve.requests import End, Event, Result
+from jaxmoe.serve.sequence import Sequence as ServedSequence
+from jaxmoe.serve.step import Step
+
+
+class Simulation:
+    """A fleet of equal instances that serves one workload.
+
+    Raises:
+        ValueError: The batching policy needs what the facts do not have.
+    """
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        facts: Facts,
+        batching: BatchingConfig,
+        cost: Roofline,
+        *,
+        num_instances: int = 1,
+        dispatch: DispatchConfig | None = None,
+        retention: RetentionConfig | None = None,
+        scaling: ScalingConfig | None = None,
+    ):
+        batching.check(facts)
+        facts = dataclasses.replace(facts, kv_bytes=float(cost.sizes.kv_bytes))
+        if retention is not None:
+            facts = retention.facts(facts)
+        if not batching.traits.needs_partition:
+            facts = dataclasses.replace(facts, has_partitions=False)
+        dispatch = dispatch or LeastLoadedConfig()
+        self.now = 0.0
+        self.plans: list[tuple[int, Plan]] = []
+        """Plans with work, and the instance of each."""
+        self.sequences: dict[int, ServedSequence] = {}
+        """Sequences that have a whole answer, by request."""
+        self.refused = 0
+        self.expert_bytes = 0.0
+        self.num_copies = 0
+        """Copies between device and host memory."""
+        self.bytes_swapped = 0.0
+        self.busy_seconds = [0.0] * num_instances
+        self._cost, self.meter = cost, PowerMeter()
+        self.fleet = Fleet(
+            [Instance(facts, batching.name) for _ in range(num_instances)],
+            [batching.build(facts) for _ in range(num_instances)],
+            dispatch,
+        )
+        self.fleet.bandwidth = cost.chip.far_bandwidth
+        self.scaling = SimulatedScaling(self.fleet, cost, scaling or FixedConfig(), self.meter)
+        self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
+        self._followers: dict[int, list[Arrival]] = {}
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        for arrival in arrivals:
+            if arrival.after is None:
+                self._at(arrival.time, lambda a=arrival: self._arrive(a))
+            else:
+                self._followers.setdefault(arrival.after, []).append(arrival)
+        self._decide_later(0.0)
+
+    def run(self) -> Simulation:
+        """Serve all requests.
+
+        Raises:
+            RuntimeError: A policy leaves requests waiting for ever.
+        """
+        while self._events:
+            self.now = self._events[0][0]
+            while self._events and self._events[0][0] == self.now:
+                heapq.heappop(self._events)[2]()
+            for copy in self.fleet.balance(self.now):
+                self._at(self.now + self._travel(copy), lambda c=copy: self.fleet.copied(c))
+            for number in range(len(self.fleet.instances)):
+                self._kick(number)
+            self.scaling.switch_off(self.now)
+        left = sum(len(i.queues.sequences) for i in self.fleet.instances) + len(self.fleet.offered)
+        if left:
+            name = self.fleet.instances[0].policy
+            raise RuntimeError(f"policy {name!r} left {left} requests unserved")
+        return self
+
+    @property
+    def seconds_of_roles(self) -> dict[Role, float]:
+        """Seconds of work of the instances of each role."""
+        found: dict[Role, float] = {}
+        for role, seconds in zip(self.fleet.roles, self.busy_seconds, strict=True):
+            found[role] = found.get(role, 0.0) + seconds
+        return found
+
+    @property
+    def num_moves(self) -> int:
+        """Moves between instances that have begun."""
+        return self.fleet.num_moves
+
+    @property
+    def num_preempted(self) -> int:
+        """Preemptions of all instances."""
+        return sum(instance.num_preempted for instance in self.fleet.instances)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were taken from the pool."""
+        return sum(instance.num_cached for instance in self.fleet.instances)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that were computed."""
+        return sum(instance.num_computed for instance in self.fleet.instances)
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), action))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self.scaling.arrive(arrival.request)
+        self._note(self.fleet.submit(arrival.request, self.now))
+
+    def _decide(self) -> None:
+        """Let the scaling policy decide, while there is something to serve."""
+        if not self._events:
+            return
+        if (wanted := self.scaling.decide(self.now)) is not None:
+            end = self.now + wanted.delay
+            self._at(end, lambda: self.scaling.change(self.now, wanted))
+        self._decide_later(self.now)
+
+    def _decide_later(self, now: float) -> None:
+        if math.isfinite(self.scaling.interval):
+            self._at(now + self.scaling.interval, self._decide)
+
+    def _kick(self, number: int) -> None:
+        """Start what the policy wants of an instance, if a lane is free."""
+        plan, steps = self.fleet.start(number, self.now)
+        if plan.lanes:
+            self.plans.append((number, plan))
+        for step in steps:
+            parts = [Part(len(w.tokens), w.start, w.layers) for w in step.works]
+            model = self.scaling.costs[number]
+            cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)
+            transfer = self._swap(step)
+            self.meter.change(self.now, cost.watts)
+            self.expert_bytes += cost.expert_bytes
+            self.busy_seconds[number] += cost.seconds
+            off = self.now + cost.seconds
+            self._at(off, lambda watts=cost.watts: self.meter.change(self.now, -watts))
+            end = off + transfer
+            self._at(end, lambda n=number, s=step: self._end(n, s))
+        if plan.wake is not None and plan.wake > self.now:
+            self._at(plan.wake, lambda: None)
+
+    def _end(self, number: int, step: Step) -> None:
+        instance = self.fleet.instances[number]
+        live = {work.id: instance.queues.sequences[work.id] for work in step.works}
+        results = {
+            work.id: Result(self._arrivals[work.id].answer[work.index])
+            for work in step.works
+            if work.draws
+        }
+        self._note(self.fleet.apply(number, step, results, self.now), live)
+
+    def _note(self, events: Sequence[Event], live: dict[int, ServedSequence] | None = None) -> None:
+        for event in events:
+            if isinstance(event, End):
+                if live is None:
+                    self.refused += 1
+                else:
+                    self.sequences[event.id] = live[event.id]
+                for later in self._followers.pop(event.id, ()):
+                    self._at(self.now + later.time, lambda a=later: self._arrive(a))
+
+    def _swap(self, step: Step) -> float:
+        """Return the seconds of the copies between device and host memory."""
+        chip, size = self._cost.chip, self._cost.sizes.kv_bytes
+        swaps = (*step.out, *step.back)
+        page = self.fleet.instances[0].facts.page_size
+        moved = sum(swap.num_tokens - swap.kept * page for swap in swaps) * size
+        copies = sum(swap.num_runs for swap in swaps)
+        self.num_copies += copies
+        self.bytes_swapped += moved
+        return copies * chip.link_latency + moved / chip.host_bandwidth
+
+    def _travel(self, copy: Copy) -> float:
+        """Return the seconds of a copy over the slow link, which sends one after the other."""
+        instance, chip = self.fleet.instances[copy.move.source], self._cost.chip
+        one = instance.queues.sequences[copy.move.id]
+        first = one.pages.index(copy.pages[0]) * one.page_size
+        tokens = min(len(copy.pages) * one.page_size, one.computed - first)
+        seconds = tokens * self._cost.sizes.kv_bytes / chip.far_bandwidth
+        free, source = self.fleet.links_free, copy.move.source
+        free[source] = max(free[source], self.now) + seconds
+        return free[source] - self.now + chip.link_latency

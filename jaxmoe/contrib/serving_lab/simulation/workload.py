@@ -1,0 +1,200 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that arrive over time, with the answers that they will get.
+
+Gaps follow a Gamma distribution: shape 1 is a Poisson process, shape 0.5 is as bursty as the trace
+of BurstGPT (arXiv:2401.17644). Lengths are lognormal (an assumption).
+Trace files are read by `jaxmoe/contrib/serving_lab/simulation/traces.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from jaxmoe.catalog import Registry
+from jaxmoe.contrib.serving_lab.simulation.traces import Traced, read_trace
+from jaxmoe.serve.requests import Objective, Request, Sampling
+
+VOCAB = 1 << 20
+"""Ids are drawn from so many that two prompts agree where they are meant to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A request with its time and its answer."""
+
+    request: Request
+    time: float
+    """Seconds; for a later turn, seconds after the turn before it has ended."""
+    answer: tuple[int, ...]
+    """Tokens that will be written."""
+    after: int | None = None
+    """Request that has to end first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Workload(abc.ABC):
+    """What all workloads share."""
+
+    name: ClassVar[str]
+
+    rate: float = 4.0
+    """Requests per second."""
+    requests: int = 300
+    """Requests in total."""
+    seed: int = 0
+    """Seed of times, lengths and tokens."""
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0 or self.requests < 1:
+            raise ValueError(f"rate={self.rate} and requests={self.requests} must be positive")
+
+    @abc.abstractmethod
+    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+        """Return the requests in the order of their ids.
+
+        Args:
+            objective: Promised latency of every request.
+            max_length: Tokens of a sequence at most; longer ones are cut.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GammaConfig(Workload):
+    """Independent requests in bursts."""
+
+    name: ClassVar[str] = "gamma"
+
+    shape: float = 0.5
+    """Shape of the Gamma distribution of the gaps; 1 is a Poisson process."""
+    prompt_median: float = 665.0
+    """Median of the tokens of a prompt."""
+    answer_median: float = 148.0
+    """Median of the tokens of an answer."""
+    prefixes: int = 0
+    """Shared beginnings of prompts, such as system prompts; 0 for none."""
+    prefix_tokens: int = 512
+    """Tokens of a shared beginning."""
+
+    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+        """Return the requests in the order of their ids."""
+        rng = np.random.default_rng(self.seed)
+        times = np.cumsum(rng.gamma(self.shape, 1.0 / (self.rate * self.shape), self.requests))
+        prompts = _lengths(rng, self.prompt_median, 1.0, self.requests)
+        answers = _lengths(rng, self.answer_median, 0.8, self.requests)
+        shared = [_tokens(rng, self.prefix_tokens) for _ in range(self.prefixes)]
+        found = []
+        for id_ in range(self.requests):
+            prefix = shared[int(rng.integers(len(shared)))] if shared else ()
+            prompt = (prefix + _tokens(rng, int(prompts[id_])))[: max_length - 2]
+            answer = _tokens(rng, min(int(answers[id_]), max_length - len(prompt)))
+            request = _request(id_, prompt, answer, objective)
+            found.append(Arrival(request=request, time=float(times[id_]), answer=answer))
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SessionsConfig(Workload):
+    """Conversations: each turn repeats what was said and adds to it."""
+
+    name: ClassVar[str] = "sessions"
+
+    turns: int = 4
+    """Turns of a conversation."""
+    pause: float = 5.0
+    """Mean seconds between an answer and the next turn; a tool call or a person."""
+    prompt_median: float = 200.0
+    """Median of the new tokens of a turn."""
+    answer_median: float = 100.0
+    """Median of the tokens of an answer."""
+
+    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+        """Return the requests in the order of their ids."""
+        rng = np.random.default_rng(self.seed)
+        count = -(-self.requests // self.turns)
+        starts = np.cumsum(rng.exponential(self.turns / self.rate, count))
+        found: list[Arrival] = []
+        for session, start in enumerate(starts):
+            said: tuple[int, ...] = ()
+            for turn in range(min(self.turns, self.requests - len(found))):
+                new = _tokens(rng, int(_lengths(rng, self.prompt_median, 0.7, 1)[0]))
+                answer = _tokens(rng, int(_lengths(rng, self.answer_median, 0.7, 1)[0]))
+                prompt, id_ = said + new, len(found)
+                if len(prompt) + len(answer) > max_length:
+                    break
+                arrival = Arrival(
+                    request=_request(id_, prompt, answer, objective, f"session {session}"),
+                    time=float(rng.exponential(self.pause)) if turn else float(start),
+                    answer=answer,
+                    after=id_ - 1 if turn else None,
+                )
+                found.append(arrival)
+                said = prompt + answer
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FileConfig(Workload):
+    """Requests of a trace file, faster or slower by `rate`."""
+
+    name: ClassVar[str] = "file"
+
+    path: str = ""
+    """BurstGPT or Azure csv, or Mooncake jsonl."""
+
+    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+        """Return the requests in the order of their ids."""
+        if not self.path:
+            raise ValueError("path of the workload is empty: name a trace file")
+        traced = read_trace(self.path)[: self.requests]
+        if not traced:
+            raise ValueError(f"path={self.path} has no request with an answer")
+        span = traced[-1].time - traced[0].time
+        scale = (len(traced) / self.rate) / span if span else 0.0
+        rng, found = np.random.default_rng(self.seed), []
+        for id_, one in enumerate(traced):
+            prompt = _traced_prompt(rng, one)[: max_length - 2]
+            answer = _tokens(rng, min(one.answer, max_length - len(prompt)))
+            request = _request(id_, prompt, answer, objective, one.session)
+            time = (one.time - traced[0].time) * scale
+            found.append(Arrival(request=request, time=time, answer=answer))
+        return tuple(found)
+
+
+WORKLOADS = Registry("workload")
+
+
+def _lengths(rng: np.random.Generator, median: float, sigma: float, count: int) -> np.ndarray:
+    return np.clip(rng.lognormal(np.log(median), sigma, count), 2, 64 * median).astype(int)
+
+
+def _tokens(rng: np.random.Generator, count: int) -> tuple[int, ...]:
+    return tuple(rng.integers(VOCAB, size=max(count, 1)).tolist())
+
+
+def _traced_prompt(rng: np.random.Generator, one: Traced) -> tuple[int, ...]:
+    """Return a prompt whose blocks are equal where the hashes of the trace are."""
+    if not one.hashes:
+        return _tokens(rng, one.prompt)
+    tokens = [VOCAB + name * one.block + place for name in one.hashes for place in range(one.block)]
+    return tuple(tokens[: max(one.prompt, 1)])
+
+
+def _request(
+    id_: int,
+    prompt: tuple[int, ...],
+    answer: tuple[int, ...],
+    objective: Objective,
+    session: str = "",
+) -> Request:
+    return Request(
+        id=id_,
+        prompt=prompt,
+        sampling=Sampling(max_tokens=len(answer)),
+        objective=objective,
+        session=session,
+    )
