@@ -49,6 +49,10 @@ PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
         lambda config: config.watch.links_every,
         "jaxmoe.contrib.survival.devices:LinkMeasurements",
     ),
+    (
+        lambda config: config.watch.gradients_every,
+        "jaxmoe.contrib.telemetry.gradients:GradientComparison",
+    ),
 )
 """What asks for a part, and the address of its class, in the order in which the parts act."""
 

@@ -41,9 +41,9 @@ from jaxmoe.tracking.tracker import (
 )
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report, Status
-from jaxmoe.training.measures.dispersion import loss_scalars
 from jaxmoe.training.measures.throughput import model_flops_utilization
 from jaxmoe.training.metrics import StepMetrics, fetch_metrics
+from jaxmoe.training.parts.worker_losses import loss_scalars
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,7 @@
 """What surrounds a training run in its process: watchdog, signals, clock; comparisons, goodput.
 
 `Watches` compares processes and workers during a run. The rules are in
-`jaxmoe.resilience.stragglers`, `jaxmoe.training.measures.dispersion` and
-`jaxmoe.resilience.goodput`.
+`jaxmoe.resilience.stragglers`, `jaxmoe.resilience.outliers` and `jaxmoe.resilience.goodput`.
 
 To add a comparison: its rule beside `jaxmoe/resilience/stragglers.py`, and its hook in
 `Watches.hooks`, with warnings through `Watches.warn`.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe.data.batch import Batch
 from jaxmoe.resilience.goodput import Ledger, account, read_ledger
+from jaxmoe.resilience.outliers import OutlierWatch, worker_devices
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.resilience.stragglers import StragglerHook
@@ -33,13 +31,6 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Report
-from jaxmoe.training.measures.dispersion import (
-    OutlierWatch,
-    WorkerGradients,
-    gradient_scalars,
-    make_gradient_probe,
-    worker_devices,
-)
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.stopwatch import CHECKPOINT, START, Stopwatch
 
@@ -86,8 +77,8 @@ def library_supervision(config: ProcessesConfig) -> Iterator[Supervision]:
         )
 
 
-_LOSSES, _PROBES = 16, 4
-"""Number of steps, and of probes, over which a worker must differ."""
+_LOSSES = 16
+"""Number of steps over which a worker must differ."""
 
 
 class Watches:
@@ -124,8 +115,6 @@ class Watches:
     def hooks(self) -> list[Hook]:
         """Return the hooks of the comparisons; the same on every process."""
         config, hooks = self._assembly.plan.config, list[Hook]()
-        if config.watch.gradients_every and self._workers > 1:
-            hooks.append(self._gradient_hook())
         if jax.process_count() > 1:
             every = config.tracking.print_every
             hooks.append(StragglerHook(self.spent, every=every, report=self.warn))
@@ -155,7 +144,7 @@ class Watches:
         self.reporter.trained(report)
         for step, metrics in zip(report.steps, report.metrics, strict=True):
             if metrics.worker_loss is not None:
-                self._compare(step, "loss", metrics.worker_loss, _LOSSES, "steps")
+                self.compare(step, "loss", metrics.worker_loss, _LOSSES, "steps")
         self._note(report.steps[-1])
 
     def warn(self, step: int, what: object) -> None:
@@ -179,43 +168,11 @@ class Watches:
         if self._ledger is not None:
             self._ledger.record(step, status=status)
 
-    @property
-    def _workers(self) -> int:
-        return self._assembly.workers.number
-
     def _note(self, step: int, *, is_kept: bool = False) -> None:
         if self._ledger is not None and not self._directory.is_lost:
             self._ledger.record(step, is_kept=is_kept)
 
-    def _gradient_hook(self) -> Hook:
-        plan, watch = self._assembly.plan, self._assembly.plan.config.watch
-        groups = max(n for n in range(1, watch.gradient_groups + 1) if self._workers % n == 0)
-        groups = groups if groups > 1 else self._workers  # the number of workers is prime
-        training = plan.config.training
-
-        @functools.cache
-        def probe_of(rows: int) -> Callable[[TrainState, Batch], WorkerGradients]:
-            return make_gradient_probe(
-                plan.model,
-                workers=groups,
-                execution=self._assembly.execution,
-                accumulation=self._assembly.micro_batches(rows),
-                objective=training.objective,
-            )
-
-        return GradientHook(
-            lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
-            self._assembly.feed.batch,
-            every=watch.gradients_every,
-            last_step=training.steps,
-            report=self._probed,
-        )
-
-    def _probed(self, step: int, gradients: WorkerGradients) -> None:
-        self.reporter.watched(step, gradient_scalars(gradients))
-        self._compare(step, "gradient norm", gradients.norm, _PROBES, "probes")
-
-    def _compare(self, step: int, what: str, values: Any, window: int, unit: str) -> None:
+    def compare(self, step: int, what: str, values: Any, window: int, unit: str) -> None:
         """Warn of workers that differ from the others over the last values of all.
 
         Args:
@@ -239,38 +196,6 @@ class Watches:
                 f" differs from the others: its {what} by {outlier.excess:+.3g},"
                 f" {outlier.spreads:.1f} spreads, over {window} {unit}",
             )
-
-
-class GradientHook:
-    """Compares the gradients of the workers on the batch of the next step, every so many steps.
-
-    Args:
-        probe: Function from `make_gradient_probe`.
-        batch: Returns the batch of a step, on the devices.
-        every: Steps between comparisons.
-        last_step: Last step of the run, after which there is no batch.
-        report: Called with the step and the gradients' statistics.
-    """
-
-    def __init__(
-        self,
-        probe: Callable[[Any, Any], WorkerGradients],
-        batch: Callable[[int], Batch | None],
-        *,
-        every: int,
-        last_step: int,
-        report: Callable[[int, WorkerGradients], None],
-    ):
-        self._probe, self._batch, self._report = probe, batch, report
-        self._every, self._last_step = every, last_step
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to compare after a step; never after the last."""
-        return step % self._every == 0 and step < self._last_step
-
-    def run(self, step: int, state: TrainState | None) -> None:
-        """Compare and report."""
-        self._report(step, jax.device_get(self._probe(state, self._batch(step))))
 
 
 class _Timed:

@@ -47,7 +47,7 @@ class StepMetrics:
     """Largest gradient norm that the guard accepts; infinite without a bound."""
     worker_loss: Float[Array, " W"] | None = None
     """Cross-entropy of the rows of each worker, nats per token, if workers are watched; NaN without
-    tokens. See `jaxmoe/training/measures/dispersion.py`."""
+    tokens. See `jaxmoe/training/parts/worker_losses.py`."""
     levels: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
     """Micro-batches and shares of tokens by level, of batches packed by level; see
     `jaxmoe/training/measures/levels.py`."""

@@ -11,24 +11,31 @@ import numpy as np
 import pytest
 
 from experiments.doctor.devices import tiny_config
+from jaxmoe.contrib.telemetry.gradients import (
+    COSINE,
+    GradientComparison,
+    GradientHook,
+    WorkerGradients,
+)
 from jaxmoe.resilience.goodput import read_ledger
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.watchdog import Watchdog
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import TrackingConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts import make_parts
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.supervision import GradientHook, Watches
+from jaxmoe.run.supervision import Watches, library_supervision
 from jaxmoe.tracking import read_metrics
 from jaxmoe.training.loop import Report
-from jaxmoe.training.measures.dispersion import COSINE, LOSS_RANGE, LOSS_STD, WorkerGradients
+from jaxmoe.training.parts.worker_losses import LOSS_RANGE, LOSS_STD
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import Stopwatch
 
 
 @pytest.fixture
 def watched(tmp_path):
-    """Makes the watches of a run on 8 devices, its directory, and the number of its workers."""
+    """Makes the watches of a run on 8 devices, its directory, and what it is assembled from."""
     with contextlib.ExitStack() as stack:
 
         def make():
@@ -43,7 +50,7 @@ def watched(tmp_path):
             )
             watchdog = Watchdog(ProcessesConfig())
             watches = Watches(directory, assembly, reporter, Stopwatch("start"), 0, watchdog)
-            return watches, directory, assembly.execution.mesh.batch_shards
+            return watches, directory, assembly
 
         yield make
 
@@ -64,7 +71,8 @@ def _report(step: int, losses: np.ndarray) -> Report:
 
 
 def test_a_worker_that_differs_is_named_with_its_devices(watched, capsys):
-    watches, directory, workers = watched()
+    watches, directory, assembly = watched()
+    workers = assembly.execution.mesh.batch_shards
     assert workers > 2
     rng = np.random.default_rng(0)
     for step in range(1, 41):
@@ -81,8 +89,15 @@ def test_a_worker_that_differs_is_named_with_its_devices(watched, capsys):
 
 def test_gradients_are_compared_and_judged(watched, capsys):
     """By a hook of the run; here with norms in place of the program that finds them."""
-    watches, directory, _ = watched()
-    (hook,) = watches.hooks()
+    watches, directory, assembly = watched()
+    config = assembly.plan.config
+    with library_supervision(config.processes) as supervision:
+        (part,) = (
+            part
+            for part in make_parts(config, directory, supervision)
+            if isinstance(part, GradientComparison)
+        )
+    (hook,) = part.hooks(assembly, watches)
     assert isinstance(hook, GradientHook)
     assert [step for step in range(1, 41) if hook.is_due(step)] == [10, 20, 30]
     found = WorkerGradients(

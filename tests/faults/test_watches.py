@@ -14,7 +14,7 @@ from jaxmoe.contrib.survival.links.faults import LinkRule
 from jaxmoe.contrib.survival.links.watch import SLOWEST
 from jaxmoe.resilience.goodput import Ledger, account, read_ledger
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.training.measures.dispersion import LOSS_RANGE, LOSS_STD
+from jaxmoe.training.parts.worker_losses import LOSS_RANGE, LOSS_STD
 from tests.support.ports import free_port
 from tests.support.runs import flags, start_run
 

@@ -358,7 +358,6 @@ VERTICALS = {
             "tests/faults/test_replicas.py",
             "tests/faults/test_peers.py",
             "tests/experiments/test_outer.py",
-            "tests/jaxmoe/training/test_desynchronised.py",
         ),
         smoke=("tests/jaxmoe/replicas/test_methods.py::test_a_saved_state_goes_on_bitwise[diloco]"),
         sockets=_STEP + _RUN,
@@ -392,9 +391,9 @@ VERTICALS = {
     ),
     "telemetry": Vertical(
         sources=(
+            "jaxmoe/contrib/telemetry/*",
             "jaxmoe/layers/indicators.py",
             "jaxmoe/training/measures/indicators.py",
-            "jaxmoe/training/measures/dispersion.py",
             "jaxmoe/routing/telemetry/geometry.py",
             "jaxmoe/routing/telemetry/congestion.py",
             "jaxmoe/routing/telemetry/detailed.py",
@@ -402,9 +401,9 @@ VERTICALS = {
             "jaxmoe/tracking/congestion.py",
         ),
         tests=(
+            "tests/jaxmoe/contrib/telemetry/*",
             "tests/jaxmoe/tracking/test_congestion.py",
             "tests/jaxmoe/tracking/test_indicators.py",
-            "tests/jaxmoe/training/test_dispersion.py",
             "tests/experiments/test_router_details.py",
         ),
         smoke=(

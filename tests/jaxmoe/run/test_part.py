@@ -19,6 +19,7 @@ from jaxmoe.contrib.slow_links.workers import ReplicasPart
 from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.contrib.survival.recovery import Replacement
 from jaxmoe.contrib.survival.snapshots import Snapshots
+from jaxmoe.contrib.telemetry.gradients import GradientComparison
 from jaxmoe.islands.config import VARIABLE
 from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
@@ -41,8 +42,8 @@ from tests.jaxmoe.run.test_run import config
 from tests.support.source_tree import ROOT
 
 MEMBERS = (
-    *(Island, KeptPartition, LinkMeasurements, OptimizerFiles, Recomputation, Replacement),
-    *(ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
+    *(GradientComparison, Island, KeptPartition, LinkMeasurements, OptimizerFiles),
+    *(Recomputation, Replacement, ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
 )
 ABSENT = {
     *("jaxmoe.contrib", "jaxmoe.run.serving", "jaxmoe.resilience.snapshot"),

@@ -38,7 +38,7 @@ CASES = {
 """A member of each class, and a model that it can train with."""
 STATELESS = {VocabularyMirror, WorkerLosses}
 """Members without a state on one device; tests/jaxmoe/contrib/survival/test_recovery.py has the
-mirror on a mesh, tests/jaxmoe/training/test_dispersion.py the losses."""
+mirror on a mesh, tests/jaxmoe/training/parts/test_worker_losses.py the losses."""
 
 
 def _members():

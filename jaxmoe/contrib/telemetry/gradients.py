@@ -1,34 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compares workers with each other, to find errors that a mean over devices hides.
+"""Compares the gradients of workers with each other, to find errors that a mean hides.
 
-A worker is a part of the mesh with rows of its own: a position on the axes replica x data x expert.
-All workers train the same weights on rows of the same distribution, so that their losses and
-gradients differ by chance alone; one that computes something else is an outlier long before the
-mean moves (silent inconsistency, arXiv 2602.14462).
-
-    loss_std, loss_range    over workers, of the mean cross-entropy of their rows, at every step
-    grad_norm_std           over workers, of the norm of the gradient of that loss
+    grad_norm_std           over workers, of the norm of the gradient of the loss of their rows
     grad_cosine             mean over pairs: (|sum of g_i/|g_i||^2 - N) / (N (N - 1))
     grad_cosine_from_sums   (N^2 |mean of g_i|^2 - sum |g_i|^2) / (N (N - 1)) / mean |g_i|^2: needs
                             only the mean vector; equal to grad_cosine if all norms are equal
 
-The losses come with the training step, as sums of rows, for one gather of two numbers a row. The
-gradients of single workers do not exist in the step, which sums them. `make_gradient_probe`
+The gradients of single workers do not exist in the step, which sums them. `make_gradient_probe`
 compiles a separate program: one forward pass over a micro-batch and N backward passes on the same
 mesh and layout, each of the loss of one worker. A probe costs about N/1.5 steps of that
 micro-batch, and memory for two more trees of gradients. Only the cross-entropy is compared; the
-routers' losses are of the whole batch.
-
-`OutlierWatch` names outliers. It needs three workers: of two that differ, either may be wrong.
+routers' losses are of the whole batch. `jaxmoe/resilience/outliers.py` says what a worker is, and
+names those that differ.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
+import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,29 +27,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmoe.data.batch import Batch, HostOrDeviceArray
+from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts import RunPart
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.accumulation import first_micro_batch
+from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loss import forward_and_row_nll
+from jaxmoe.training.parts.worker_losses import worker_losses
 from jaxmoe.training.state import TrainState
-from sharding.axes import BATCH_AXES, pieces
-from sharding.constrain import Placement
 
-LOSS_STD = "workers/loss_std"
-LOSS_RANGE = "workers/loss_range"
 NORM_STD = "workers/grad_norm_std"
 COSINE = "workers/grad_cosine"
 COSINE_FROM_SUMS = "workers/grad_cosine_from_sums"
-
-_MOST_SPREADS = 4.0
-"""Difference from the median worker, in spreads, above which a worker is an outlier."""
-_LEAST_SHARE = 1e-4
-"""Smallest difference of an outlier, as a share of the median."""
 
 
 @typing.no_type_check
@@ -73,43 +61,6 @@ class WorkerGradients:
     cosine: Float[Array, ""]
     """Mean over pairs of workers that have a gradient."""
     cosine_from_sums: Float[Array, ""]
-
-
-def worker_losses(
-    row_nll: Float[Array, " b"] | None,
-    row_tokens: Float[Array, " B"] | None,
-    workers: int,
-    placement: Placement,
-) -> Float[Array, " W"] | None:
-    """Return the mean loss of each worker, replicated on all devices; None without rows.
-
-    Args:
-        row_nll: Sums of rows over micro-batches, [B / micro-batches].
-        row_tokens: Divisor of each row.
-        workers: Number of equal parts of the rows, in order.
-        placement: Layout of the rows.
-    """
-    if row_nll is None or row_tokens is None:
-        return None
-    tokens = row_tokens.reshape(row_nll.shape[0], -1).sum(axis=1)
-    rows = (placement.place(of_rows, (None,)) for of_rows in (row_nll, tokens))
-    nll, tokens = (of_rows.reshape(workers, -1).sum(axis=1) for of_rows in rows)
-    return jnp.where(tokens > 0.0, nll / jnp.where(tokens > 0.0, tokens, 1.0), jnp.nan)
-
-
-def loss_scalars(worker_loss: Float[HostOrDeviceArray, " W"] | None) -> dict[str, float]:
-    """Return standard deviation and range over the workers that have tokens.
-
-    Args:
-        worker_loss: Losses of one step; None gives no scalars.
-    """
-    if worker_loss is None:
-        return {}
-    there = np.asarray(worker_loss, np.float64)
-    there = there[~np.isnan(there)]
-    if not there.size:
-        return {}
-    return {LOSS_STD: float(there.std()), LOSS_RANGE: float(np.ptp(there))}
 
 
 def gradient_scalars(gradients: WorkerGradients) -> dict[str, float]:
@@ -218,73 +169,82 @@ def make_gradient_probe(
     return jax.jit(probe)
 
 
-def worker_devices(mesh: Mesh, workers: int) -> list[list[jax.Device]]:
-    """Return the devices that hold the rows of each worker.
+_PROBES = 4
+"""Number of probes over which a worker must differ."""
+
+
+class GradientComparison(RunPart):
+    """Compares the gradients of the workers every few steps.
 
     Args:
-        mesh: Mesh from `sharding.make_mesh`.
-        workers: Parts of the batch; a multiple or a divisor of the parts that the mesh makes.
+        config: Configuration of the run.
+        directory: Unused.
+        supervision: Unused.
     """
-    spec = PartitionSpec(pieces(mesh.axis_names, BATCH_AXES))
-    parts = NamedSharding(mesh, spec).num_devices
-    found: list[list[jax.Device]] = [[] for _ in range(workers)]
-    layout = NamedSharding(mesh, spec).devices_indices_map((parts * workers,))
-    for device, (rows,) in layout.items():
-        first, last = rows.start or 0, parts * workers if rows.stop is None else rows.stop
-        for worker in range(first // parts, (last - 1) // parts + 1):
-            found[worker].append(device)
-    return found
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        del directory, supervision
+        self._watch, self._training = config.watch, config.training
+
+    def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
+        """Return the hook that compares; none for one worker."""
+        workers = assembly.workers.number
+        if workers == 1:
+            return ()
+        groups = max(n for n in range(1, self._watch.gradient_groups + 1) if workers % n == 0)
+        groups = groups if groups > 1 else workers  # the number of workers is prime
+
+        @functools.cache
+        def probe_of(rows: int) -> Callable[[TrainState, Batch], WorkerGradients]:
+            return make_gradient_probe(
+                assembly.plan.model,
+                workers=groups,
+                execution=assembly.execution,
+                accumulation=assembly.micro_batches(rows),
+                objective=self._training.objective,
+            )
+
+        def report(step: int, gradients: WorkerGradients) -> None:
+            watches.reporter.watched(step, gradient_scalars(gradients))
+            watches.compare(step, "gradient norm", gradients.norm, _PROBES, "probes")
+
+        hook = GradientHook(
+            lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
+            assembly.feed.batch,
+            every=self._watch.gradients_every,
+            last_step=self._training.steps,
+            report=report,
+        )
+        return (hook,)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outlier:
-    """Worker whose values differ from those of the others."""
-
-    worker: int
-    excess: float
-    """Median over the window of the difference from the median worker."""
-    spreads: float
-    """The excess in spreads."""
-
-
-class OutlierWatch:
-    """Differences of workers from the median worker, over a window of steps.
-
-    A worker is an outlier when the median of its differences over the window is more than 4
-    spreads, 1.4826 x the median size of all differences in the window: one odd batch moves
-    neither. Each is named once.
+class GradientHook:
+    """Compares the gradients of the workers on the batch of the next step, every so many steps.
 
     Args:
-        window: Steps; no worker is judged before the window is full.
+        probe: Function from `make_gradient_probe`.
+        batch: Returns the batch of a step, on the devices.
+        every: Steps between comparisons.
+        last_step: Last step of the run, after which there is no batch.
+        report: Called with the step and the gradients' statistics.
     """
 
-    def __init__(self, window: int):
-        self._rows: collections.deque[np.ndarray] = collections.deque(maxlen=window)
-        self._named: set[int] = set()
+    def __init__(
+        self,
+        probe: Callable[[Any, Any], WorkerGradients],
+        batch: Callable[[int], Batch | None],
+        *,
+        every: int,
+        last_step: int,
+        report: Callable[[int, WorkerGradients], None],
+    ):
+        self._probe, self._batch, self._report = probe, batch, report
+        self._every, self._last_step = every, last_step
 
-    def add(self, values: Float[np.ndarray, " W"]) -> list[Outlier]:
-        """Return the outliers that have not been named yet.
+    def is_due(self, step: int) -> bool:
+        """Return whether to compare after a step; never after the last."""
+        return step % self._every == 0 and step < self._last_step
 
-        Args:
-            values: One value for each worker; a step with a value that is not finite is skipped.
-        """
-        values = np.asarray(values, np.float64)
-        if len(values) < 3 or not np.isfinite(values).all():
-            return []
-        self._rows.append(values)
-        if len(self._rows) < (self._rows.maxlen or 0):
-            return []
-        rows = np.stack(self._rows)
-        center = np.median(rows, axis=1, keepdims=True)
-        differences = rows - center
-        spread = 1.4826 * float(np.median(np.abs(differences)))
-        floor = _LEAST_SHARE * float(np.median(np.abs(center)))
-        scale = max(spread, floor / _MOST_SPREADS, np.finfo(np.float64).tiny)
-        excess = np.median(differences, axis=0)
-        found = [
-            Outlier(worker=int(w), excess=float(excess[w]), spreads=float(abs(excess[w]) / scale))
-            for w in np.flatnonzero(np.abs(excess) > _MOST_SPREADS * scale)
-            if int(w) not in self._named
-        ]
-        self._named.update(outlier.worker for outlier in found)
-        return found
+    def run(self, step: int, state: TrainState | None) -> None:
+        """Compare and report."""
+        self._report(step, jax.device_get(self._probe(state, self._batch(step))))

@@ -16,16 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.data import Loader, MarkovConfig
-from jaxmoe.models.transformer import initial_router_state
-from jaxmoe.training.measures.dispersion import (
+from jaxmoe.contrib.telemetry.gradients import (
     COSINE,
-    LOSS_STD,
     NORM_STD,
     gradient_scalars,
-    loss_scalars,
     make_gradient_probe,
 )
+from jaxmoe.data import Loader, MarkovConfig
+from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.training.parts.worker_losses import LOSS_STD, loss_scalars
 from jaxmoe.training.state import TrainState
 from tests.support.models import TINY
 from tests.support.one_step import SGD, params_of
