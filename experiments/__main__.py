@@ -26,24 +26,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Name and arguments of the command; those of this process when None.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     files = _files()
-    if words in (["--version"], ["-V"]):
+    if arguments in (["--version"], ["-V"]):
         print(f"jaxmoe {importlib.import_module('jaxmoe').__version__}")
         return int(ExitCode.DONE)
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, files))
         lines = (f"  {name:<{width}}  {_about(path)}" for name, path in files.items())
         print("\n".join([_USAGE, "", *lines, "", "COMMAND --help lists the flags of one."]))
         return int(ExitCode.DONE)
-    name, *rest = words
+    name, *remaining = arguments
     if name not in files:
         near = difflib.get_close_matches(name, files, n=1)
         meant = f": did you mean {near[0]!r}?" if near else ""
         print(f"error: there is no command {name!r}{meant}", file=sys.stderr)
         print(f"commands: {', '.join(files)}", file=sys.stderr)
         return int(ExitCode.BAD_CONFIGURATION)
-    sys.argv[1:] = rest
+    sys.argv[1:] = remaining
     runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
     return int(ExitCode.DONE)
 
@@ -52,9 +52,9 @@ def _files() -> dict[str, pathlib.Path]:
     """Return the file of every command by its name."""
     folder = pathlib.Path(__file__).parent
     files = [path for path in folder.glob("*.py") if not path.stem.startswith("__")]
-    found = {path.stem: path for path in files}
-    found |= {path.parent.name: path for path in folder.glob("*/__main__.py")}
-    return dict(sorted(found.items()))
+    by_name = {path.stem: path for path in files}
+    by_name |= {path.parent.name: path for path in folder.glob("*/__main__.py")}
+    return dict(sorted(by_name.items()))
 
 
 def _about(path: pathlib.Path) -> str:

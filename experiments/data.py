@@ -41,14 +41,14 @@ _SPLITS: tuple[Split, Split] = ("train", "validation")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    words = list(argv)
+    arguments = list(argv)
     prog = "python -m experiments.data inspect"
-    if words[:1] in (["-h"], ["--help"]):
-        words.insert(0, "inspect")
-    if words[:1] != ["inspect"]:
-        given = repr(words[0]) if words else "nothing"
-        cli.fail(f"experiments.data has one command, inspect, and was given {given}: {prog}")
-    recipe, config = cli.parse(RECIPES, DEFAULT, words[1:], prog, __doc__ or "")
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments.insert(0, "inspect")
+    if arguments[:1] != ["inspect"]:
+        argument = repr(arguments[0]) if arguments else "nothing"
+        cli.fail(f"experiments.data has one command, inspect, and was given {argument}: {prog}")
+    recipe, config = cli.parse(RECIPES, DEFAULT, arguments[1:], prog, __doc__ or "")
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/data/{name}")
     configure_logging()  # shows how much of long data has been read
@@ -215,8 +215,8 @@ def _marked(
     for part, trained in zip(
         np.split(tokens, borders), is_trained[np.append(0, borders)], strict=True
     ):
-        first, *others = source.tokenizer.spell(part).split("\n")
-        for number, text in enumerate([first, *others]):
+        first, *following = source.tokenizer.spell(part).split("\n")
+        for number, text in enumerate([first, *following]):
             if number:
                 yield line
                 line = ""

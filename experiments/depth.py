@@ -91,13 +91,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure(config: DepthConfig) -> tuple[DepthMeasures, dict[str, Any]]:
     """Return the measures, and the JSON values that are written beside the run."""
-    given = config.run
+    config_of_run = config.run
     if jax.process_count() > 1:
         raise ValueError(
             f"the layers of a run are measured in one process, and there are {jax.process_count()}:"
             " start it on one host, with --run.mesh.data for its devices"
         )
-    assembly, state, step = load_run(given.directory, given.step, given.mesh, initial=given.initial)
+    assembly, state, step = load_run(
+        config_of_run.directory,
+        config_of_run.step,
+        config_of_run.mesh,
+        initial=config_of_run.initial,
+    )
     model = _chain(assembly, state)
     if config.sweeps:
         parallel_scan(model.model)
@@ -125,7 +130,7 @@ def _measure(config: DepthConfig) -> tuple[DepthMeasures, dict[str, Any]]:
         findings["map"] = {"against": config.against, "error": errors.tolist(), "layers": names}
     if config.sweeps:
         findings["sweeps"] = sweep_losses(model, batches, config.sweeps)
-    _write(RunDirectory(given.directory), measures, findings, errors, names)
+    _write(RunDirectory(config_of_run.directory), measures, findings, errors, names)
     return measures, findings
 
 
@@ -163,8 +168,8 @@ def _maps(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the errors of linear maps to the other run, and the names of its layers."""
     path = str(config.against)
-    other, state, _ = load_run(path, None, config.run.mesh, needs_data=False)
-    sizes = [one.plan.model.vocab_size for one in (assembly, other)]
+    other_assembly, state, _ = load_run(path, None, config.run.mesh, needs_data=False)
+    sizes = [side.plan.model.vocab_size for side in (assembly, other_assembly)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"against={path} has {sizes[1]} token ids and run.directory={config.run.directory}"
@@ -172,13 +177,13 @@ def _maps(
         )
     with jax.set_mesh(assembly.mesh):
         streams = streams_of(model, batches)
-    with jax.set_mesh(other.mesh):
-        theirs = _chain(other, state)
-        moved = [global_batch(jax.device_get(batch), other.mesh) for batch in batches]
-        others = streams_of(theirs, moved)
-    return map_error(streams, others), tuple(
+    with jax.set_mesh(other_assembly.mesh):
+        theirs = _chain(other_assembly, state)
+        moved = [global_batch(jax.device_get(batch), other_assembly.mesh) for batch in batches]
+        other_streams = streams_of(theirs, moved)
+    return map_error(streams, other_streams), tuple(
         f"{call.layer}" + (f" turn {call.turn}" if call.stack.turns > 1 else "")
-        for call in layer_calls(other.plan.model)
+        for call in layer_calls(other_assembly.plan.model)
     )
 
 
@@ -192,16 +197,16 @@ def sweep_losses(model: Chain, batches: Sequence[Batch], sweeps: int) -> dict[st
     """
     model = model.on_one_device()
     totals, weight = np.zeros(sweeps + 1), 0.0
-    for one in batches:
-        batch = jax.tree.map(jnp.asarray, jax.device_get(one))
-        stream, about = model.begin(batch.tokens, batch.segment_ids)
+    for held_out_batch in batches:
+        batch = jax.tree.map(jnp.asarray, jax.device_get(held_out_batch))
+        stream, context = model.begin(batch.tokens, batch.segment_ids)
         for call in layer_calls(model.model):
-            stream = model.call(call, stream, about)
+            stream = model.call(call, stream, context)
         ends = [stream, *sweep_streams(model, batch.tokens, batch.segment_ids, sweeps)]
         totals += [float(_nll(model.logits(end), batch)) for end in ends]
         weight += float(batch.loss_weights.sum())
-    usual, *after = (totals / weight).tolist()
-    return {"usual": usual, "after": after}
+    baseline, *after = (totals / weight).tolist()
+    return {"usual": baseline, "after": after}
 
 
 @jax.jit
@@ -225,18 +230,18 @@ def format_depth(measures: DepthMeasures, findings: dict[str, Any]) -> str:
     for place, row in enumerate(findings["layers"]):
         later = "" if row["later"] is None else f"{row['later']:.1%}"
         numbers = (f"{row['branch']:.3f}", f"{row['cosine']:+.2f}", later, f"{row['output']:.1%}")
-        found: tuple[str, ...] = (row["layer"], row["kind"], *numbers)
+        cells: tuple[str, ...] = (row["layer"], row["kind"], *numbers)
         if maps:
             errors = maps["error"][place]
             nearest = int(np.argmin(errors))
-            found += (maps["layers"][nearest], f"{errors[nearest]:.2g}")
-        rows.append(found)
+            cells += (maps["layers"][nearest], f"{errors[nearest]:.2g}")
+        rows.append(cells)
     lines = [text_table(rows), ""]
     if "sweeps" in findings:
-        usual, after = findings["sweeps"]["usual"], findings["sweeps"]["after"]
+        baseline, after = findings["sweeps"]["usual"], findings["sweeps"]["after"]
         table = [("sweeps", "nats per token", "above the usual order")]
-        table += [(str(k + 1), f"{x:.4f}", f"{x - usual:+.4f}") for k, x in enumerate(after)]
-        lines += [text_table(table), f"usual order: {usual:.4f} nats per token", ""]
+        table += [(str(k + 1), f"{x:.4f}", f"{x - baseline:+.4f}") for k, x in enumerate(after)]
+        lines += [text_table(table), f"usual order: {baseline:.4f} nats per token", ""]
     return "\n".join([*lines, f"{findings['sentence']} ({measures.num_tokens} tokens)"])
 
 

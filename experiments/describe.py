@@ -49,8 +49,8 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog, about = "python -m experiments.describe", __doc__ or ""
-    recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
+    prog, description = "python -m experiments.describe", __doc__ or ""
+    recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, description)
     with cli.exit_on_bad_configuration():
         subject = _subject(recipe, config)
         config = subject.config
@@ -76,13 +76,13 @@ class Subject:
 
 def _subject(recipe: str, config: PretrainConfig) -> Subject:
     """Return what --run.directory holds; the recipe with the flags otherwise."""
-    asked = Subject(kind="recipe", name=recipe, config=config)
+    subject = Subject(kind="recipe", name=recipe, config=config)
     if config.run.directory is None:
-        return asked
+        return subject
     path = model_directory(config.run.directory, "run.directory")
-    usual = RECIPES[recipe]()
+    recipe_config = RECIPES[recipe]()
     if is_huggingface(path):
-        if config.model != usual.model:
+        if config.model != recipe_config.model:
             raise ValueError(
                 f"run.directory={path} brings a model, and --model flags change another: leave"
                 " them out"
@@ -91,12 +91,12 @@ def _subject(recipe: str, config: PretrainConfig) -> Subject:
         config, name = dataclasses.replace(config, model=model), pathlib.Path(path).resolve().name
         return Subject(kind="model", name=name, config=config)
     run = RunDirectory(path)
-    if dataclasses.replace(config, run=usual.run) == usual and run.has_config():
+    if dataclasses.replace(config, run=recipe_config.run) == recipe_config and run.has_config():
         lineage = tuple(map(str, read_lineage(run)))
         return Subject(
             kind="run", name=path, config=run.load_config(PretrainConfig), lineage=lineage
         )
-    return asked
+    return subject
 
 
 def _moment_bytes(plan: Plan, row: ParameterSpec) -> int:
@@ -120,7 +120,7 @@ def describe(subject: Subject, plan: Plan) -> str:
     width = _BYTES[config.execution.precision.parameters]
     layout = config.execution.state_layout
     shards, moment_shards = _shards(plan, layout.parameters), _shards(plan, layout.optimizer)
-    held = sum(row.size * width / shards[row.path] for row in table)
+    held_bytes = sum(row.size * width / shards[row.path] for row in table)
     moments = sum(row.size * _moment_bytes(plan, row) / moment_shards[row.path] for row in table)
     gradients = sum(row.size * width / shards[row.path] for row in table)
     mesh = " ".join(
@@ -138,7 +138,8 @@ def describe(subject: Subject, plan: Plan) -> str:
         f"learning rate        {describe_rates(plan) or f'{config.optimizer.learning_rate:g}'}",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
         *_stages(plan),
-        f"memory per device    {_state_text(config.execution, held, moments)}, {_size(gradients)}"
+        f"memory per device    {_state_text(config.execution, held_bytes, moments)},"
+        f" {_size(gradients)}"
         " gradients; activations not counted"
         + ("; on one device" if -1 in config.execution.mesh.sizes else ""),
         "",
@@ -168,8 +169,8 @@ def _tiles(plan: Plan) -> list[str]:
     """Return the table of products and tiles; on one device where the mesh is left open."""
     execution = plan.config.execution
     if -1 in execution.mesh.sizes:
-        one = {axis: max(size, 1) for axis, size in execution.mesh.by_axis.items()}
-        execution = dataclasses.replace(execution, mesh=MeshConfig(**one), fold=None)
+        tile = {axis: max(size, 1) for axis, size in execution.mesh.by_axis.items()}
+        execution = dataclasses.replace(execution, mesh=MeshConfig(**tile), fold=None)
     # Widths do not depend on the dtype, and "auto" would ask for a device.
     precision = dataclasses.replace(execution.precision, compute="bfloat16")
     step = plan.step_plan(dataclasses.replace(execution, precision=precision))
@@ -180,13 +181,13 @@ def _tiles(plan: Plan) -> list[str]:
 def _stages(plan: Plan) -> list[str]:
     """Return the line about the pipeline; none without stages or with their number left open."""
     execution, training = plan.config.execution, plan.config.training
-    given = plan.model, execution, training.accumulation
+    arguments = plan.model, execution, training.accumulation
     if training.skipping is not None:
         training.skipping.check(plan.step_plan(execution))
     if execution.mesh.stage <= 1:
         return []
-    check_pipeline(*given)
-    return [f"stages               {pipeline_in_words(*given, skipping=training.skipping)}"]
+    check_pipeline(*arguments)
+    return [f"stages               {pipeline_in_words(*arguments, skipping=training.skipping)}"]
 
 
 def _size(num_bytes: float) -> str:

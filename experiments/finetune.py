@@ -62,14 +62,14 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog, about = "python -m experiments.finetune", __doc__ or ""
-    words = [long_word(word) for word in argv]
+    prog, description = "python -m experiments.finetune", __doc__ or ""
+    arguments = [long_word(word) for word in argv]
     with flags.exit_on_bad_configuration():
-        start = finetune_config(initial_of(words))
-    config = parse_tuning(start, words, prog, about)
+        start = finetune_config(initial_of(arguments))
+    config = parse_tuning(start, arguments, prog, description)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "finetune")
-        config = with_fitting_optimizer(config, words, RATE_SHARE)
+        config = with_fitting_optimizer(config, arguments, RATE_SHARE)
     return train(config, command="finetune", name=str(config.run.name), age=age)
 
 
@@ -118,13 +118,13 @@ def finetune_config(initial: str | None) -> PretrainConfig:
 
 
 def parse_tuning(
-    start: PretrainConfig, words: Sequence[str], prog: str, description: str
+    start: PretrainConfig, arguments: Sequence[str], prog: str, description: str
 ) -> PretrainConfig:
     """Return the configuration of a command line, whose data have the tokens of the initial model.
 
     Args:
         start: Configuration before any flag.
-        words: Words of the command line.
+        arguments: Words of the command line.
         prog: How the program is called.
         description: The first paragraph of `--help`.
 
@@ -133,26 +133,26 @@ def parse_tuning(
         something else than those of the model.
     """
     if start.checkpoint.initial is None:
-        return flags.parse_flags(start, words, prog, description)
-    named = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in words}
+        return flags.parse_flags(start, arguments, prog, description)
+    flag_names = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in arguments}
     with flags.exit_on_bad_configuration():
         tokens = model_data(start.checkpoint.initial)
-        start, words = choose(start, words)
+        start, arguments = choose(start, arguments)
         data = with_model_tokens(
             start.data,
             tokens,
-            has_tokenizer=any(word.startswith("data.tokenizer") for word in named),
-            has_template="data.template" in named,
+            has_tokenizer=any(word.startswith("data.tokenizer") for word in flag_names),
+            has_template="data.template" in flag_names,
         )
         start = with_value(start, ("data",), data)
-    config = flags.parse_flags(start, words, prog, description)
+    config = flags.parse_flags(start, arguments, prog, description)
     with flags.exit_on_bad_configuration():
         check_model_tokens(config.data, tokens)
     return config
 
 
 def with_fitting_optimizer(
-    config: PretrainConfig, words: Sequence[str], share: float
+    config: PretrainConfig, arguments: Sequence[str], share: float
 ) -> PretrainConfig:
     """Return the configuration with an optimiser that can train its parameters.
 
@@ -162,14 +162,14 @@ def with_fitting_optimizer(
 
     Args:
         config: Configuration after all flags.
-        words: Words of the command line.
+        arguments: Words of the command line.
         share: Learning rate of another optimiser, over that of the initial run.
 
     Raises:
         ValueError: The model does not fit the parameterisation.
     """
-    named = {word.partition("=")[0].replace("-", "_") for word in words}
-    is_chosen = any(word == "__optimizer" or word.startswith("optimizer:") for word in named)
+    flag_names = {word.partition("=")[0].replace("-", "_") for word in arguments}
+    is_chosen = any(word == "__optimizer" or word.startswith("optimizer:") for word in flag_names)
     if is_chosen or config.optimizer.name != AdamWConfig.name:
         return config
     groups = trained_groups(config)
@@ -180,29 +180,29 @@ def with_fitting_optimizer(
         saved_config(config.checkpoint.initial).optimizer,
         *(kind() for kind in OPTIMIZERS.values()),
     )
-    fitting = next((one for one in candidates if groups <= set(one.groups)), None)
+    fitting = next((candidate for candidate in candidates if groups <= set(candidate.groups)), None)
     if fitting is None:  # refused in words where the optimiser is built
         return config
     changes: dict[str, Any] = {"learning_rate": share * fitting.learning_rate}
     for field in dataclasses.fields(config.optimizer):
-        if f"__optimizer.{field.name}" in named:
+        if f"__optimizer.{field.name}" in flag_names:
             changes[field.name] = getattr(config.optimizer, field.name)
     return dataclasses.replace(config, optimizer=dataclasses.replace(fitting, **changes))
 
 
-def initial_of(words: Sequence[str]) -> str | None:
+def initial_of(arguments: Sequence[str]) -> str | None:
     """Return the value of `--checkpoint.initial`, which gives the defaults of the other flags.
 
     Args:
-        words: Words of a command line.
+        arguments: Words of a command line.
     """
-    found = None
-    for place, word in enumerate(words):
+    initial = None
+    for place, word in enumerate(arguments):
         if word.startswith(f"{_INITIAL}="):
-            found = word.partition("=")[2]
-        elif word == _INITIAL and place + 1 < len(words):
-            found = words[place + 1]
-    return found
+            initial = word.partition("=")[2]
+        elif word == _INITIAL and place + 1 < len(arguments):
+            initial = arguments[place + 1]
+    return initial
 
 
 def long_word(word: str) -> str:

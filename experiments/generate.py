@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
             cache=config.cache,
             initial=config.run.initial,
         )
-        given = {
+        settings = {
             "length": config.length,
             "temperature": config.temperature,
             "top_k": config.top_k,
@@ -168,14 +168,14 @@ def main(argv: Sequence[str]) -> int:
             "reading": part_of_cache(config.reading, config.cache_pages),
         }
         if config.chat:
-            _talk(open_chat(run, system=config.system, template=config.template), given)
+            _talk(open_chat(run, system=config.system, template=config.template), settings)
             _close(offload)
             return int(ExitCode.DONE)
         if len(prompts) == 1 and config.to is None:
-            _print_streamed(run, prompts[0], given)
+            _print_streamed(run, prompts[0], settings)
             _close(offload)
             return int(ExitCode.DONE)
-        samples = run.generate(prompts, **given)
+        samples = run.generate(prompts, **settings)
     if samples[0].precision:
         write(samples[0].precision)
     if config.to is not None:
@@ -195,7 +195,7 @@ def _close(offload: Offload | None) -> None:
         say(str(offload))
 
 
-def _talk(chat: Chat, given: dict[str, Any]) -> None:
+def _talk(chat: Chat, settings: dict[str, Any]) -> None:
     """Answer the lines of standard input until it ends."""
     first = chat.messages
     begin = "you> " if sys.stdin.isatty() else ""
@@ -212,7 +212,7 @@ def _talk(chat: Chat, given: dict[str, Any]) -> None:
             with dropped_output():
                 print("model> " if begin else "", end="", flush=True)
             try:
-                chat.answer(line, _print_now, **given)
+                chat.answer(line, _print_now, **settings)
             except ConversationError as error:
                 print(f"error: {error}", file=sys.stderr)
             write("")
@@ -223,7 +223,7 @@ def _print_now(text: str) -> None:
         print(text, end="", flush=True)
 
 
-def _print_streamed(run: Run, prompt: str, given: dict[str, Any]) -> None:
+def _print_streamed(run: Run, prompt: str, settings: dict[str, Any]) -> None:
     """Print the continuation of a prompt while it is generated."""
     shown: str | None = None
 
@@ -236,7 +236,7 @@ def _print_streamed(run: Run, prompt: str, given: dict[str, Any]) -> None:
             print(sample.text[len(shown or "") :], end="")
         shown = sample.text
 
-    show(run.generate(prompt, on_sample=show, **given))
+    show(run.generate(prompt, on_sample=show, **settings))
     write("\n")
 
 

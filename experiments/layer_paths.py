@@ -88,20 +88,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _compare(config: LayerPathsConfig) -> str:
     """Search, train and write the files; return the tables and the sentence."""
-    given = config.run
+    run_config = config.run
     if jax.process_count() > 1:
         raise ValueError(
             f"paths are searched in one process, and there are {jax.process_count()}: start it on"
             " one host"
         )
-    assembly, state, step = load_run(given.directory, given.step, given.mesh)
+    assembly, state, step = load_run(run_config.directory, run_config.step, run_config.mesh)
     model = assembly.plan.model
     if not model.attention.is_causal:
         raise ValueError(
             "model.attention.is_causal=False: a path is chosen from the first half of a sequence,"
             " which this model computes from the second as well: choose a causal run"
         )
-    batches = [jax.tree.map(np.asarray, jax.device_get(one)) for one in assembly.held_out()]
+    batches = [jax.tree.map(np.asarray, jax.device_get(batch)) for batch in assembly.held_out()]
     number = min(config.batches, len(batches) // 2)
     if not number:
         raise ValueError(
@@ -109,18 +109,18 @@ def _compare(config: LayerPathsConfig) -> str:
             " --evaluation.batches 2 or more"
         )
     chain = Chain.of(model, assembly.execution, state.params, state.router_state).on_one_device()
-    usual, found, router_losses, tried = find_and_route(chain, batches[: 2 * number], config)
-    other = tried["all layers"]
+    baseline, best, router_losses, tried = find_and_route(chain, batches[: 2 * number], config)
+    all_layers = tried["all layers"]
     rows = [
-        _row("all layers", "searched", usual, usual),
-        _row("found", "searched", found, usual),
-        _row("all layers", "other", other, other),
-        _row("by the router", "other", tried["router"], other),
+        _row("all layers", "searched", baseline, baseline),
+        _row("found", "searched", best, baseline),
+        _row("all layers", "other", all_layers, all_layers),
+        _row("by the router", "other", tried["router"], all_layers),
     ]
-    sentence = _sentence(rows, usual.paths.shape[1])
+    sentence = _sentence(rows, baseline.paths.shape[1])
     names = [f"{c.layer}" + (f" turn {c.turn}" if c.turn else "") for c in chain.calls]
-    shares = {"found": _shares(found), "router": _shares(tried["router"])}
-    directory = RunDirectory(given.directory)
+    shares = {"found": _shares(best), "router": _shares(tried["router"])}
+    directory = RunDirectory(run_config.directory)
     summary = {"status": "done", "checkpoint_step": step, "sentence": sentence, "paths": rows}
     summary |= {"layers": names, "shares": {key: x.tolist() for key, x in shares.items()}}
     summary |= {"simulations": config.search.simulations, "router_losses": router_losses}
@@ -128,7 +128,7 @@ def _compare(config: LayerPathsConfig) -> str:
     with directory.usable():
         directory.plots_directory.mkdir(exist_ok=True)
     target = directory.plots_directory / "layer_paths.png"
-    _draw(target, names, shares, ((found, usual), (tried["router"], other)), sentence)
+    _draw(target, names, shares, ((best, baseline), (tried["router"], all_layers)), sentence)
     return format_paths(rows, names, shares, sentence)
 
 
@@ -147,15 +147,20 @@ def find_and_route(
         router by epoch, and the other sequences with all layers and along the router's paths.
     """
     half = len(batches) // 2
-    searched, others = (_joined(part) for part in (batches[:half], batches[half:]))
+    searched, unsearched = (_joined(part) for part in (batches[:half], batches[half:]))
     shape = len(searched.tokens), len(chain.calls)
-    usual = along_paths(chain, searched, np.full(shape, RUN))
+    baseline = along_paths(chain, searched, np.full(shape, RUN))
     paths = find_paths(lambda p: along_paths(chain, searched, p).losses, shape, config.search)
-    found = along_paths(chain, searched, paths)
+    best = along_paths(chain, searched, paths)
     trained = {"epochs": config.epochs, "seed": config.search.seed}
-    router, losses = train_router(found.windows, paths, **trained)
-    whole = along_paths(chain, others, np.full((len(others.tokens), shape[1]), RUN))
-    return usual, found, losses, {"all layers": whole, "router": route_rows(chain, others, router)}
+    router, losses = train_router(best.windows, paths, **trained)
+    all_layers = along_paths(chain, unsearched, np.full((len(unsearched.tokens), shape[1]), RUN))
+    return (
+        baseline,
+        best,
+        losses,
+        {"all layers": all_layers, "router": route_rows(chain, unsearched, router)},
+    )
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
@@ -166,20 +171,20 @@ def _joined(batches: Sequence[Batch]) -> Batch:
         parts = [getattr(batch, name) for batch in batches]
         arrays[name] = None if parts[0] is None else np.concatenate(parts)
     batch = Batch(**arrays)
-    kept = num_predicted(batch) > 0.0
-    if not kept.any():
+    is_predicted = num_predicted(batch) > 0.0
+    if not is_predicted.any():
         raise ValueError(
             "no held-out sequence has a token to predict in its second half: read more with"
             " --batches"
         )
-    return jax.tree.map(lambda x: jnp.asarray(x[kept]), batch)
+    return jax.tree.map(lambda x: jnp.asarray(x[is_predicted]), batch)
 
 
-def _row(path: str, sequences: str, rows: RoutedRows, usual: RoutedRows) -> dict[str, Any]:
+def _row(path: str, sequences: str, rows: RoutedRows, baseline: RoutedRows) -> dict[str, Any]:
     """Return what is printed and written of some paths."""
     length, layers = rows.paths.sum(axis=1), rows.paths.shape[1]
-    better, shorter = rows.losses < usual.losses, length < layers
-    either = better | (shorter & (rows.losses <= usual.losses))
+    better, shorter = rows.losses < baseline.losses, length < layers
+    either = better | (shorter & (rows.losses <= baseline.losses))
     return {
         "path": path,
         "sequences": sequences,
@@ -198,12 +203,12 @@ def _shares(rows: RoutedRows) -> np.ndarray:
 
 
 def _sentence(rows: Sequence[dict[str, Any]], layers: int) -> str:
-    usual, found, other, routed = rows
+    baseline, best, all_layers, routed = rows
     return (
-        f"{found['either']:.0%} of the sequences have a better or shorter path: {found['loss']:.4f}"
-        f" nats per token with {found['layers_run']:.1f} of {layers} layers, {usual['loss']:.4f}"
+        f"{best['either']:.0%} of the sequences have a better or shorter path: {best['loss']:.4f}"
+        f" nats per token with {best['layers_run']:.1f} of {layers} layers, {baseline['loss']:.4f}"
         f" with all; on others the router has {routed['loss']:.4f} with {routed['layers_run']:.1f},"
-        f" and all layers {other['loss']:.4f}"
+        f" and all layers {all_layers['loss']:.4f}"
     )
 
 
@@ -253,8 +258,8 @@ def _draw(
         axes.set_xticks(places[:: -(-len(names) // 12)], names[:: -(-len(names) // 12)])
         axes.set(xlabel="layer", ylabel="share of sequences", title=title)
         axes.legend(loc="lower right", fontsize=8)
-    for (rows, usual), label, color in zip(pairs, shares, (BLUE, ORANGE), strict=True):
-        change = rows.losses - usual.losses
+    for (rows, baseline), label, color in zip(pairs, shares, (BLUE, ORANGE), strict=True):
+        change = rows.losses - baseline.losses
         panels[2].plot(rows.paths.sum(axis=1), change, "o", color=color, ms=4, label=label)
     panels[2].axhline(0.0, color=GRAY, linewidth=0.8)
     panels[2].axvline(len(names), color=GRAY, linewidth=0.8)

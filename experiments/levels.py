@@ -74,15 +74,15 @@ def _study(make: Callable[[], PretrainConfig]) -> Callable[[], LevelsStudyConfig
     def recipe() -> LevelsStudyConfig:
         config = make()
         names = [field.name for field in dataclasses.fields(PretrainConfig)]
-        given: dict[str, Any] = {name: getattr(config, name) for name in names}
+        fields: dict[str, Any] = {name: getattr(config, name) for name in names}
         mesh = dataclasses.replace(config.execution.mesh, data=1, seq=16)
-        given["execution"] = dataclasses.replace(
+        fields["execution"] = dataclasses.replace(
             config.execution, mesh=mesh, sequence_parallel=LevelsConfig()
         )
-        given["training"] = dataclasses.replace(
+        fields["training"] = dataclasses.replace(
             config.training, sequence_length=131072, batch_size=8, accumulation=8, batch_ramp=None
         )
-        return LevelsStudyConfig(**given)
+        return LevelsStudyConfig(**fields)
 
     recipe.__doc__ = make.__doc__  # --help shows its first line
     return recipe
@@ -101,12 +101,12 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()
         with directory.held():
-            rows, found = compare(config)
+            rows, forecasts = compare(config)
             say(text_table(rows))
             summary = {"status": "done", "recipe": recipe, "topology": config.topology}
             figures = {
-                name: {"seconds": one.seconds, "ratio": one.static / one.seconds}
-                for name, one in found.items()
+                name: {"seconds": forecast.seconds, "ratio": forecast.static / forecast.seconds}
+                for name, forecast in forecasts.items()
             }
             seconds = time.perf_counter() - started
             directory.write_summary(summary | {"assign": figures, "wall_seconds": seconds})
@@ -126,11 +126,11 @@ def compare(config: LevelsStudyConfig) -> tuple[list[tuple[str, ...]], dict[str,
     mesh = config.execution.mesh.resolve(topology.num_devices)
     plan = step_plan(config, topology, mesh)
     rows = draw_rows(config.lengths, plan.sequence_length, plan.batch_size)
-    found: dict[str, Forecast] = {}
+    forecasts: dict[str, Forecast] = {}
     table: list[tuple[str, ...]] = [HEADINGS]
     for assigner in ASSIGNERS.values():
-        packing, begun = level_packing(plan, assigner(), topology.chip), time.perf_counter()
-        found[assigner.name] = mean = _mean([packing.forecast(step) for step in rows])
+        packing, start_time = level_packing(plan, assigner(), topology.chip), time.perf_counter()
+        forecasts[assigner.name] = mean = _mean([packing.forecast(step) for step in rows])
         if len(table) == 1:
             number = f"{mean.static_micro_batches:.1f}"
             table.append(("static", f"{mean.static:.3f}", number, "1.00", "", ""))
@@ -140,11 +140,11 @@ def compare(config: LevelsStudyConfig) -> tuple[list[tuple[str, ...]], dict[str,
                 f"{mean.seconds:.3f}",
                 f"{mean.micro_batches:.1f}",
                 f"{mean.static / mean.seconds:.2f}",
-                f"{(time.perf_counter() - begun) / len(rows):.2f} s",
+                f"{(time.perf_counter() - start_time) / len(rows):.2f} s",
                 ", ".join(f"{d}: {share:.0%}" for d, share in mean.shares.items()),
             )
         )
-    return table, found
+    return table, forecasts
 
 
 def draw_rows(lengths: LengthsConfig, length: int, rows: int) -> list[list[list[int]]]:
@@ -157,12 +157,12 @@ def draw_rows(lengths: LengthsConfig, length: int, rows: int) -> list[list[list[
     """
     rng, steps = np.random.default_rng(lengths.seed), []
     for _ in range(lengths.steps):
-        drawn, left = list[int](), rows * length
-        while left > 0:
-            one = rng.lognormal(np.log(lengths.median), lengths.sigma)
-            drawn.append(int(np.clip(one, 1, length)))
-            left -= drawn[-1]
-        ordered = np.sort(np.array(drawn[:-1] if left < 0 else drawn))[::-1]
+        drawn, tokens_left = list[int](), rows * length
+        while tokens_left > 0:
+            length_drawn = rng.lognormal(np.log(lengths.median), lengths.sigma)
+            drawn.append(int(np.clip(length_drawn, 1, length)))
+            tokens_left -= drawn[-1]
+        ordered = np.sort(np.array(drawn[:-1] if tokens_left < 0 else drawn))[::-1]
         places = best_fit(ordered, length)
         packed = [ordered[places == row].tolist() for row in range(int(places.max()) + 1)]
         packed += [[] for _ in range(rows - len(packed))]
@@ -174,11 +174,11 @@ def _mean(forecasts: Sequence[Forecast]) -> Forecast:
     """Return the mean of some steps."""
 
     def mean(name: str) -> float:
-        return float(np.mean([getattr(one, name) for one in forecasts]))
+        return float(np.mean([getattr(forecast, name) for forecast in forecasts]))
 
     degrees = forecasts[0].shares
     return Forecast(
-        shares={d: float(np.mean([one.shares[d] for one in forecasts])) for d in degrees},
+        shares={d: float(np.mean([forecast.shares[d] for forecast in forecasts])) for d in degrees},
         micro_batches=mean("micro_batches"),
         seconds=mean("seconds"),
         static_micro_batches=mean("static_micro_batches"),

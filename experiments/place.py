@@ -118,8 +118,10 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"tables={config.tables} exists: choose a new file")
         run = None
         if config.trace is None:
-            given = config.run
-            run = load_run(given.directory, given.step, given.mesh, initial=given.initial)
+            run_config = config.run
+            run = load_run(
+                run_config.directory, run_config.step, run_config.mesh, initial=run_config.initial
+            )
             trace = record_run(*run[:2])
         else:
             trace = load_trace(config.trace)
@@ -192,13 +194,13 @@ def speculative_devices(
     vocab_size = max(seen.vocab_size, unseen.vocab_size)
     tables = token_tables(seen, placement, vocab_size=vocab_size)
     ids = jnp.asarray(unseen.token_ids, jnp.int32)
-    known = jnp.asarray(homes(unseen, placement), jnp.int32)
+    expert_homes = jnp.asarray(homes(unseen, placement), jnp.int32)
     devices, below = [], jnp.full_like(ids, -1)
     for layer in range(unseen.num_layers):
         guess = predict(jax.tree.map(lambda table, i=layer: table[i], tables), ids, below)
         _, place = shuffle(*guess, placement.num_devices)
         devices.append(np.asarray(place) // (len(ids) // placement.num_devices))
-        below = known[layer]
+        below = expert_homes[layer]
     return np.stack(devices)
 
 

@@ -51,13 +51,13 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog, about = "python -m experiments.pretrain", __doc__ or ""
+    prog, description = "python -m experiments.pretrain", __doc__ or ""
     extends: bool | frozenset[str] = False
     if argv and argv[0] in WORDS:
-        recipe, config = None, parse_continuation(argv, prog, about)
+        recipe, config = None, parse_continuation(argv, prog, description)
         extends = named_fields(argv[2:])
     else:
-        recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, about)
+        recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, description)
     name = config.run.name or recipe
     return train(
         config, command="pretrain", name=name, shown=recipe or argv[0], extends=extends, age=age

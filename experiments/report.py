@@ -41,9 +41,9 @@ class ReportConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    paths, words = split_words(argv)
+    paths, arguments = split_words(argv)
     prog = "python -m experiments.report RUN [RUN ...]"
-    config = flags.parse_flags(ReportConfig(), words, prog, __doc__ or "")
+    config = flags.parse_flags(ReportConfig(), arguments, prog, __doc__ or "")
     with flags.exit_on_bad_configuration():
         if not paths:
             raise ValueError(
@@ -64,15 +64,15 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into run directories, and flags with their values."""
     paths: list[str] = []
     flag_words: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
+    arguments = list(argv)
+    while arguments:
+        word = arguments.pop(0)
         if not word.startswith("-"):
             paths.append(word)
             continue
         flag_words.append(word)
-        if word.startswith("--") and word != "--help" and "=" not in word and words:
-            flag_words.append(words.pop(0))
+        if word.startswith("--") and word != "--help" and "=" not in word and arguments:
+            flag_words.append(arguments.pop(0))
     return paths, flag_words
 
 

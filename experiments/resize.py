@@ -134,7 +134,7 @@ def check_request(
             " it, or resume the run, which writes it anew"
         ) from error
     check = functools.partial(check_resized, config)
-    return resolve(request, mesh, [Place(id=one) for one in ids], check)
+    return resolve(request, mesh, [Place(id=index) for index in ids], check)
 
 
 def check_trains(directory: RunDirectory) -> Beat | None:

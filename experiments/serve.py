@@ -120,15 +120,15 @@ class ServeConfig:
         Raises:
             ValueError: One has no name or no directory, or a name is given twice.
         """
-        found = dict[str, str]()
+        directories = dict[str, str]()
         for text in self.adapters:
             name, _, directory = text.partition("=")
-            if not re.fullmatch(r"[\w.-]+", name) or not directory or name in found:
+            if not re.fullmatch(r"[\w.-]+", name) or not directory or name in directories:
                 raise ValueError(
                     f"adapters={text} must be NAME=DIRECTORY, each name once: sql=runs/finetune/sql"
                 )
-            found[name] = directory
-        return found
+            directories[name] = directory
+        return directories
 
 
 def main(argv: Sequence[str]) -> int:
@@ -293,7 +293,7 @@ def _line(metrics: EngineMetrics) -> str:
 
 def _write_summary(directory: pathlib.Path, engine: Engine) -> None:
     values = {"status": "done"} | dataclasses.asdict(engine.metrics)
-    values["instances"] = [dataclasses.asdict(one) for one in engine.instance_metrics]
+    values["instances"] = [dataclasses.asdict(instance) for instance in engine.instance_metrics]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "summary.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

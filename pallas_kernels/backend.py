@@ -122,8 +122,8 @@ class Operation:
             if not _runs_here(name):
                 continue
             if (reason := self._against(name, arguments)) is None:
-                words = measured.words(self.name, name, device_kind) or _FASTEST
-                return Choice(implementation=name, reason="; ".join([words, *against]))
+                description = measured.words(self.name, name, device_kind) or _FASTEST
+                return Choice(implementation=name, reason="; ".join([description, *against]))
             against.append(f"not {name}: {reason}")
         raise ValueError(f"{self.name}: no implementation runs here: {'; '.join(against)}")
 

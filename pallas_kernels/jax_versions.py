@@ -46,8 +46,8 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
         arrays: Pytrees of arrays in a manual region with `check_vma`; elsewhere the result is
             empty.
     """
-    found = (jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(arrays))
-    return tuple(sorted(frozenset().union(*found)))
+    axes = (jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(arrays))
+    return tuple(sorted(frozenset().union(*axes)))
 
 
 def vary_over(x: Array, axes: tuple[str, ...]) -> Array:

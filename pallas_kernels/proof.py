@@ -184,9 +184,9 @@ def _pages(scale: int) -> Case:
     table = rng.permutation(4 * width).reshape(4, width)
     pool = 11.0 * np.asarray(_drawn(11, *shape), np.float32)
     for row, end in zip(table, ends, strict=True):
-        held = pool[1, row].reshape(-1, *shape[3:])
-        held[end:] = 1e4
-        pool[1, row] = held.reshape(width, *shape[2:])
+        tokens = pool[1, row].reshape(-1, *shape[3:])
+        tokens[end:] = 1e4
+        pool[1, row] = tokens.reshape(width, *shape[2:])
     places = np.maximum(ends[2:] - length, 0)[:, None] + np.arange(length)
     pieces = np.where(places < ends[2:, None], places, -1)  # the second is not full
     positions = jnp.asarray(np.concatenate([ends[:2] - 1, pieces.reshape(-1)]), jnp.int32)
@@ -255,21 +255,21 @@ def compare(
     """
     case = next(iter(CASES[name])) if case is None else case
     verdict = Verdict(operation=name, implementation=implementation, case=case, error=None)
-    worst, words = 0.0, "the value"
+    worst, worst_part = 0.0, "the value"
     for scale in scales:
-        one = _case(name, case, scale)
+        prepared = _case(name, case, scale)
         try:
-            found = _computed(one, implementation, jax.local_devices()[0])
+            actual = _computed(prepared, implementation, jax.local_devices()[0])
         except _FAILURES as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             return dataclasses.replace(verdict, words=text[:200])
-        wanted = _computed(one, "reference", _host())
-        for part, value in found.items():
-            error = _difference(value, wanted[part])
+        expected = _computed(prepared, "reference", _host())
+        for part, value in actual.items():
+            error = _difference(value, expected[part])
             if not error <= worst:  # NaN is the worst
-                worst, words = error, part
+                worst, worst_part = error, part
     error = worst if np.isfinite(worst) else float("inf")
-    return dataclasses.replace(verdict, error=error, words=words)
+    return dataclasses.replace(verdict, error=error, words=worst_part)
 
 
 def prove(
@@ -292,7 +292,7 @@ def prove(
         A verdict for each case and kernel that None chooses for it, until all that it chooses are
         right.
     """
-    known, scales = _read(directory), tuple(scales)
+    saved, scales = _read(directory), tuple(scales)
     cases = [
         (name, case, _case(name, case, 1).arguments)
         for name in names
@@ -306,33 +306,33 @@ def prove(
             kernel = operations[name].choose(None, *arguments).implementation
             if kernel in KERNELS:
                 choices.append((name, case, kernel))
-        _compare_together(choices, known, scales)
-        verdicts |= {one: known[one] for one in choices}
+        _compare_together(choices, saved, scales)
+        verdicts |= {choice: saved[choice] for choice in choices}
         wrong: dict[tuple[str, Implementation], Verdict] = {}
-        for one in choices:
-            if not known[one].is_right:
-                wrong.setdefault((one[0], one[2]), known[one])
+        for choice in choices:
+            if not saved[choice].is_right:
+                wrong.setdefault((choice[0], choice[2]), saved[choice])
         for (name, kernel), verdict in wrong.items():
             distrust(name, kernel, str(verdict))
             warnings.warn(f"{verdict}; None no longer chooses it", stacklevel=2)
         is_settled = not wrong
     # What failed may have lacked memory: it is tried again by the next process.
-    _write(directory, [one for one in known.values() if one.error is not None])
+    _write(directory, [choice for choice in saved.values() if choice.error is not None])
     return list(verdicts.values())
 
 
 def _compare_together(
-    choices: Iterable["_Chosen"], known: "_Known", scales: tuple[int, ...]
+    choices: Iterable["_Chosen"], verdicts: "_Known", scales: tuple[int, ...]
 ) -> None:
     """Add the verdicts that are not known; kernels compile side by side."""
-    new = [one for one in choices if one not in known]
+    new = [choice for choice in choices if choice not in verdicts]
 
-    def judge(one: "_Chosen") -> Verdict:
-        name, case, implementation = one
+    def judge(choice: "_Chosen") -> Verdict:
+        name, case, implementation = choice
         return compare(name, implementation, case, scales=scales)
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="proof") as pool:
-        known.update(zip(new, pool.map(judge, new), strict=True))
+        verdicts.update(zip(new, pool.map(judge, new), strict=True))
 
 
 @functools.cache
@@ -379,15 +379,15 @@ def _computed(
             jax.block_until_ready(poison)
             del poison  # what a kernel does not write is now likely to be NaN
             values, gradients = jax.block_until_ready(compiled(*arrays))
-    words = ("the value", *(f"result {place}" for place in range(1, len(values))))
+    part_names = ("the value", *(f"result {place}" for place in range(1, len(values))))
     names = (f"the gradient of argument {place}" for place in with_gradient)
-    return dict(zip((*words, *names), (*values, *gradients), strict=True))
+    return dict(zip((*part_names, *names), (*values, *gradients), strict=True))
 
 
-def _difference(value: Any, wanted: Any) -> float:
-    value, wanted = (np.asarray(x).astype(np.float64) for x in (value, wanted))
-    norm = max(float(np.linalg.norm(wanted)), 1e-30)
-    return float(np.linalg.norm(value - wanted)) / norm
+def _difference(value: Any, expected: Any) -> float:
+    value, expected = (np.asarray(x).astype(np.float64) for x in (value, expected))
+    norm = max(float(np.linalg.norm(expected)), 1e-30)
+    return float(np.linalg.norm(value - expected)) / norm
 
 
 @functools.cache
@@ -413,7 +413,10 @@ def _read(directory: str | os.PathLike[str] | None) -> _Known:
     path = pathlib.Path(directory).expanduser() / f"kernels-{_key()}.json"
     try:
         verdicts = [Verdict(**row) for row in json.loads(path.read_text())]
-        return {(one.operation, one.case, one.implementation): one for one in verdicts}
+        return {
+            (verdict.operation, verdict.case, verdict.implementation): verdict
+            for verdict in verdicts
+        }
     except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: compared anew
         return {}
 

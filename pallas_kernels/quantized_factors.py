@@ -80,8 +80,8 @@ def _check_scales(operation: str, name: str, x: QuantizedArray) -> None:
         is_fitting = is_fitting and set(scales[-2:]) <= {1}
     else:
         axis = len(values) + x.axis
-        others = [i for i in range(len(values)) if i != axis]
-        is_fitting = all(scales[i] == values[i] for i in others)
+        free_axes = [i for i in range(len(values)) if i != axis]
+        is_fitting = all(scales[i] == values[i] for i in free_axes)
         is_fitting = is_fitting and scales[axis] > 0 and values[axis] % scales[axis] == 0
     if not is_fitting:
         raise ValueError(

@@ -75,10 +75,10 @@ def sequence_order(
             )
         rows = segment_ids.reshape(-1, length)
         if isinstance(segment_ids, np.ndarray):
-            found = np.stack([_by_document(row, ranks, np) for row in rows])
+            orders = np.stack([_by_document(row, ranks, np) for row in rows])
         else:
-            found = jax.vmap(lambda row: _by_document(row, ranks, jnp))(rows)
-        return found.reshape(segment_ids.shape)
+            orders = jax.vmap(lambda row: _by_document(row, ranks, jnp))(rows)
+        return orders.reshape(segment_ids.shape)
     parts = np.arange(length, dtype=np.int32).reshape(pieces, -1)
     if layout != "contiguous":
         parts = np.stack([parts[:ranks], parts[: ranks - 1 : -1]], axis=1)

@@ -66,8 +66,8 @@ def own_positions(
     by_sequence = rows.reshape(num_sequences, -1, *rows.shape[1:])
     length = by_sequence.shape[1] // jax.lax.axis_size(axes)
     first = jax.lax.axis_index(axes) * length
-    own = jax.lax.dynamic_slice_in_dim(by_sequence, first, length, axis=1)
-    return own.reshape(num_sequences * length, *rows.shape[1:])
+    positions = jax.lax.dynamic_slice_in_dim(by_sequence, first, length, axis=1)
+    return positions.reshape(num_sequences * length, *rows.shape[1:])
 
 
 def own_assignments(

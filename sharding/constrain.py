@@ -191,8 +191,8 @@ class Placement:
         if surroundings() != "explicit":
 
             def run_here(*arguments):
-                whole = jax.tree.map(_encode_whole, tuple(in_axes), arguments, is_leaf=_is_axes)
-                return function(*whole, batch_axes=())
+                encoded = jax.tree.map(_encode_whole, tuple(in_axes), arguments, is_leaf=_is_axes)
+                return function(*encoded, batch_axes=())
 
             return run_here
 
@@ -219,10 +219,10 @@ class Placement:
             )
 
             def body(*local):
-                whole = jax.tree.map(
+                encoded = jax.tree.map(
                     lambda entry, x: entry.gather(x, spread), entries, local, is_leaf=_is_entry
                 )
-                return function(*whole, batch_axes=names)
+                return function(*encoded, batch_axes=names)
 
             out_specs = jax.tree.map(self.spec, out_axes, is_leaf=_is_axes)
             return jax.shard_map(body, in_specs=specs, out_specs=out_specs)(*placed)
@@ -246,14 +246,14 @@ class Placement:
         cuts = [(_axes_of(now), _axes_of(then)) for now, then in zip(stored, spec, strict=True)]
         if any(now[: len(then)] != then for now, then in cuts):
             return _Entry(spec, ())
-        further = tuple(
+        inner_axes = tuple(
             tuple(itertools.takewhile(lambda axis: axis in spread, now[len(then) :]))
             for now, then in cuts
         )
-        if not any(further):
+        if not any(inner_axes):
             return _Entry(spec, ())
-        kept = (then + more for (_, then), more in zip(cuts, further, strict=True))
-        return _Entry(PartitionSpec(*(axes or None for axes in kept)), further)
+        entries = (then + more for (_, then), more in zip(cuts, inner_axes, strict=True))
+        return _Entry(PartitionSpec(*(axes or None for axes in entries)), inner_axes)
 
 
 def place_like(x: Array, other: Array) -> Array:
@@ -324,10 +324,10 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
     left, result = subscripts.split("->")
     first, second = left.split(",")
 
-    def product(subscripts: str, one: Array, other: Array, dtype: Any) -> Array:
-        wide = one.dtype if one.dtype == other.dtype else jnp.float32
-        one, other = one.astype(wide), other.astype(wide)
-        return jnp.einsum(subscripts, one, other, preferred_element_type=dtype)
+    def product(subscripts: str, lhs: Array, y: Array, dtype: Any) -> Array:
+        wide = lhs.dtype if lhs.dtype == y.dtype else jnp.float32
+        lhs, y = lhs.astype(wide), y.astype(wide)
+        return jnp.einsum(subscripts, lhs, y, preferred_element_type=dtype)
 
     @jax.custom_vjp
     def project(x: Array, weight: Array) -> Array:

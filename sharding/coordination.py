@@ -84,8 +84,8 @@ def everyones_text(name: str, text: str, seconds: float) -> list[str]:
     path = _path("texts", name)
     coordination_client().key_value_set(f"{path}/texts/{jax.process_index()}", text)
     _meet(path, name, seconds)
-    found = entries(f"{path}/texts")
-    return [found[process] for process in range(jax.process_count())]
+    texts = entries(f"{path}/texts")
+    return [texts[process] for process in range(jax.process_count())]
 
 
 def publish(name: str, text: str) -> None:
@@ -117,8 +117,8 @@ def entries(name: str) -> dict[int, str]:
         name: Key of the texts.
     """
     folder = name if name.startswith(ROOT) else f"{ROOT}/{name}"
-    found = coordination_client().key_value_dir_get(folder + "/")
-    return {int(key.rpartition("/")[2]): text for key, text in found}
+    pairs = coordination_client().key_value_dir_get(folder + "/")
+    return {int(key.rpartition("/")[2]): text for key, text in pairs}
 
 
 def _path(kind: str, name: str) -> str:

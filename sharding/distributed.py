@@ -155,8 +155,8 @@ def _tasks(environment: Mapping[str, str]) -> int:
     return int(tasks) if tasks.isdigit() else 1
 
 
-def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int | None:
-    text = str(given) if given is not None else environment.get(name, "")
+def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
+    text = str(value) if value is not None else environment.get(name, "")
     lowest = 0 if name == "JAX_PROCESS_ID" else 1
     if not text:
         return None
@@ -220,17 +220,19 @@ def batch_parts(mesh: Mesh, process_of: Callable[[jax.Device], int]) -> dict[int
     axes = pieces(mesh.axis_names, BATCH_AXES)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     places = NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((shards,))
-    held: dict[int, set[int]] = {}
+    processes: dict[int, set[int]] = {}
     for device, (rows,) in places.items():
-        held.setdefault(process_of(device), set()).update(range(*rows.indices(shards)))
-    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+        processes.setdefault(process_of(device), set()).update(range(*rows.indices(shards)))
+    parts = sorted({tuple(sorted(rows)) for rows in processes.values()})
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != shards:
-        shown = "; ".join(f"process {at}: {sorted(rows)}" for at, rows in sorted(held.items())[:4])
+        shown = "; ".join(
+            f"process {at}: {sorted(rows)}" for at, rows in sorted(processes.items())[:4]
+        )
         raise ValueError(
             f"the processes do not share the {shards} pieces of a batch out ({shown}): choose sizes"
             " of the mesh that are multiples or divisors of the devices of a process"
         )
-    return {at: (parts.index(tuple(sorted(rows))), len(parts)) for at, rows in held.items()}
+    return {at: (parts.index(tuple(sorted(rows))), len(parts)) for at, rows in processes.items()}
 
 
 def global_batch(rows: Tree, mesh: Mesh) -> Tree:

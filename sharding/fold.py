@@ -128,8 +128,8 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
     dense, starts = [], {}
     for axis in _DENSE:
         low, high = ends[axis]
-        own = [cut for cut in cuts if low <= cut <= high]
-        steps = list(zip(own, own[1:], strict=False))[::-1]
+        cuts_inside = [cut for cut in cuts if low <= cut <= high]
+        steps = list(zip(cuts_inside, cuts_inside[1:], strict=False))[::-1]
         names = [axis] if len(steps) < 2 else [f"{axis}_{i}" for i in range(len(steps))]
         starts |= {name: start for name, (start, _) in zip(names, steps, strict=False)}
         parts = [(name, end // start) for name, (start, end) in zip(names, steps, strict=False)]

@@ -96,13 +96,13 @@ def foreign_specs(
     specs = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         shape = tuple(np.shape(leaf))
-        found = next((e for e in overrides if re.search(e, "/".join(path))), None)
-        if found is None:
+        pattern = next((e for e in overrides if re.search(e, "/".join(path))), None)
+        if pattern is None:
             specs.append(_by_rule(path, shape, tensor, turns))
         else:
-            unmatched.discard(found)
-            _check_fits("/".join(path), shape, overrides[found], tensor)
-            specs.append(overrides[found])
+            unmatched.discard(pattern)
+            _check_fits("/".join(path), shape, overrides[pattern], tensor)
+            specs.append(overrides[pattern])
     if unmatched:
         near = ", ".join("/".join(path) for path in paths[:3])
         raise ValueError(
@@ -121,16 +121,16 @@ def _by_rule(
     """Return the spec of one matrix; `turns` counts the unnamed layers of each module."""
     module = path[:-1] if path and path[-1].lower() in _LEAVES else path
     near = [set(re.split(r"[^a-z0-9]+", name.lower())) for name in module[-2:]]
-    words = near[-1] if near else set()
+    path_words = near[-1] if near else set()
     if len(shape) < 2 or set().union(*near) & WHOLE:
         return PartitionSpec()
     has_heads = len(shape) > 2 and any("att" in name.lower() for name in path)
     outputs, inputs = (-2, -3) if has_heads else (-1, -2)
-    if words & ROWS or path[-1].lower() == "embedding":
+    if path_words & ROWS or path[-1].lower() == "embedding":
         dim = 0
-    elif words & INPUTS:
+    elif path_words & INPUTS:
         dim = inputs
-    elif words & OUTPUTS:
+    elif path_words & OUTPUTS:
         dim = outputs
     else:
         turn = turns.get(module[:-1], 0)

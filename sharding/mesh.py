@@ -71,11 +71,11 @@ class MeshConfig:
         Raises:
             ValueError: The product of the sizes is not `num_devices`.
         """
-        known = math.prod(size for size in self.sizes if size != -1)
+        num_fixed = math.prod(size for size in self.sizes if size != -1)
         text = " x ".join(f"{a}={s}" for a, s in zip(MESH_AXES, self.sizes, strict=True) if s != 1)
         has_free = -1 in self.sizes
-        if num_devices % known or (known != num_devices and not has_free):
-            need = f"{'a multiple of ' * has_free}{known} device{'s' * (known > 1)}"
+        if num_devices % num_fixed or (num_fixed != num_devices and not has_free):
+            need = f"{'a multiple of ' * has_free}{num_fixed} device{'s' * (num_fixed > 1)}"
             if has_free:
                 way = f"sizes that divide {num_devices}"
             else:
@@ -83,7 +83,7 @@ class MeshConfig:
             raise ValueError(
                 f"mesh ({text or 'one device'}) needs {need}, there are {num_devices}: choose {way}"
             )
-        free = {axis: num_devices // known for axis in MESH_AXES if getattr(self, axis) == -1}
+        free = {axis: num_devices // num_fixed for axis in MESH_AXES if getattr(self, axis) == -1}
         return dataclasses.replace(self, **free)
 
     @property

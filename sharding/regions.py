@@ -43,11 +43,13 @@ def region(function: Callable[..., Any], *, axis: str, out_specs: Any) -> Callab
 
     def run(*arguments: Any) -> Any:
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arguments)
-        others = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name != axis)
+        free_axes = tuple(
+            name for name in jax.sharding.get_abstract_mesh().axis_names if name != axis
+        )
         inside = jax.tree.map(lambda spec: _split(spec, axis)[1], specs, is_leaf=_is_spec)
 
         def body(*local: Any) -> Any:
-            return explicit_axes(function, axes=others, in_sharding=inside)(*local)
+            return explicit_axes(function, axes=free_axes, in_sharding=inside)(*local)
 
         def only(tree: Any) -> Any:
             return jax.tree.map(lambda spec: _split(spec, axis)[0], tree, is_leaf=_is_spec)
@@ -61,7 +63,7 @@ def region(function: Callable[..., Any], *, axis: str, out_specs: Any) -> Callab
             check_vma=False,
         )
         # Auto axes at the border: from Explicit ones jax 0.10 gathers every argument.
-        return lie_at(mapped, axes=others, specs=out_specs)(*arguments)
+        return lie_at(mapped, axes=free_axes, specs=out_specs)(*arguments)
 
     return run
 

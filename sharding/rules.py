@@ -159,8 +159,8 @@ class LogicalAxisRules:
 
 def _or(numbers: Sequence[int]) -> str:
     """Return the numbers as a list in words: 1, 2 or 4."""
-    *some, last = map(str, numbers)
-    return f"{', '.join(some)} or {last}" if some else last
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def spec_entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:

@@ -161,16 +161,18 @@ def changes(
     order = [*shrinking, *before.partial, *before.split_axes(), *after.partial]
     order = [axis for axis in dict.fromkeys(order) if axis not in growing] + growing
     cut = set(before.split_axes())
-    found = []
+    collectives = []
     for axis in order:
         start, end = before.state(axis), after.state(axis)
         if start == end or mesh[axis] == 1:
             continue
-        whole = Fraction(size)
-        for other in cut - {axis}:
-            whole /= mesh[other]
+        local_size = Fraction(size)
+        for cut_axis in cut - {axis}:
+            local_size /= mesh[cut_axis]
         transition = TRANSITIONS[start.kind, end.kind]
-        sent = transition.bytes(whole, mesh[axis])
-        found.append(Change(axis, start, end, transition.collective, float(sent / mesh[axis])))
+        sent = transition.bytes(local_size, mesh[axis])
+        collectives.append(
+            Change(axis, start, end, transition.collective, float(sent / mesh[axis]))
+        )
         cut = cut | {axis} if end.kind == "split" else cut - {axis}
-    return found
+    return collectives

@@ -66,8 +66,8 @@ class StateLayout:
     @property
     def rules(self) -> tuple[LogicalAxisRules, ...]:
         """Distinct rules, all of which must divide the parameters."""
-        given = (self.parameters, self.optimizer, self.copies)
-        return tuple(dict.fromkeys(rules for rules in given if rules is not None))
+        parts = (self.parameters, self.optimizer, self.copies)
+        return tuple(dict.fromkeys(rules for rules in parts if rules is not None))
 
     @property
     def is_streamable(self) -> bool:

@@ -96,7 +96,11 @@ def in_host_order(devices: Sequence[Any], host_order: Sequence[int]) -> np.ndarr
             " placed by their coordinates: leave it out"
         )
     return np.asarray(
-        [one for host in host_order for one in sorted(by_host[host], key=lambda one: one.id)]
+        [
+            member
+            for host in host_order
+            for member in sorted(by_host[host], key=lambda member: member.id)
+        ]
     )
 
 
@@ -126,7 +130,9 @@ def hops(devices: Sequence[Any]) -> list[int]:
         devices: Devices with `coords`, in the order of a ring.
     """
     following = [*devices[1:], devices[0]]
-    return [_distance(one, other) for one, other in zip(devices, following, strict=True)]
+    return [
+        _distance(device, neighbour) for device, neighbour in zip(devices, following, strict=True)
+    ]
 
 
 def _slice(device: Any) -> int:
@@ -173,8 +179,8 @@ def _coordinates(device: Any) -> Coordinates | None:
     return None if coords is None else (*coords, getattr(device, "core_on_chip", 0))
 
 
-def _distance(one: Any, other: Any) -> int:
-    pairs = zip(_coordinates(one) or (), _coordinates(other) or (), strict=True)
+def _distance(device: Any, neighbour: Any) -> int:
+    pairs = zip(_coordinates(device) or (), _coordinates(neighbour) or (), strict=True)
     return sum(abs(a - b) for a, b in pairs)
 
 
@@ -195,8 +201,8 @@ def _snake(shape: Sequence[int]) -> list[Coordinates]:
     """Return all places of a grid, each one hop from the next."""
     if not shape:
         return [()]
-    rest = _snake(shape[1:])
-    turns = (rest if i % 2 == 0 else rest[::-1] for i in range(shape[0]))
+    inner = _snake(shape[1:])
+    turns = (inner if i % 2 == 0 else inner[::-1] for i in range(shape[0]))
     return [(i, *place) for i, row in enumerate(turns) for place in row]
 
 
@@ -209,9 +215,9 @@ def _walk(shape: Sequence[int]) -> list[Coordinates]:
     even = next(d for d in wide if shape[d] % 2 == 0)
     line = _snake([size for d, size in enumerate(shape) if d != even])
     home = [(row, 0) for row in range(shape[even] - 1, 0, -1)]
-    there = [
+    outward = [
         (row, column)
         for row in range(shape[even])
         for column in (range(len(line) - 1, 0, -1) if row % 2 else range(bool(row), len(line)))
     ]
-    return [(*line[c][:even], r, *line[c][even:]) for r, c in itertools.chain(there, home)]
+    return [(*line[c][:even], r, *line[c][even:]) for r, c in itertools.chain(outward, home)]

@@ -61,9 +61,9 @@ class Workers:
             if surroundings() != "explicit":
                 return x.reshape(shape)
             names = jax.sharding.get_abstract_mesh().axis_names
-            rest = tuple(name for name in pieces(names, BATCH_AXES) if name != REPLICA)
+            inner_axes = tuple(name for name in pieces(names, BATCH_AXES) if name != REPLICA)
             first = REPLICA if self.is_spread else None
-            return reshape_to(x, shape, PartitionSpec(first, rest, *(None,) * (x.ndim - 1)))
+            return reshape_to(x, shape, PartitionSpec(first, inner_axes, *(None,) * (x.ndim - 1)))
 
         return jax.tree.map(split, batch)
 
@@ -100,20 +100,21 @@ class Workers:
             states and results of all workers.
         """
 
-        def one_by_one(own: Tree, given: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        def one_by_one(states: Tree, inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
             numbers = jnp.arange(self.number, dtype=jnp.int32)
             return jax.lax.map(
-                lambda one: function(one[0], one[1], one[2], shared), (numbers, own, given)
+                lambda arguments: function(arguments[0], arguments[1], arguments[2], shared),
+                (numbers, states, inputs),
             )
 
-        def spread(own: Tree, given: Tree, shared: Tree) -> tuple[Tree, Tree]:
-            def local(own: Tree, given: Tree, shared: Tree) -> tuple[Tree, Tree]:
-                own, given = jax.tree.map(lambda x: jnp.squeeze(x, 0), (own, given))
-                result = function(jax.lax.axis_index(REPLICA), own, given, shared)
+        def spread(states: Tree, inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
+            def local(states: Tree, inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
+                states, inputs = jax.tree.map(lambda x: jnp.squeeze(x, 0), (states, inputs))
+                result = function(jax.lax.axis_index(REPLICA), states, inputs, shared)
                 return jax.tree.map(lambda x: x[None], result)
 
-            specs = (jax.tree.map(_spec, own), PartitionSpec(REPLICA))
-            return region(local, axis=REPLICA, out_specs=specs)(own, given, shared)
+            specs = (jax.tree.map(_spec, states), PartitionSpec(REPLICA))
+            return region(local, axis=REPLICA, out_specs=specs)(states, inputs, shared)
 
         return spread if self.is_spread else one_by_one
 
@@ -132,23 +133,23 @@ class Workers:
         if not self.is_spread:
             mapped = jax.vmap(function, in_axes=(0, None), axis_name=self.axis)
 
-            def local(own: Tree, shared: Tree) -> tuple[Tree, Tree]:
-                own, result = mapped(own, shared)
-                return own, jax.tree.map(lambda x: x[0], result)
+            def local(states: Tree, shared: Tree) -> tuple[Tree, Tree]:
+                states, result = mapped(states, shared)
+                return states, jax.tree.map(lambda x: x[0], result)
 
         else:
 
-            def local(own: Tree, shared: Tree) -> tuple[Tree, Tree]:
-                own, result = function(jax.tree.map(lambda x: jnp.squeeze(x, 0), own), shared)
-                return jax.tree.map(lambda x: x[None], own), result
+            def local(states: Tree, shared: Tree) -> tuple[Tree, Tree]:
+                states, result = function(jax.tree.map(lambda x: jnp.squeeze(x, 0), states), shared)
+                return jax.tree.map(lambda x: x[None], states), result
 
-        def run(own: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        def run(states: Tree, shared: Tree) -> tuple[Tree, Tree]:
             if surroundings() != "explicit":
-                return local(own, shared)
-            specs = jax.tree.map(_spec, ((own, shared), like))
+                return local(states, shared)
+            specs = jax.tree.map(_spec, ((states, shared), like))
             # Not checked: what collectives made equal on all workers is equal by construction.
             mapped = jax.shard_map(local, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-            return mapped(own, shared)
+            return mapped(states, shared)
 
         return run
 

@@ -157,12 +157,12 @@ def _operations(
 
     def send(x: Array, expert_ids: Array) -> Array:
         slots = expert_ids.reshape(-1)
-        held = AXES.experts_held(config.num_experts)
+        num_local = AXES.experts_held(config.num_experts)
         return exchange(
             jnp.repeat(x, config.top_k, axis=0),
             slots,
             num_experts=config.num_experts,
-            most=min(slots.shape[0], x.shape[0] * held),
+            most=min(slots.shape[0], x.shape[0] * num_local),
             axes=AXES,
             transport=config.transport,
         ).rows
@@ -180,7 +180,7 @@ def _operations(
     # As many rows as arrive in total, device after device.
     rows = jnp.ones((devices * shared * config.top_k, width), config.dtype)
     sizes = jnp.bincount(expert_ids.reshape(-1), length=config.num_experts).astype(jnp.int32)
-    found = {
+    operations = {
         "all_to_all": _run(mesh, send, (SHARED, SHARED), SHARED, x, expert_ids),
         "experts": _run(
             mesh, compute, (SHARED, SHARED, WEIGHTS), TOKENS, rows, sizes, _weights(config)
@@ -188,9 +188,9 @@ def _operations(
     }
     if tensor > 1:
         sums = jnp.ones((devices * tensor * shared, width), config.dtype)
-        found["all_gather"] = _run(mesh, gather, (TOKENS,), TOKENS, x)
-        found["reduce_scatter"] = _run(mesh, scatter, (TOKENS,), TOKENS, sums)
-    return found
+        operations["all_gather"] = _run(mesh, gather, (TOKENS,), TOKENS, x)
+        operations["reduce_scatter"] = _run(mesh, scatter, (TOKENS,), TOKENS, sums)
+    return operations
 
 
 def _layer(config: ChunkBenchConfig, mesh: Mesh, number: int) -> Callable[[], float]:

@@ -90,10 +90,10 @@ def bench_compiled(config: CompiledBenchConfig) -> dict[str, Any]:
                     f"peer_python={peer} has no {package}: give a Python that has MaxText and"
                     " libtpu, or --peer none"
                 )
-    found = {"jaxmoe": _ours(config, topology)}
+    results = {"jaxmoe": _ours(config, topology)}
     if config.peer == "maxtext":
-        found["maxtext"] = _maxtext(config, topology)
-    return {"topology": topology.text, "recipe": config.recipe, "programs": found}
+        results["maxtext"] = _maxtext(config, topology)
+    return {"topology": topology.text, "recipe": config.recipe, "programs": results}
 
 
 def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
     run, python = RECIPES[config.recipe](), config.peer_python or sys.executable
     # MaxText counts the cores of a v5p, two on a chip.
     cores = topology.num_devices * (2 if topology.kind in ("v4", "v5p") else 1)
-    words = {
+    settings = {
         "run_name": "compiled",
         "compile_topology": f"{topology.kind}-{cores}",
         "compile_topology_num_slices": 1,
@@ -129,7 +129,7 @@ def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
         "skip_jax_distributed_system": "true",
     }
     job = {
-        "words": [f"{name}={value}" for name, value in words.items()],
+        "words": [f"{name}={value}" for name, value in settings.items()],
         "shape": "x".join(map(str, topology.shape)),
     }
     try:
@@ -202,24 +202,30 @@ def in_words(summary: dict[str, Any]) -> str:
 
     each = list(programs.values())
     for package in ("jax", "libtpu"):
-        row(package, [one["versions"][package] for one in each])
-    row("compiled in", [f"{one['seconds']:.0f} s" if "seconds" in one else "-" for one in each])
-    if any("needed" in one for one in each):
-        row("does not fit, needs", [_size(one.get("needed")) for one in each])
-    for name, words in _MEMORY.items():
-        row(words, [_size(one.get(name)) for one in each])
-    works = [one.get("work") or {} for one in each]
-    row("bytes accessed, loops counted", [_size(one.get("bytes_accessed")) for one in works])
-    row("FLOPs of products, loops counted", [_number(one.get("product_flops")) for one in works])
-    row("FLOPs of kernels, by estimate", [_number(one.get("kernel_flops")) for one in works])
-    row("kernels without an estimate", [str(one.get("unestimated", "-")) for one in works])
-    row("bytes accessed, loops once", [_size(one.get("bytes_accessed")) for one in each])
-    row("FLOPs, loops once", [_number(one.get("flops")) for one in each])
-    kinds = sorted({line["kind"] for one in each for line in one.get("traffic") or ()})
+        row(package, [result["versions"][package] for result in each])
+    row(
+        "compiled in",
+        [f"{result['seconds']:.0f} s" if "seconds" in result else "-" for result in each],
+    )
+    if any("needed" in result for result in each):
+        row("does not fit, needs", [_size(result.get("needed")) for result in each])
+    for name, label in _MEMORY.items():
+        row(label, [_size(result.get(name)) for result in each])
+    works = [result.get("work") or {} for result in each]
+    row("bytes accessed, loops counted", [_size(result.get("bytes_accessed")) for result in works])
+    row(
+        "FLOPs of products, loops counted",
+        [_number(result.get("product_flops")) for result in works],
+    )
+    row("FLOPs of kernels, by estimate", [_number(result.get("kernel_flops")) for result in works])
+    row("kernels without an estimate", [str(result.get("unestimated", "-")) for result in works])
+    row("bytes accessed, loops once", [_size(result.get("bytes_accessed")) for result in each])
+    row("FLOPs, loops once", [_number(result.get("flops")) for result in each])
+    kinds = sorted({line["kind"] for result in each for line in result.get("traffic") or ()})
     for kind in kinds:
-        for of, words in (("result_bytes", "results"), ("wire_bytes", "sent")):
-            row(f"{kind}, {words}", [_size(_of_kind(one, kind, of)) for one in each])
-    row("sent in all", [_size(_of_kind(one, None, "wire_bytes")) for one in each])
+        for of, label in (("result_bytes", "results"), ("wire_bytes", "sent")):
+            row(f"{kind}, {label}", [_size(_of_kind(result, kind, of)) for result in each])
+    row("sent in all", [_size(_of_kind(result, None, "wire_bytes")) for result in each])
     return f"{summary['recipe']} on {summary['topology']}\n{text_table(rows)}"
 
 

@@ -25,18 +25,18 @@ from jaxmoe.training.step import make_train_step
 class OurSide:
     """LoRA fine-tuning with this library."""
 
-    def __init__(self, given: dict[str, Any]):
-        base, values = from_huggingface(given["model"])
-        adapter, arrays = read_peft(given["adapter"], base)
+    def __init__(self, settings: dict[str, Any]):
+        base, values = from_huggingface(settings["model"])
+        adapter, arrays = read_peft(settings["adapter"], base)
         model = dataclasses.replace(base, adapter=adapter)
         flat = traverse_util.flatten_dict(values, sep="/")
         flat |= {path: jax.device_put(value) for path, value in arrays.items()}
         table = parameter_table(model)
-        optimizer = train_only(table, adamw(given["learning_rate"], weight_decay=0.0))
-        execution = ExecutionConfig(unroll=given["unroll"])
+        optimizer = train_only(table, adamw(settings["learning_rate"], weight_decay=0.0))
+        execution = ExecutionConfig(unroll=settings["unroll"])
         params = traverse_util.unflatten_dict(flat, sep="/")
         self._state = state_around(model, optimizer, execution, params, jax.random.key(0))
-        self._data = training_data(given["batch"], given["length"])
+        self._data = training_data(settings["batch"], settings["length"])
         step = make_train_step(model, optimizer, execution=execution, table=table)
         self._step = step.lower(self._state, self._data.batch(0)).compile()
         self.facts = {"trained": sum(row.size for row in table.trained_rows)}

@@ -15,24 +15,24 @@ from jaxmoe.optional import require
 class PeftSide:
     """LoRA fine-tuning with transformers and peft."""
 
-    def __init__(self, given: dict[str, Any]):
+    def __init__(self, settings: dict[str, Any]):
         self._torch = require("torch", "hf")
         transformers, peft = require("transformers", "hf"), require("peft", "hf")
         base = transformers.AutoModelForCausalLM.from_pretrained(
-            given["model"],
+            settings["model"],
             dtype=self._torch.float32,
             use_cache=False,
             output_router_logits=True,
             experts_implementation="grouped_mm",
         )
         self._model = peft.PeftModel.from_pretrained(
-            base, given["adapter"], is_trainable=True
+            base, settings["adapter"], is_trainable=True
         ).train()
         self._trained = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = self._torch.optim.AdamW(
-            self._trained, lr=given["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0
+            self._trained, lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0
         )
-        self._data = training_data(given["batch"], given["length"])
+        self._data = training_data(settings["batch"], settings["length"])
         self.facts = {"trained": sum(p.numel() for p in self._trained)}
 
     def step(self, number: int) -> tuple[float, float]:

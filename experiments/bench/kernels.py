@@ -114,22 +114,24 @@ def _grouped(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
     rows = jax.random.normal(keys[0], (config.rows, width))
     gate_up = 0.1 * jax.random.normal(keys[1], (groups, width, 2, hidden))
     down = 0.1 * jax.random.normal(keys[2], (groups, hidden, width))
-    weights, asked = gate_up[:, :, 0], config.implementation
+    weights, implementation = gate_up[:, :, 0], config.implementation
 
     def dense_swiglu(rows: Any, gate_up: Any, down: Any) -> Any:
-        both = rows @ gate_up[0].reshape(width, 2 * hidden)
-        return (jax.nn.silu(both[:, :hidden]) * both[:, hidden:]) @ down[0]
+        joined = rows @ gate_up[0].reshape(width, 2 * hidden)
+        return (jax.nn.silu(joined[:, :hidden]) * joined[:, hidden:]) @ down[0]
 
     for case, group_sizes in loads(config.rows, groups).items():
         sizes = jnp.asarray(group_sizes)
         products = {
-            "ours": lambda r, w, sizes=sizes: grouped_matmul(r, w, sizes, implementation=asked),
+            "ours": lambda r, w, sizes=sizes: grouped_matmul(
+                r, w, sizes, implementation=implementation
+            ),
             "dense": lambda r, w: r @ w[0],
         }
         yield _row("grouped_matmul", case, products, (rows, weights), config.rounds)
         experts = {
             "ours": lambda r, u, d, sizes=sizes: grouped_swiglu(
-                r, u, d, sizes, implementation=asked
+                r, u, d, sizes, implementation=implementation
             ),
             "dense": dense_swiglu,
         }
@@ -283,12 +285,12 @@ def _row(
     """Return a row of two candidates that take turns, forward and backward."""
     runs = {name: timed(with_gradients(f), *arguments) for name, f in candidates.items()}
     timings = in_turns(runs, rounds=rounds)
-    ours, (beside, other) = timings["ours"], next(t for t in timings.items() if t[0] != "ours")
+    ours, (beside, peer) = timings["ours"], next(t for t in timings.items() if t[0] != "ours")
     return {
         "operation": operation,
         "case": case,
         "seconds": ours.median,
         "beside": beside,
-        "beside_seconds": other.median,
-        "ratio": other.median / ours.median,
+        "beside_seconds": peer.median,
+        "ratio": peer.median / ours.median,
     }

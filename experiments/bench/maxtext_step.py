@@ -35,13 +35,13 @@ def main(argv: Sequence[str]) -> int:
     if refusal := _refusal(train_compile, job):
         answer.write_text(json.dumps({"refused": refusal}), encoding="utf-8")
         return 0
-    compile_step, kept = train_compile.jit_and_compile, list[Any]()
+    compile_step, compiled_steps = train_compile.jit_and_compile, list[Any]()
 
     def keeping(function: Any, inputs: Any, keywords: Any, mesh: Any, *more: Any) -> Any:
         started = time.perf_counter()
         phase.write_text("tracing the step and compiling with XLA")
         compiled = compile_step(function, inputs, keywords, mesh, *more)
-        kept.extend((compiled, mesh, time.perf_counter() - started))
+        compiled_steps.extend((compiled, mesh, time.perf_counter() - started))
         return compiled
 
     train_compile.jit_and_compile = keeping
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         result: Any = DoesNotFit.of(error)
     else:
         phase.write_text("reading the compiled program")
-        compiled, mesh, seconds = kept
+        compiled, mesh, seconds = compiled_steps
         result = CompiledProgram.of(compiled, dict(mesh.shape), seconds)
     record = {"kind": type(result).__name__} | dataclasses.asdict(result)
     answer.write_text(json.dumps(record), encoding="utf-8")
@@ -63,11 +63,11 @@ def main(argv: Sequence[str]) -> int:
 def _refusal(train_compile: Any, job: dict[str, Any]) -> str:
     """Return why MaxText has no such topology; empty if it has."""
     name = dict(word.split("=", 1) for word in job["words"])["compile_topology"]
-    known = train_compile.accelerator_to_spec_map.UserFacingNameToSystemCharacteristics
-    if name not in known:
-        sizes = [one for one in known if one.partition("-")[0] == name.partition("-")[0]]
+    systems = train_compile.accelerator_to_spec_map.UserFacingNameToSystemCharacteristics
+    if name not in systems:
+        sizes = [system for system in systems if system.partition("-")[0] == name.partition("-")[0]]
         return f"topology: MaxText has no {name}; it has {', '.join(sizes) or 'no such chip'}"
-    shape = known[name].topology_name.partition(":")[2]
+    shape = systems[name].topology_name.partition(":")[2]
     if shape != job["shape"]:
         return (
             f"topology: MaxText's {name} has the shape {shape}, not {job['shape']}:"

@@ -46,20 +46,20 @@ class Peer:
     """Model, optimiser and data of the peer.
 
     Args:
-        given: Directory of the model (`model`), `batch`, `length` and `learning_rate`.
+        settings: Directory of the model (`model`), `batch`, `length` and `learning_rate`.
     """
 
-    def __init__(self, given: dict[str, Any]):
+    def __init__(self, settings: dict[str, Any]):
         self._torch = require("torch", "hf")
         transformers = require("transformers", "hf")
         self._make = lambda: transformers.OlmoeForCausalLM.from_pretrained(
-            given["model"],
+            settings["model"],
             dtype=self._torch.float32,
             use_cache=False,
             output_router_logits=True,
             experts_implementation="grouped_mm",
         ).train()
-        self._given = given
+        self._given = settings
         self._trainings: dict[str, _Training] = {}
 
     def describe(self) -> dict[str, Any]:

@@ -74,13 +74,13 @@ SMALL = Sizes("small", 512, 512, 8, (32,), (1024,), 1024, 1, "float32")
 def published() -> tuple[Sizes, ...]:
     """Return the widths at which a GPU or TPU is measured."""
     models = {"OLMoE": PRESETS["olmoe_1b_7b"](), "Qwen3": PRESETS["qwen3_30b_a3b"]()}
-    found = []
+    cases = []
     for name, model in models.items():
         assert model.moe is not None
         hidden, groups = 2 * model.moe.expert_dim, model.moe.num_experts
         rows = ((1, 8, 32), (8192,), 131072)
-        found.append(Sizes(name, model.embed_dim, hidden, groups, *rows, 16, "bfloat16"))
-    return tuple(found)
+        cases.append(Sizes(name, model.embed_dim, hidden, groups, *rows, 16, "bfloat16"))
+    return tuple(cases)
 
 
 class Limits(NamedTuple):
@@ -194,7 +194,7 @@ class _Candidate(NamedTuple):
 
 
 def _quantised(
-    sizes: Sizes, limits: Limits, rounds: int, asked: Implementation | None
+    sizes: Sizes, limits: Limits, rounds: int, implementation_asked: Implementation | None
 ) -> Iterator[dict[str, Any]]:
     k, n = sizes.width, sizes.hidden
     for m in (*sizes.few, *sizes.many):
@@ -210,7 +210,9 @@ def _quantised(
             return _Candidate(_timed(run, x, matrices), dtype, size)
 
         candidates = {"dense": one(jnp.matmul, x, matrices, sizes.dtype)}
-        for name, implementation in _implementations("quantized_matmul", asked).items():
+        for name, implementation in _implementations(
+            "quantized_matmul", implementation_asked
+        ).items():
 
             def multiply(x: Any, w: Any, implementation: Any = implementation) -> Any:
                 return quantized_matmul(
@@ -231,7 +233,7 @@ def _quantised(
 
 
 def _grouped(
-    sizes: Sizes, limits: Limits, rounds: int, asked: Implementation | None
+    sizes: Sizes, limits: Limits, rounds: int, implementation_asked: Implementation | None
 ) -> Iterator[dict[str, Any]]:
     r, k, n, g = sizes.grouped, sizes.width, sizes.hidden, sizes.groups
     keys = jax.random.split(jax.random.key(0), 3)
@@ -244,14 +246,18 @@ def _grouped(
         case = f"{sizes.name} {load} {r} x {k} x {n}"
         for name in ("forward", "d rows", "d weights"):
             candidates = _grouped_candidates(
-                name, (rows, weights, d_out), group_sizes, sizes.dtype, asked
+                name, (rows, weights, d_out), group_sizes, sizes.dtype, implementation_asked
             )
             flops = 2.0 * r * k * n
             yield from _rows("grouped_matmul", case, name, candidates, flops, limits, rounds)
 
 
 def _grouped_candidates(
-    name: str, operands: tuple[Any, Any, Any], group_sizes: Any, dtype: str, asked: Any
+    name: str,
+    operands: tuple[Any, Any, Any],
+    group_sizes: Any,
+    dtype: str,
+    implementation_asked: Any,
 ) -> dict[str, _Candidate]:
     rows, weights, d_out = operands
 
@@ -268,7 +274,7 @@ def _grouped_candidates(
 
     # Dense product of as many rows with the first group's matrix.
     candidates = {"dense": one(jnp.matmul, rows, weights[0])}
-    for suffix, implementation in _implementations("grouped_matmul", asked).items():
+    for suffix, implementation in _implementations("grouped_matmul", implementation_asked).items():
 
         def multiply(rows: Any, weights: Any, implementation: Any = implementation) -> Any:
             return grouped_matmul(
@@ -289,12 +295,12 @@ def _grouped_candidates(
     return candidates
 
 
-def _implementations(operation: str, asked: Implementation | None) -> dict[str, Any]:
+def _implementations(operation: str, implementation: Implementation | None) -> dict[str, Any]:
     """Return suffixes of candidate names with their implementations, kernels first."""
     runnable = OPERATIONS[operation].runnable()
     kernels = [name for name in runnable if name.startswith("pallas")]
-    if asked is not None or not kernels:
-        return {"": asked}
+    if implementation is not None or not kernels:
+        return {"": implementation}
     return {"": kernels[0], ", xla": "xla"} if "xla" in runnable else {"": kernels[0]}
 
 
@@ -308,14 +314,16 @@ def _rows(
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per candidate, the dense product first."""
-    runs = {c: one.run for c, one in candidates.items() if not isinstance(one.run, str)}
+    runs = {
+        c: function.run for c, function in candidates.items() if not isinstance(function.run, str)
+    }
     medians = {c: timing.median for c, timing in in_turns(runs, rounds=rounds).items()}
-    for candidate, one in candidates.items():
+    for candidate, function in candidates.items():
         row = _row(operation, case, name, candidate)
         if candidate not in medians:
-            yield row | {"reason": one.run}
+            yield row | {"reason": function.run}
             continue
-        limit = limits.seconds(flops, one.dtype, one.size)
+        limit = limits.seconds(flops, function.dtype, function.size)
         yield row | {
             "seconds": medians[candidate],
             "flops_per_second": flops / medians[candidate],

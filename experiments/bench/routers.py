@@ -83,7 +83,7 @@ def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
         gate=RenormalizedGateConfig(),
         balancers=(),
     )
-    forward, both = (
+    forward, with_backward = (
         {PLAIN: _compiled(config, plain, False)},
         {PLAIN: _compiled(config, plain, True)},
     )
@@ -92,12 +92,12 @@ def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
         try:
             moe = dataclasses.replace(plain, **METHODS[name].parts())
             forward[name] = _compiled(config, moe, False)
-            both[name] = _compiled(config, moe, True)
+            with_backward[name] = _compiled(config, moe, True)
         except ValueError as error:
             refused[name] = str(error)
             forward.pop(name, None)
     rate = matmul_rate()
-    timings = [in_turns(runs, rounds=config.rounds, warm_up=1) for runs in (forward, both)]
+    timings = [in_turns(runs, rounds=config.rounds, warm_up=1) for runs in (forward, with_backward)]
     seconds = {name: [timing[name].median for timing in timings] for name in forward}
     flops = 2.0 * config.tokens * config.width * config.num_experts
     return {
@@ -167,10 +167,10 @@ def _compiled(
     def run(params: Any, x: Array, state: Any, inputs: RouterInputs, key: Array) -> Any:
         if not has_gradients:
             return value(params, x, state, inputs, key)
-        out, pull, rest = jax.vjp(
+        out, pull, auxiliary = jax.vjp(
             lambda params, x: value(params, x, state, inputs, key), params, x, has_aux=True
         )
-        return out, rest, pull(jax.tree.map(jnp.ones_like, out))
+        return out, auxiliary, pull(jax.tree.map(jnp.ones_like, out))
 
     return timed(run, params, inputs.x, state, inputs, key)
 

@@ -73,18 +73,20 @@ class Work:
     """Tokens of each answer."""
 
 
-def work_of(given: dict[str, Any], number: int) -> Work:
+def work_of(settings: dict[str, Any], number: int) -> Work:
     """Return the requests of a turn, the same for all sides.
 
     Args:
-        given: What a side is given.
+        settings: What a side is given.
         number: Number of the turn.
     """
-    rng, longest = np.random.default_rng(number), given["prompt_length"]
-    sizes = rng.integers(longest // 8, longest + 1, given["requests"])
-    answers = rng.integers(given["answer_length"] // 8, given["answer_length"] + 1, len(sizes))
+    rng, longest = np.random.default_rng(number), settings["prompt_length"]
+    sizes = rng.integers(longest // 8, longest + 1, settings["requests"])
+    answers = rng.integers(
+        settings["answer_length"] // 8, settings["answer_length"] + 1, len(sizes)
+    )
     return Work(
-        prompts=[rng.integers(1, given["vocab_size"], size).tolist() for size in sizes],
+        prompts=[rng.integers(1, settings["vocab_size"], size).tolist() for size in sizes],
         lengths=answers.tolist(),
     )
 
@@ -92,20 +94,20 @@ def work_of(given: dict[str, Any], number: int) -> Work:
 def bench_serve(config: ServeBenchConfig) -> dict[str, Any]:
     """Measure, and return the numbers of summary.json."""
     with tempfile.TemporaryDirectory() as place:
-        given = _given(config, place)
+        settings = _given(config, place)
         params = init_params(config.model, jax.random.key(0))
         length = config.prompt_length + config.answer_length
-        to_huggingface(config.model, params, given["model"], family="olmoe", max_length=length)
+        to_huggingface(config.model, params, settings["model"], family="olmoe", max_length=length)
         sides, timings = sides_in_turns(
             {name: f"experiments.bench.{module}" for name, module in _SIDES.items()},
-            given,
+            settings,
             peer="transformers",
             python=config.peer_python,
             rounds=config.rounds,
             warm_up=config.warm_up,
         )
     works = [
-        work_of(given, index) for index in range(config.warm_up, config.warm_up + config.rounds)
+        work_of(settings, index) for index in range(config.warm_up, config.warm_up + config.rounds)
     ]
     written = float(np.median([sum(work.lengths) for work in works]))
     read = float(np.median([sum(map(len, work.prompts)) for work in works]))
@@ -152,8 +154,8 @@ def _equal(engine: SideProcess, side: SideProcess) -> float:
     """Return the share of answers that are the engine's, token by token."""
     pairs = [
         ours == theirs
-        for turn, other in zip(engine.results, side.results, strict=True)
-        for ours, theirs in zip(turn, other, strict=True)
+        for turn, reference_turn in zip(engine.results, side.results, strict=True)
+        for ours, theirs in zip(turn, reference_turn, strict=True)
     ]
     return sum(pairs) / len(pairs)
 

@@ -20,12 +20,12 @@ from jaxmoe.serve.requests import Sampling
 class EngineSide:
     """One engine that answers all turns."""
 
-    def __init__(self, given: dict[str, Any]):
-        model, params = from_huggingface(given["model"])
-        self._given = given
+    def __init__(self, settings: dict[str, Any]):
+        model, params = from_huggingface(settings["model"])
+        self._given = settings
         sizes = sizes_for(
-            max_length=given["prompt_length"] + given["answer_length"],
-            batch_size=given["max_sequences"],
+            max_length=settings["prompt_length"] + settings["answer_length"],
+            batch_size=settings["max_sequences"],
         )
         executor = ModelExecutor(model, params, None, config=sizes)
         self._engine = Engine(executor)

@@ -20,25 +20,25 @@ from jaxmoe.models.sampling import SamplingConfig
 class GenerateSide:
     """Decoding without an engine."""
 
-    def __init__(self, given: dict[str, Any]):
-        self._model, self._params = from_huggingface(given["model"])
-        self._given, self.facts = given, {}
+    def __init__(self, settings: dict[str, Any]):
+        self._model, self._params = from_huggingface(settings["model"])
+        self._given, self.facts = settings, {}
 
     def step(self, number: int) -> tuple[float, list[list[int]]]:
         """Return the seconds of a turn, and its answers."""
-        work, given = work_of(self._given, number), self._given
+        work, settings = work_of(self._given, number), self._given
         # A prompt of the longest length gives all turns the same shapes and programs.
-        filler = [1] * given["prompt_length"]
+        filler = [1] * settings["prompt_length"]
         prompts = [np.asarray(prompt, np.int32) for prompt in (*work.prompts, filler)]
         started = time.perf_counter()
         parts = stream(
             self._model,
             self._params,
             prompts,
-            num_tokens=given["answer_length"],
+            num_tokens=settings["answer_length"],
             key=jax.random.key(0),
             sampling=SamplingConfig(temperature=0.0),
-            at_once=given["answer_length"],
+            at_once=settings["answer_length"],
         )
         rows = np.concatenate([np.asarray(part) for part in parts], axis=1)
         seconds = time.perf_counter() - started

@@ -17,22 +17,25 @@ _PAGE = 16
 class TransformersSide:
     """One manager of continuous batching that answers all turns."""
 
-    def __init__(self, given: dict[str, Any]):
+    def __init__(self, settings: dict[str, Any]):
         torch, transformers = require("torch", "hf"), require("transformers", "hf")
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            given["model"], dtype=torch.float32, experts_implementation="grouped_mm"
+            settings["model"], dtype=torch.float32, experts_implementation="grouped_mm"
         ).eval()
-        longest = given["prompt_length"] + given["answer_length"]
+        longest = settings["prompt_length"] + settings["answer_length"]
         generation = transformers.GenerationConfig(
-            max_new_tokens=given["answer_length"], do_sample=False, eos_token_id=-1, pad_token_id=0
+            max_new_tokens=settings["answer_length"],
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
         )
         batching = transformers.ContinuousBatchingConfig(
             page_size=_PAGE,
-            num_blocks=given["max_sequences"] * -(-longest // _PAGE),
-            max_batch_tokens=given["max_sequences"] + 64,
-            max_requests_per_batch=given["max_sequences"],
+            num_blocks=settings["max_sequences"] * -(-longest // _PAGE),
+            max_batch_tokens=settings["max_sequences"] + 64,
+            max_requests_per_batch=settings["max_sequences"],
         )
-        self._given = given
+        self._given = settings
         self._manager = model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching
         )
@@ -47,14 +50,14 @@ class TransformersSide:
             manager.add_request(prompt, max_new_tokens=length)
             for prompt, length in zip(work.prompts, work.lengths, strict=True)
         ]
-        found: dict[str, list[int]] = {}
-        while len(found) < len(names):
+        answers: dict[str, list[int]] = {}
+        while len(answers) < len(names):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
-                found[result.request_id] = list(result.generated_tokens)
+                answers[result.request_id] = list(result.generated_tokens)
             if not manager.is_running():
                 raise RuntimeError("the manager of continuous batching has ended")
-        return time.perf_counter() - started, [found[name] for name in names]
+        return time.perf_counter() - started, [answers[name] for name in names]
 
 
 if __name__ == "__main__":

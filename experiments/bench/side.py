@@ -42,7 +42,7 @@ class SideProcess:
 
     Args:
         module: Module that calls `answer_requests`.
-        given: What the side is given.
+        settings: Settings of the side.
         python: Interpreter; this one when None.
         needs: What to do where the side does not start, for the message.
 
@@ -50,7 +50,7 @@ class SideProcess:
         ValueError: It does not start.
     """
 
-    def __init__(self, module: str, given: dict[str, Any], *, python: str | None, needs: str):
+    def __init__(self, module: str, settings: dict[str, Any], *, python: str | None, needs: str):
         self._module, self._needs = module, needs
         self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
         self._process = subprocess.Popen(
@@ -60,7 +60,7 @@ class SideProcess:
             stderr=self._complaints,
             text=True,
         )
-        self.facts: dict[str, Any] = self._ask(json.dumps(given))
+        self.facts: dict[str, Any] = self._ask(json.dumps(settings))
         self.results: list[Any] = []
         self.peak_bytes = 0
 
@@ -96,7 +96,7 @@ class SideProcess:
 
 def sides_in_turns(
     modules: Mapping[str, str],
-    given: dict[str, Any],
+    settings: dict[str, Any],
     *,
     peer: str,
     python: str | None,
@@ -107,7 +107,7 @@ def sides_in_turns(
 
     Args:
         modules: Module of each side.
-        given: What all of them are given.
+        settings: What all of them are given.
         peer: Side of another library, which the extra hf brings.
         python: Interpreter of the peer; this one when None.
         rounds: Counted steps of each side.
@@ -122,7 +122,7 @@ def sides_in_turns(
             needs = f"{peer} needs the extra hf (Python 3.11): name its interpreter with"
             sides[name] = SideProcess(
                 module,
-                given,
+                settings,
                 python=python if name == peer else None,
                 needs=f"{needs} --peer_python",
             )

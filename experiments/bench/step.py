@@ -159,8 +159,8 @@ def _times_the_peer(config: StepBenchConfig, medians: dict[str, float]) -> dict[
     """Return the peer's median over ours for each precision, and for the best of each side."""
 
     def of(side: str) -> dict[str, float]:
-        found = {dtype: medians[f"{side} {dtype}"] for dtype in config.precisions}
-        return found | {"best": min(found.values())}
+        seconds = {dtype: medians[f"{side} {dtype}"] for dtype in config.precisions}
+        return seconds | {"best": min(seconds.values())}
 
     theirs = of(config.peer)
     return {name: theirs[name] / median for name, median in of("jaxmoe").items()}
@@ -183,8 +183,8 @@ def in_words(summary: dict[str, Any]) -> str:
             f" {summary['loss'][name]:.3f}"
         )
     for dtype, times in (summary["times_the_peer"] or {}).items():
-        words = "each at its best precision" if dtype == "best" else dtype
-        lines.append(f"jaxmoe is {times:.2f} times as fast as the peer, {words}")
+        label = "each at its best precision" if dtype == "best" else dtype
+        lines.append(f"jaxmoe is {times:.2f} times as fast as the peer, {label}")
     for dtype, rate in summary["peer"].get("matmul_flops_per_second", {}).items():
         lines.append(f"the peer's dense product in {dtype} runs at {rate / 1e9:.0f} GFLOP/s")
     lines.append(f"fullest expert {1.0 + summary['max_violation']:8.2f} times its fair share")
@@ -262,13 +262,13 @@ class _PeerProcess:
             stderr=self._complaints,
             text=True,
         )
-        given = {
+        settings = {
             "model": f"{self._place.name}/model",
             "batch": config.batch_size,
             "length": config.sequence_length,
             "learning_rate": _LEARNING_RATE,
         }
-        self._say(json.dumps(given))
+        self._say(json.dumps(settings))
         self.facts: dict[str, Any] = self._hear()
         self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
 
@@ -330,8 +330,8 @@ def _parts(
         return out
 
     def mix(params: Any, x: Any) -> Any:
-        given = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
-        out, _ = MoE(moe, model.context, execution, True).apply({"params": params}, x, given)
+        inputs = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
+        out, _ = MoE(moe, model.context, execution, True).apply({"params": params}, x, inputs)
         return out
 
     optimizer = _optimizer()

@@ -68,8 +68,8 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: It is none, or not above 0.
     """
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text.lower())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text.lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if size < 1:
         raise ValueError(
             f"budget={text!r} is no size: give bytes above 0 with a unit, such as --budget 1.9MB"
@@ -109,17 +109,17 @@ def stack_run(
     stacks, order = split_into_blocks(
         assembly, state, rows, count=count, rank=options.rank, batches=options.batches
     )
-    kept = _num_fitting([sizes[owner] for owner in order], floor, limit)
+    num_blocks = _num_fitting([sizes[owner] for owner in order], floor, limit)
     params = assembly.plan.table.tree(lambda row: row)
     params = jax.tree.map(
-        lambda row, value: prefix(stacks[row.path], kept) if row.path in rows else value,
+        lambda row, value: prefix(stacks[row.path], num_blocks) if row.path in rows else value,
         params,
         jax.device_get(state.params),
     )
     config = assembly.plan.config
     summary = {
         "budget": limit,
-        "blocks": kept,
+        "blocks": num_blocks,
         "rank": options.rank,
         "calibration": {
             "batches": options.batches,
@@ -129,7 +129,9 @@ def stack_run(
     }
     said = _written(run, (assembly, state, step), params, target, summary)
     table = _table(assembly.plan.table, state.params, params)
-    return f"{table}\n\n{said}\n{kept} blocks of {options.blocks * len(sizes)}, by measured loss"
+    return (
+        f"{table}\n\n{said}\n{num_blocks} blocks of {options.blocks * len(sizes)}, by measured loss"
+    )
 
 
 def _cut(
@@ -151,10 +153,10 @@ def _cut(
     assembly, state, step = load_run(
         run.directory, run.step, run.mesh, needs_data=False, keeps_blocks=True
     )
-    table, held = assembly.plan.table, jax.device_get(state.params)
+    table, host_params = assembly.plan.table, jax.device_get(state.params)
     floor = _floor(assembly)
     _check_budget(run.directory, limit, floor)
-    if (have := stored_bytes(held)) <= limit:
+    if (have := stored_bytes(host_params)) <= limit:
         raise ValueError(
             f"budget={limit} bytes is not below the {have} bytes of {source}: give less, or convert"
             " the run that it came from"
@@ -166,11 +168,13 @@ def _cut(
             places = np.asarray(stack.blocks.places).tolist()
             sizes.update(dict.fromkeys(places, stored_bytes(stack.blocks) // len(places)))
 
-    _in_blocks(table, held, read)
-    kept = _num_fitting([sizes[place] for place in sorted(sizes)], floor, limit)
-    params = _in_blocks(table, held, lambda _, stack: prefix(stack, kept))
-    said = _written(run, (assembly, state, step), params, target, {"budget": limit, "blocks": kept})
-    return f"{said}\n{kept} blocks of {len(sizes)}, the first ones of {run.directory}"
+    _in_blocks(table, host_params, read)
+    num_blocks = _num_fitting([sizes[place] for place in sorted(sizes)], floor, limit)
+    params = _in_blocks(table, host_params, lambda _, stack: prefix(stack, num_blocks))
+    said = _written(
+        run, (assembly, state, step), params, target, {"budget": limit, "blocks": num_blocks}
+    )
+    return f"{said}\n{num_blocks} blocks of {len(sizes)}, the first ones of {run.directory}"
 
 
 def _written(
@@ -182,13 +186,13 @@ def _written(
 ) -> str:
     """Write the run directory, and return its size in words."""
     assembly, state, step = loaded
-    given = saved_config(run.directory)
-    precision = dataclasses.replace(given.execution.precision, weights=STACKED)
-    execution = dataclasses.replace(given.execution, precision=precision)
+    run_config = saved_config(run.directory)
+    precision = dataclasses.replace(run_config.execution.precision, weights=STACKED)
+    execution = dataclasses.replace(run_config.execution, precision=precision)
     before, after = stored_bytes(state.params), stored_bytes(params)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
-    whole = {
+    uncut = {
         "status": "converted",
         "format": STACKED,
         "source": run.directory,
@@ -199,8 +203,8 @@ def _written(
         **summary,
     }
     state = dataclasses.replace(state, params=params, opt_state={})
-    config = dataclasses.replace(given, execution=execution)
-    write_converted(target, RunDirectory(run.directory), state, step, config, assembly, whole)
+    config = dataclasses.replace(run_config, execution=execution)
+    write_converted(target, RunDirectory(run.directory), state, step, config, assembly, uncut)
     return (
         f"{STACKED}: parameters {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in the checkpoint,"
         " which is loaded as floating weights\n"
@@ -252,9 +256,9 @@ def _table(table: ParameterTable, model: Any, params: Any) -> str:
     _in_blocks(table, model, lambda row, value: values.update({row.path: np.asarray(value)}))
 
     def add(row: ParameterSpec, stack: Any) -> None:
-        whole = values[row.path].astype(np.float32)
-        rest = whole - np.asarray(expanded(row, stack, jnp.float32))
-        error = float(np.linalg.norm(rest)) / (float(np.linalg.norm(whole)) or 1.0)
+        matrix = values[row.path].astype(np.float32)
+        residual = matrix - np.asarray(expanded(row, stack, jnp.float32))
+        error = float(np.linalg.norm(residual)) / (float(np.linalg.norm(matrix)) or 1.0)
         count = 0 if stack.blocks is None else stack.blocks.places.size
         sizes = (f"{stored_bytes(each) / 1e3:.1f}" for each in (values[row.path], stack))
         lines.append((row.path, "x".join(map(str, row.shape)), str(count), *sizes, f"{error:.1%}"))

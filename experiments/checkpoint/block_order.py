@@ -76,9 +76,9 @@ def split_into_blocks(
                 " with --run.step"
             )
         split = jax.jit(partial(decompose, count=count, rank=rank))
-        for layer, own in enumerate(scales[path].reshape(shape[:-1])):
+        for layer, layer_scales in enumerate(scales[path].reshape(shape[:-1])):
             announce(f"splitting {path}, layer {layer}")
-            blocks, _ = jax.device_get(split(matrices[layer], own))
+            blocks, _ = jax.device_get(split(matrices[layer], layer_scales))
             of_layers[path, layer] = dataclasses.replace(
                 blocks, layers=np.full(count, layer, np.int32)
             )
@@ -123,19 +123,19 @@ def _order(
     """
     adds = {path: jax.jit(partial(_plus, row)) for path, row in rows.items()}
     current = flat | {path: jnp.zeros_like(flat[path]) for path in rows}
-    found = list[Owner]()
+    order = list[Owner]()
     for level in range(count):
         new, losses = dict(current), dict[Owner, float]()
         for path, layer in stacks:
             stack = stacks[path, layer]
             if level:
                 announce(f"block {level + 1} of {count}: {path}, layer {layer}")
-                one = adds[path](current[path], stack, level)
-                losses[path, layer] = loss(current | {path: one})
+                gain = adds[path](current[path], stack, level)
+                losses[path, layer] = loss(current | {path: gain})
             new[path] = adds[path](new[path], stack, level)
-        found += sorted(stacks, key=lambda owner: losses.get(owner, 0.0))
+        order += sorted(stacks, key=lambda owner: losses.get(owner, 0.0))
         current = new
-    return found
+    return order
 
 
 def _plus(row: ParameterSpec, value: Any, stack: BitStack, number: Any) -> Any:

@@ -197,19 +197,19 @@ def convert(config: ConvertConfig) -> str:
 
 def _check_source(source: str, form: Format) -> None:
     """Raise ValueError if a run is in few bits already, or has layers that cannot be."""
-    given = saved_config(source)
-    weights = given.execution.precision.weights
+    config = saved_config(source)
+    weights = config.execution.precision.weights
     if weights not in ("floating", STACKED) or (weights == STACKED and form != STACKED):
         raise ValueError(
             f"run.directory={source} is converted already, to {weights}: convert the run that it"
             " came from"
         )
-    if given.model.adapter is not None:
+    if config.model.adapter is not None:
         raise ValueError(
-            f"run.directory={source} holds an adapter ({given.model.adapter.name}): fold it first,"
+            f"run.directory={source} holds an adapter ({config.model.adapter.name}): fold it first,"
             f" python -m experiments.checkpoint convert --run.directory {source} --fold True"
         )
-    mixers = [kind.mixer for kind in given.model.kinds if not kind.mixer.can_quantize]
+    mixers = [kind.mixer for kind in config.model.kinds if not kind.mixer.can_quantize]
     if mixers:
         raise ValueError(
             f"run.directory={source} holds a model whose {mixers[0].name} layers"
@@ -220,15 +220,17 @@ def _check_source(source: str, form: Format) -> None:
 def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> str:
     """Write the run in a format, and return the report."""
     source = config.run.directory
-    given = saved_config(source)
+    run_config = saved_config(source)
     needs_data = form == MIXED  # to measure activations
     assembly, state, step = load_run(
         source, config.run.step, config.run.mesh, needs_data=needs_data
     )
     params, rounded = _quantise(assembly, state, form, config.mixed)
     before, after = stored_bytes(state.params), stored_bytes(params)
-    precision = dataclasses.replace(given.execution.precision, weights=form, mixed=config.mixed)
-    execution = dataclasses.replace(given.execution, precision=precision)
+    precision = dataclasses.replace(
+        run_config.execution.precision, weights=form, mixed=config.mixed
+    )
+    execution = dataclasses.replace(run_config.execution, precision=precision)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})
@@ -241,26 +243,26 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
         "parameter_bytes_before": before,
         "parameter_bytes": after,
         "rounded": {
-            one.path: {
-                "largest_error": one.largest_error,
-                "largest_value": one.largest_value,
-                **({"wide_blocks": one.wide} if one.wide else {}),
+            report.path: {
+                "largest_error": report.largest_error,
+                "largest_value": report.largest_value,
+                **({"wide_blocks": report.wide} if report.wide else {}),
             }
-            for one in rounded
+            for report in rounded
         },
     }
     if form == MIXED:
         summary["calibration"] = {
             "batches": config.mixed.batches,
-            "first_batch": given.evaluation.batches,
-            "rows": config.mixed.batches * given.held_out_batch_size,
+            "first_batch": run_config.evaluation.batches,
+            "rows": config.mixed.batches * run_config.held_out_batch_size,
             "tokens": config.mixed.batches
-            * given.held_out_batch_size
-            * given.training.sequence_length,
+            * run_config.held_out_batch_size
+            * run_config.training.sequence_length,
         }
-    config_of_run = dataclasses.replace(given, execution=execution)
+    config_of_run = dataclasses.replace(run_config, execution=execution)
     write_converted(target, RunDirectory(source), state, step, config_of_run, assembly, summary)
-    share = sum(one.bytes_before for one in rounded) / before
+    share = sum(report.bytes_before for report in rounded) / before
     lines = [
         _table(rounded),
         "",
@@ -287,12 +289,12 @@ def _quantise(
         measured = measure_activations(assembly, state, mixed.batches)
 
     def one(row: Any, value: Any) -> Any:
-        held, largest = jnp.asarray(np.asarray(value)), measured.get(row.path)
-        new = jax.jit(lambda x, y: quantize_parameter(row, x, form, mixed, y))(held, largest)
+        matrix, largest = jnp.asarray(np.asarray(value)), measured.get(row.path)
+        new = jax.jit(lambda x, y: quantize_parameter(row, x, form, mixed, y))(matrix, largest)
         if not isinstance(new, QuantizedArray | MixedArray):
             return new
         error, largest = jax.jit(lambda x, new: largest_error(x, dequantize_parameter(new)))(
-            held, new
+            matrix, new
         )
         if not np.isfinite(largest):
             raise ValueError(
@@ -303,7 +305,7 @@ def _quantise(
             Rounded(
                 path=row.path,
                 shape=row.shape,
-                bytes_before=stored_bytes(held),
+                bytes_before=stored_bytes(matrix),
                 bytes_after=stored_bytes(new),
                 largest_error=float(error),
                 largest_value=float(largest),
@@ -335,17 +337,17 @@ def _free(path: str) -> pathlib.Path:
 
 def _table(rounded: list[Rounded]) -> str:
     head = ("matrix", "shape", "kB before", "kB after", "largest error", "of the largest value")
-    has_wide = any(one.wide for one in rounded)
+    has_wide = any(report.wide for report in rounded)
     rows = [
         (
-            one.path,
-            "x".join(map(str, one.shape)),
-            f"{one.bytes_before / 1e3:.1f}",
-            f"{one.bytes_after / 1e3:.1f}",
-            f"{one.largest_error:.3g}",
-            f"{one.relative:.2%}",
-            *([one.wide] if has_wide else []),
+            report.path,
+            "x".join(map(str, report.shape)),
+            f"{report.bytes_before / 1e3:.1f}",
+            f"{report.bytes_after / 1e3:.1f}",
+            f"{report.largest_error:.3g}",
+            f"{report.relative:.2%}",
+            *([report.wide] if has_wide else []),
         )
-        for one in rounded
+        for report in rounded
     ]
     return text_table([(*head, "8-bit blocks") if has_wide else head, *rows])

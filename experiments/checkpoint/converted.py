@@ -42,17 +42,17 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
     assembly, state, step = load_run(
         source, run.step, run.mesh, needs_data=False, initial=run.initial
     )
-    given = assembly.plan.config
-    if (adapter := given.model.adapter) is None:
+    run_config = assembly.plan.config
+    if (adapter := run_config.model.adapter) is None:
         raise ValueError(
             f"run.directory={source} has no adapter, its weights are plain: leave out --fold"
         )
-    if (weights := given.execution.precision.weights) != "floating":
+    if (weights := run_config.execution.precision.weights) != "floating":
         raise ValueError(
             f"run.directory={source} adapts weights in {weights}, to which nothing can be added:"
             " use it as it is, or adapt the run that they were rounded from"
         )
-    layers = given.model.layer_numbers
+    layers = run_config.model.layer_numbers
     with jax.set_mesh(assembly.mesh):
         given_params = state.params
         if bits is not None:
@@ -61,12 +61,14 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})
-    model = dataclasses.replace(given.model, adapter=None)
-    checkpoint = dataclasses.replace(given.checkpoint, initial=None, initial_step=None)
+    model = dataclasses.replace(run_config.model, adapter=None)
+    checkpoint = dataclasses.replace(run_config.checkpoint, initial=None, initial_step=None)
     # The optimiser of the adapter may lack the groups of the others.
-    initial = given.checkpoint.initial
-    optimizer = given.optimizer if initial is None else saved_config(initial).optimizer
-    config = dataclasses.replace(given, model=model, checkpoint=checkpoint, optimizer=optimizer)
+    initial = run_config.checkpoint.initial
+    optimizer = run_config.optimizer if initial is None else saved_config(initial).optimizer
+    config = dataclasses.replace(
+        run_config, model=model, checkpoint=checkpoint, optimizer=optimizer
+    )
     summary = {
         "status": "converted",
         "format": "folded",

@@ -113,7 +113,7 @@ class ImportConfig:
 
 
 def export_run(
-    source: str, step: int | None, target: pathlib.Path, family: ExportFamily, given: ExportConfig
+    source: str, step: int | None, target: pathlib.Path, family: ExportFamily, export: ExportConfig
 ) -> str:
     """Write a step of a run for `transformers`.
 
@@ -122,7 +122,7 @@ def export_run(
         step: Step of the checkpoint; the newest undamaged one when None.
         target: Directory to make.
         family: Family as in `ConvertConfig`.
-        given: Options of the files.
+        export: Options of the files.
 
     Returns:
         A report for the user.
@@ -148,10 +148,10 @@ def export_run(
     files = tokenizer_files(own_data(config, directory), seed=config.training.seed)
     step, arrays = open_stored(directory.checkpoints_directory, step)
     params, state = _under(arrays, _PARAMS), _under(arrays, f"{ROUTER_STATE}/")
-    length = given.max_length or length_of(directory, config)
+    length = export.max_length or length_of(directory, config)
     special = {"eos_token_id": files.separator, "bos_token_id": first_token_of(directory)}
-    kept, generation = imported_generation(directory)
-    special |= kept
+    tensors, generation = imported_generation(directory)
+    special |= tensors
     title = f"Step {step} of the run {config.run.name or pathlib.Path(source).name}"
     to_huggingface(
         model,
@@ -159,9 +159,9 @@ def export_run(
         target,
         router_state=state,
         family=name,
-        dtype=given.dtype,
-        experts=given.experts,
-        max_shard_bytes=given.max_shard_bytes,
+        dtype=export.dtype,
+        experts=export.experts,
+        max_shard_bytes=export.max_shard_bytes,
         max_length=length,
         fields={name: token for name, token in special.items() if token is not None},
         generation=generation,
@@ -169,7 +169,7 @@ def export_run(
     )
     size = sum(file.stat().st_size for file in target.iterdir())
     lines = [
-        f"step {step} of {source} is in {target}: family {name}, {given.dtype},"
+        f"step {step} of {source} is in {target}: family {name}, {export.dtype},"
         f" {format_bytes(size)}",
         f"tokenizer: {files.words}",
     ]
@@ -178,13 +178,13 @@ def export_run(
     return "\n".join([*([why] if why else ()), *lines])
 
 
-def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
+def import_run(source: str, target: pathlib.Path, options: ImportConfig) -> str:
     """Convert files of `transformers` to a run.
 
     Args:
         source: Directory with config.json, safetensors and optionally tokenizer.json.
         target: Run directory to make.
-        given: Evaluation data of the run.
+        options: Evaluation data of the run.
 
     Returns:
         A report for the user.
@@ -194,9 +194,9 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
             another shape or not finite; the model is not supported; or the data has other tokens
             than the model.
     """
-    if given.base is not None:
+    if options.base is not None:
         raise ValueError(
-            f"imported.base={given.base} is for an adapter of PEFT, and from_huggingface={source}"
+            f"imported.base={options.base} is for an adapter of PEFT, and from_huggingface={source}"
             " holds a whole model: leave it out"
         )
     place = pathlib.Path(model_directory(source, "from_huggingface"))
@@ -205,15 +205,17 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
             f"from_huggingface={source} is not a directory: give the one with config.json, or a"
             " name on the Hugging Face hub, such as allenai/OLMoE-1B-7B-0924"
         )
-    model, tensors = open_huggingface(place, nonfinite=given.nonfinite)
+    model, tensors = open_huggingface(place, nonfinite=options.nonfinite)
     texts, fields = read_tokenizer_files(place), read_fields(place)
     generation = read_generation(place)
     config = PretrainConfig(
         run=RunConfig(directory=str(target), name=target.name),
         model=model,
-        data=_data(given.data, place, texts, fields),
-        training=TrainingConfig(batch_size=given.batch_size, sequence_length=given.sequence_length),
-        evaluation=EvaluationConfig(batches=given.batches),
+        data=_data(options.data, place, texts, fields),
+        training=TrainingConfig(
+            batch_size=options.batch_size, sequence_length=options.sequence_length
+        ),
+        evaluation=EvaluationConfig(batches=options.batches),
     )
     assembly = assemble(config)
     _check_disk(target, 4 * (tensors.table.total))
@@ -240,7 +242,7 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
         [
             f"{source} ({fields['model_type']}, {tensors.table.total:,} parameters) is in {target},"
             " at step 0, without an optimiser's state",
-            f"data: {assembly.source.describe(given.sequence_length)}",
+            f"data: {assembly.source.describe(options.sequence_length)}",
         ]
     )
 

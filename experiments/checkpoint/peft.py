@@ -44,14 +44,16 @@ from jaxmoe.training.state import TrainState, state_around
 _PARAMS = "params/"
 
 
-def export_adapter(source: str, step: int | None, target: pathlib.Path, given: ExportConfig) -> str:
+def export_adapter(
+    source: str, step: int | None, target: pathlib.Path, export: ExportConfig
+) -> str:
     """Write the adapter of a fine-tuned run as PEFT does.
 
     Args:
         source: Run directory.
         step: Step of the checkpoint; the newest undamaged one when None.
         target: Directory to make.
-        given: Dtype of the tensors.
+        export: Dtype of the tensors.
 
     Returns:
         A report for the user.
@@ -60,7 +62,7 @@ def export_adapter(source: str, step: int | None, target: pathlib.Path, given: E
         ValueError: There is no run or checkpoint, it has no adapter with factors, or options are
             given that an adapter has no use for.
     """
-    if given != ExportConfig(dtype=given.dtype):
+    if export != ExportConfig(dtype=export.dtype):
         raise ValueError(
             "--to_huggingface peft takes --exported.dtype alone: leave the other options of"
             " --exported out"
@@ -76,9 +78,9 @@ def export_adapter(source: str, step: int | None, target: pathlib.Path, given: E
     }
     initial = config.checkpoint.initial
     base = initial if initial is not None and is_huggingface(initial) else ""
-    write_peft(target, model, params, base=base, dtype=given.dtype)
+    write_peft(target, model, params, base=base, dtype=export.dtype)
     size = sum(file.stat().st_size for file in target.iterdir())
-    lines = [f"step {step} of {source} is in {target}: peft, {given.dtype}, {format_bytes(size)}"]
+    lines = [f"step {step} of {source} is in {target}: peft, {export.dtype}, {format_bytes(size)}"]
     if base:
         lines.append(f"it adapts {base}")
     else:
@@ -89,13 +91,13 @@ def export_adapter(source: str, step: int | None, target: pathlib.Path, given: E
     return "\n".join(lines)
 
 
-def import_adapter(source: str, target: pathlib.Path, given: ImportConfig) -> str:
+def import_adapter(source: str, target: pathlib.Path, import_config: ImportConfig) -> str:
     """Convert an adapter of PEFT to a run.
 
     Args:
         source: Directory with adapter_config.json and adapter_model.safetensors.
         target: Run directory to make.
-        given: Model that was adapted.
+        import_config: Model that was adapted.
 
     Returns:
         A report for the user.
@@ -104,13 +106,13 @@ def import_adapter(source: str, target: pathlib.Path, given: ImportConfig) -> st
         ValueError: The model is not there or adapted itself, the adapter is none of LoRA or of
             another model, or options are given that an adapter has no use for.
     """
-    if given != ImportConfig(base=given.base):
+    if import_config != ImportConfig(base=import_config.base):
         raise ValueError(
             f"from_huggingface={source} is an adapter, whose run has the data of the model that it"
             " adapts: leave the options of --imported out, but --imported.base"
         )
     place = pathlib.Path(source)
-    base = _base(source, given.base or read_peft_fields(place).base)
+    base = _base(source, import_config.base or read_peft_fields(place).base)
     saved = at_execution(saved_config(base), base, PretrainConfig().execution.mesh)
     if saved.model.adapter is not None:
         raise ValueError(
@@ -160,17 +162,17 @@ def import_adapter(source: str, target: pathlib.Path, given: ImportConfig) -> st
     )
 
 
-def _base(source: str, named: str | None) -> str:
+def _base(source: str, name: str | None) -> str:
     """Return the directory of the adapted model."""
-    if named is None:
+    if name is None:
         raise ValueError(
             f"from_huggingface={source} names no model that it adapts: give --imported.base, a run"
             " directory or one of a Hugging Face model"
         )
-    base = model_directory(named, "imported.base")
+    base = model_directory(name, "imported.base")
     if not is_huggingface(base) and not RunDirectory(base).has_config():
         raise ValueError(
-            f"from_huggingface={source} adapts {named}, which is neither a run nor a Hugging Face"
+            f"from_huggingface={source} adapts {name}, which is neither a run nor a Hugging Face"
             " model on this machine: say where it is with --imported.base"
         )
     return base
@@ -178,17 +180,18 @@ def _base(source: str, named: str | None) -> str:
 
 def _state(assembly: Assembly, base: str, arrays: dict[str, Any]) -> TrainState:
     """Return a state with the factors of an adapter, and the router state of its model."""
-    execution, whole = assembly.execution, NamedSharding(assembly.mesh, PartitionSpec())
+    execution, replicated = assembly.execution, NamedSharding(assembly.mesh, PartitionSpec())
     dtype = jnp.dtype(execution.precision.parameter_dtype)
     params = {
-        path: jax.device_put(jnp.asarray(value, dtype), whole) for path, value in arrays.items()
+        path: jax.device_put(jnp.asarray(value, dtype), replicated)
+        for path, value in arrays.items()
     }
     key = jax.random.key(assembly.plan.config.training.seed)
     with jax.set_mesh(assembly.mesh):
         nested = traverse_util.unflatten_dict(params, sep="/")
         state = state_around(assembly.plan.model, None, execution, nested, key)
     if jax.tree.leaves(state.router_state):
-        _, there, _ = load_run(base, None, needs_data=False)
-        values = jax.device_put(there.router_state, whole)
+        _, base_state, _ = load_run(base, None, needs_data=False)
+        values = jax.device_put(base_state.router_state, replicated)
         state = dataclasses.replace(state, router_state=values)
     return state

@@ -107,12 +107,12 @@ def field_paths(cls: Any, prefix: str = "") -> Iterator[str]:
                     yield from field_paths(member, f"{prefix}{key}.")
 
 
-def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
+def choose(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]]:
     """Make the choices of a command line.
 
     Args:
         config: The config whose values are the defaults. A member it already has keeps its values.
-        words: The arguments. The last of a repeated choice counts.
+        arguments: The arguments. The last of a repeated choice counts.
 
     Returns:
         The config with the members that are named or implied, and with what these bring (such as
@@ -122,31 +122,31 @@ def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
     Raises:
         ValueError: A name is unknown, or a flag belongs to a member that is not chosen.
     """
-    rest, named = list(words), {}
-    for word in words:
+    remaining, choices = list(arguments), {}
+    for word in arguments:
         spelled = word.partition("=")[0] if word.startswith("--") else word
-        named[_field(spelled.partition(":")[0].removeprefix("--"))] = spelled
+        choices[_field(spelled.partition(":")[0].removeprefix("--"))] = spelled
     seen: set[str] = set()
     while choice := next((c for c in find_choices(config) if c.path not in seen), None):
         seen.add(choice.path)
         keys = choice.path.split(".")
         old = _value_at(config, keys)
         if choice.is_tuple:
-            names, rest = _take_items(choice, rest)
+            names, remaining = _take_items(choice, remaining)
             if names is not None:
                 classes = [choice.members[name] for name in names]
                 new = (next((i for i in old if type(i) is cls), None) or cls() for cls in classes)
                 config = with_value(config, keys, tuple(new))
             continue
-        chosen, rest = _take_member(choice, rest)
+        chosen, remaining = _take_member(choice, remaining)
         current = _member_name(type(old)) if dataclasses.is_dataclass(old) else "none"
-        name = _implied(choice, chosen, current, old, named)
+        name = _implied(choice, chosen, current, old, choices)
         if name != current:
             member = None if name == "none" else choice.members[name]
             config = with_value(config, keys, None if member is None else member())
             for path, value in getattr(member, "brings", {}).items():
                 config = _bring(config, choice.path, path, value, seen)
-    return config, rest
+    return config, remaining
 
 
 def _bring(config: Config, chosen: str, path: str, value: Any, seen: set[str]) -> Config:
@@ -171,42 +171,42 @@ def known_spelling(word: str, names: Mapping[str, Any]) -> str:
     return {_field(name): name for name in names}.get(_field(word), word)
 
 
-def _take_items(choice: Choice, words: list[str]) -> tuple[list[str] | None, list[str]]:
+def _take_items(choice: Choice, arguments: list[str]) -> tuple[list[str] | None, list[str]]:
     """Return the names after the last `--dotted.tuple`, None without one, and the other words."""
-    chosen, rest = None, []
-    while words:
-        word, *words = words
+    chosen, remaining = None, []
+    while arguments:
+        word, *arguments = arguments
         if not word.startswith("--") or _field(word[2:]) != choice.path:
-            rest.append(word)
+            remaining.append(word)
             continue
         chosen = []
-        while words and not words[0].startswith("-") and ":" not in words[0]:
-            word, *words = words
+        while arguments and not arguments[0].startswith("-") and ":" not in arguments[0]:
+            word, *arguments = arguments
             chosen.append(_name_of(choice, word, f"--{choice.path}"))
-    return chosen, rest
+    return chosen, remaining
 
 
-def _take_member(choice: Choice, words: list[str]) -> tuple[str | None, list[str]]:
+def _take_member(choice: Choice, arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the name that the last word or flag of a choice gives, and the other words.
 
     The name is None without one. Both `dotted.field:NAME` and `--dotted.field NAME` are read.
     """
-    chosen, rest = None, []
-    while words:
-        word, *words = words
+    chosen, remaining = None, []
+    while arguments:
+        word, *arguments = arguments
         path, colon, name = word.partition(":")
         flag, equals, value = word.partition("=")
         if word.startswith("--") and _field(flag[2:]) == choice.path:
             if not equals:
-                value, words = (words[0], words[1:]) if words else ("", [])
+                value, arguments = (arguments[0], arguments[1:]) if arguments else ("", [])
             if not value or value.startswith("-"):
                 raise ValueError(f"{flag} needs a name\nchoices: {', '.join(choice.members)}")
             chosen = _name_of(choice, value, flag)
         elif colon and _field(path) == choice.path:
             chosen = _name_of(choice, name, f"{choice.path}:")
         else:
-            rest.append(word)
-    return chosen, rest
+            remaining.append(word)
+    return chosen, remaining
 
 
 def _name_of(choice: Choice, word: str, where: str) -> str:
@@ -219,7 +219,7 @@ def _name_of(choice: Choice, word: str, where: str) -> str:
 
 
 def _implied(
-    choice: Choice, chosen: str | None, current: str, value: Any, named: Mapping[str, str]
+    choice: Choice, chosen: str | None, current: str, value: Any, choices: Mapping[str, str]
 ) -> str:
     """Return the member that has the fields which the arguments name.
 
@@ -230,12 +230,12 @@ def _implied(
         chosen: The member that the arguments name; None if they leave it open.
         current: The member of the config, kept if it has the fields.
         value: The value of the config.
-        named: The arguments by field, for messages.
+        choices: The arguments by field, for messages.
 
     Raises:
         ValueError: It has not all of them, or several other members have.
     """
-    beneath = {field for field in named if field.startswith(f"{choice.path}.")}
+    beneath = {field for field in choices if field.startswith(f"{choice.path}.")}
     if chosen in (None, current) and beneath <= set(own_paths(value, choice.path)):
         return current
     if chosen is not None and not beneath:
@@ -243,20 +243,28 @@ def _implied(
     fields = {
         name: set(field_paths(member, f"{choice.path}.")) for name, member in choice.members.items()
     }
-    wanted = {field for field in named if any(field in own for own in fields.values())}
+    fields_set = {
+        field
+        for field in choices
+        if any(field in member_fields for member_fields in fields.values())
+    }
     name = chosen or current
-    if wanted <= fields.get(name, set()):
+    if fields_set <= fields.get(name, set()):
         return name
-    fitting = [name for name, own in fields.items() if wanted <= own]
+    fitting = [name for name, member_fields in fields.items() if fields_set <= member_fields]
     if len(fitting) > 1:  # a member may ask to be named where others have the same fields
         implied = [name for name in fitting if getattr(choice.members[name], "is_implied", True)]
         fitting = implied or fitting
     if chosen is None and len(fitting) == 1:
         return fitting[0]
     lines = [
-        f"{named[field]} belongs to "
-        + " or ".join(f"{choice.path}:{name}" for name, own in fields.items() if field in own)
-        for field in sorted(wanted)
+        f"{choices[field]} belongs to "
+        + " or ".join(
+            f"{choice.path}:{name}"
+            for name, member_fields in fields.items()
+            if field in member_fields
+        )
+        for field in sorted(fields_set)
         if chosen is None or field not in fields.get(chosen, set())
     ]
     if chosen is not None:

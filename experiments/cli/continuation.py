@@ -33,37 +33,37 @@ def parse_continuation(argv: Sequence[str], prog: str, description: str) -> Pret
     Returns:
         The configuration. Exits with 2 if RUN holds no run.
     """
-    word, *rest = argv
-    if not rest or rest[0].startswith("-"):
+    word, *remaining = argv
+    if not remaining or remaining[0].startswith("-"):
         flags.fail(
             f"{word} needs a run directory: {prog} {word} runs/pretrain/tiny"
             + (" --run.name NAME" if word == "branch" else "")
         )
-    path, *words = rest
+    path, *arguments = remaining
     with flags.exit_on_bad_configuration():
         config = RunDirectory(path).load_config(PretrainConfig)
         changed = _branched(config, path) if word == "branch" else _resumed(config, path)
     text = f"{description}\n\nMay change: {', '.join(EXTENSION_FIELDS)}."
-    given = flags.parse_flags(changed, words, prog, text)
+    extended = flags.parse_flags(changed, arguments, prog, text)
     with flags.exit_on_bad_configuration():
         if word == "branch":
-            _check_branch(given, path, prog)
-        elif given.run.directory != path:
+            _check_branch(extended, path, prog)
+        elif extended.run.directory != path:
             raise ValueError(
-                f"resume {path} continues the run there, and run.directory={given.run.directory}"
+                f"resume {path} continues the run there, and run.directory={extended.run.directory}"
                 f" is another: leave it out, or start a branch with {prog} branch {path}"
             )
-    return given
+    return extended
 
 
-def named_fields(words: Sequence[str]) -> frozenset[str]:
+def named_fields(arguments: Sequence[str]) -> frozenset[str]:
     """Return the dotted paths of the fields that a command line names.
 
     Args:
-        words: Flags and choices, such as `--training.steps 900 schedule:wsd`.
+        arguments: Flags and choices, such as `--training.steps 900 schedule:wsd`.
     """
-    flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
-    choices = {word.partition(":")[0] for word in words if not word.startswith("-")}
+    flags = {word[2:].partition("=")[0] for word in arguments if word.startswith("--")}
+    choices = {word.partition(":")[0] for word in arguments if not word.startswith("-")}
     return frozenset(name.replace("-", "_") for name in flags | choices)
 
 

@@ -91,8 +91,10 @@ def _end_after(seconds: float, code: int) -> None:
     seconds = _timeout(seconds)
     time.sleep(seconds)
     main = threading.main_thread()
-    held = dict.fromkeys(thread.name for thread in threading.enumerate() if not thread.daemon)
-    shown = [name for name in held if name != main.name]
+    thread_names = dict.fromkeys(
+        thread.name for thread in threading.enumerate() if not thread.daemon
+    )
+    shown = [name for name in thread_names if name != main.name]
     names = ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "") or "the exit handlers"
     with contextlib.suppress(OSError):
         print(

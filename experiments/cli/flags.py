@@ -73,9 +73,9 @@ def parse(
         The name of the recipe and the config. Exits with 0 after `--help` and with 2, after one
         screen on stderr, for anything that is not understood.
     """
-    words, recipe = list(argv), default
-    if words and not words[0].startswith("-") and ":" not in words[0]:
-        recipe = known_spelling(words.pop(0), recipes)
+    arguments, recipe = list(argv), default
+    if arguments and not arguments[0].startswith("-") and ":" not in arguments[0]:
+        recipe = known_spelling(arguments.pop(0), recipes)
         if recipe not in recipes:
             if "/" in recipe or "=" in recipe or os.path.isdir(recipe):
                 fail(_stray_word(recipe, recipes[default](), prog, recipes))
@@ -88,7 +88,7 @@ def parse(
     with exit_on_bad_configuration():
         config = recipes[recipe]()
     description = f"{description.strip()}\n\n{listing}"
-    return recipe, parse_flags(config, words, prog, description, recipes=recipes)
+    return recipe, parse_flags(config, arguments, prog, description, recipes=recipes)
 
 
 @without_advice()
@@ -117,8 +117,8 @@ def parse_flags(
         for word in argv:
             if not is_text(word):
                 raise ValueError(f"{word} has bytes that are no UTF-8: rename what it names")
-        group, words = take_help(argv)
-        config, flags = choose(config, words)
+        group, arguments = take_help(argv)
+        config, flags = choose(config, arguments)
         if group is not None:
             write(help_page(config, group, prog, description))
             raise SystemExit(int(ExitCode.DONE))
@@ -257,20 +257,22 @@ def _words(field: str, text: str) -> Iterator[tuple[str, str]]:
             yield flag or field, word
 
 
-def _fit_warmup(config: Config, words: Sequence[str]) -> Config:
+def _fit_warmup(config: Config, arguments: Sequence[str]) -> Config:
     """Return the config with a warm-up or decay that fits its steps, and note what has changed.
 
     Args:
         config: The config of a command. Without a schedule and steps it is returned unchanged.
-        words: The arguments; fields that they name stay as they are.
+        arguments: The arguments; fields that they name stay as they are.
     """
     schedule = getattr(config, "schedule", None)
     steps = getattr(getattr(config, "training", None), "steps", None)
     if not isinstance(schedule, ScheduleBase) or steps is None:
         return config
-    named = [word[2:].partition("=")[0].replace("-", "_") for word in words]
-    given = {name.removeprefix("schedule.") for name in named if name.startswith("schedule.")}
-    fitted = schedule.fitted(steps, given)
+    flags = [word[2:].partition("=")[0].replace("-", "_") for word in arguments]
+    schedule_fields = {
+        name.removeprefix("schedule.") for name in flags if name.startswith("schedule.")
+    }
+    fitted = schedule.fitted(steps, schedule_fields)
     if fitted is schedule:
         return config
     changed = [
@@ -340,13 +342,13 @@ _SHORT: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def _check_words(
-    config: Any, words: Sequence[str], prog: str, recipes: Collection[str] = ()
+    config: Any, arguments: Sequence[str], prog: str, recipes: Collection[str] = ()
 ) -> None:
     """Refuse a flag that names no field, and a word that is no value of a flag.
 
     Args:
         config: The config, with the choices of the command line.
-        words: The arguments without choices.
+        arguments: The arguments without choices.
         prog: How the program is called.
         recipes: Names of recipes, which are first words.
 
@@ -359,13 +361,13 @@ def _check_words(
         for key, hint in field_types(type(value)).items()
     }
     expected = 0  # values that the last flag still takes
-    for word in words:
+    for word in arguments:
         if word.startswith("--"):
             flag, equals, _ = word.partition("=")
             name = flag[2:].replace("-", "_")
             # Fields of members that are not chosen are read for a message only.
-            if name not in hints and name not in (known := tuple(field_paths(type(config)))):
-                raise ValueError(_unknown_flag(flag[2:], known, prog, recipes))
+            if name not in hints and name not in (paths := tuple(field_paths(type(config)))):
+                raise ValueError(_unknown_flag(flag[2:], paths, prog, recipes))
             expected = 0 if equals else _most_values(hints.get(name))
         elif expected:
             expected -= 1
@@ -382,12 +384,12 @@ def _stray_word(word: str, config: Any, prog: str, recipes: Collection[str] = ()
         prog: How the program is called.
         recipes: Names of recipes, which are first words.
     """
-    known = tuple(field_paths(type(config)))
+    paths = tuple(field_paths(type(config)))
     name = known_spelling(word, dict.fromkeys(recipes))
     if name in recipes:
         return f"{word!r} is a recipe, which is the first word: {prog} {name} [flags]"
     path, equals, value = word.lstrip("-").partition("=")
-    if equals and (near := _nearest(path, known)):
+    if equals and (near := _nearest(path, paths)):
         return f"{word!r} is not a flag: did you mean --{near} {value}?"
     path, colon, value = word.partition(":")
     if colon and value and "/" not in word:
@@ -396,41 +398,43 @@ def _stray_word(word: str, config: Any, prog: str, recipes: Collection[str] = ()
         return f"there is no choice {path}" + (f": did you mean --{near} {value}?" if near else "")
     if prog.endswith("pretrain") and os.path.isfile(os.path.join(word, "config.json")):
         return f"{word!r} is a run: continue it with {prog} resume {word}"
-    if ("/" in word or os.path.isdir(word)) and "run.directory" in known:
+    if ("/" in word or os.path.isdir(word)) and "run.directory" in paths:
         return f"{word!r} stands alone: did you mean --run.directory {word}?"
     return f"unexpected word {word!r}: a field is --dotted.field value, see {prog} --help"
 
 
-def _unknown_flag(name: str, known: Sequence[str], prog: str, recipes: Collection[str]) -> str:
+def _unknown_flag(name: str, flag_names: Sequence[str], prog: str, recipes: Collection[str]) -> str:
     if name in ("recipe", "config", "preset") and recipes:
         return (
             f"there is no flag --{name}: a recipe is the first word: {prog} {next(iter(recipes))}"
         )
     path, colon, value = name.partition(":")
-    if colon and (near := _nearest(path, known)):
+    if colon and (near := _nearest(path, flag_names)):
         return f"there is no flag --{name}: did you mean --{near} {value}?"
-    near = _nearest(name, known)
+    near = _nearest(name, flag_names)
     if near:
         return f"there is no flag --{name}: did you mean --{near}?"
     return f"there is no flag --{name}: {prog} --help-all lists all of them"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
+def _nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the field that a name stands for, or is closest to."""
-    name, known = name.replace("-", "_"), list(known)
+    name, candidates = name.replace("-", "_"), list(candidates)
     meant = _SHORT.get(name, ())
     for path in meant:
-        if path in known:
+        if path in candidates:
             return path
     ends = {path.rpartition(".")[2] for path in (*meant, name)}
-    same_end = [path for path in known if path.rpartition(".")[2] in ends]
+    same_end = [path for path in candidates if path.rpartition(".")[2] in ends]
     if same_end:
         return min(same_end, key=lambda path: path.count("."))
-    near = closest(name, known) or closest(name, {path.rpartition(".")[2] for path in known})
+    near = closest(name, candidates) or closest(
+        name, {path.rpartition(".")[2] for path in candidates}
+    )
     if not near:
         return None
-    found = near.split("'")[1]
-    return min((p for p in known if p == found or p.endswith(f".{found}")), key=len)
+    suggestion = near.split("'")[1]
+    return min((p for p in candidates if p == suggestion or p.endswith(f".{suggestion}")), key=len)
 
 
 def _most_values(hint: Any) -> int:

@@ -44,21 +44,21 @@ _PLACEHOLDERS: Final[Mapping[Any, str]] = {
 }
 
 
-def take_help(words: Sequence[str]) -> tuple[str | None, list[str]]:
+def take_help(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the group that a command line asks help about, and the other words.
 
     The group is None without a flag of help, "" for the first page, "all" for all fields.
     """
-    for index, word in enumerate(words):
-        rest = list(words[:index])
+    for index, word in enumerate(arguments):
+        remaining = list(arguments[:index])
         if word in ("--help-all", "--help_all"):
-            return "all", [*rest, *words[index + 1 :]]
+            return "all", [*remaining, *arguments[index + 1 :]]
         if word in ("-h", "--help"):
-            following = list(words[index + 1 :])
+            following = list(arguments[index + 1 :])
             if following and not following[0].startswith("-") and ":" not in following[0]:
-                return following[0].replace("-", "_"), [*rest, *following[1:]]
-            return "", [*rest, *following]
-    return None, list(words)
+                return following[0].replace("-", "_"), [*remaining, *following[1:]]
+            return "", [*remaining, *following]
+    return None, list(arguments)
 
 
 def help_page(config: Any, group: str, prog: str, description: str) -> str:
@@ -91,7 +91,7 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         everything = "\n\n".join([*start, *_choices(config), *sections])
         if group == "all" or everything.count("\n") < _MOST_LINES:
             return everything
-    own = [_group_text(config, "", config)] if "" in groups else []
+    lines = [_group_text(config, "", config)] if "" in groups else []
     listed = [
         f"Commonest fields; {prog} --help GROUP lists those of a group, --help-all all:",
         *_common(config),
@@ -99,16 +99,16 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         "Groups:",
         *_wrapped(f"  {'  '.join(path for path in groups if path)}", "  "),
     ]
-    return "\n\n".join([*start, *own, "\n".join(listed), *_choices(config)])
+    return "\n\n".join([*start, *lines, "\n".join(listed), *_choices(config)])
 
 
 def _choices(config: Any, group: str = "") -> Iterator[str]:
     """Yield the list of choices within a group, if there are any."""
-    found = [c for c in find_choices(config) if not c.path.rpartition(".")[2].isdigit()]
-    found = [c for c in found if not group or f"{c.path}.".startswith(f"{group}.")]
-    if found:
+    choices = [c for c in find_choices(config) if not c.path.rpartition(".")[2].isdigit()]
+    choices = [c for c in choices if not group or f"{c.path}.".startswith(f"{group}.")]
+    if choices:
         lines: list[str] = []
-        for choice in found:
+        for choice in choices:
             line = f"{lines[-1]}    {choice}" if lines else ""
             if line and len(_wrapped(line, "")) == 1 and not lines[-1].startswith(" " * 8):
                 lines[-1] = line
@@ -183,14 +183,14 @@ def _flags(value: Any, path: str) -> Iterator[tuple[str, Any, Any, str]]:
 
 def _own_fields(value: Any) -> dict[str, Any]:
     """Return the annotations of the fields of a config that are no configs, by name."""
-    found = {}
+    fields = {}
     for key, hint in field_types(type(value)).items():
         options = alternatives(hint)
         items = [i for o in options if get_origin(o) is tuple for i in get_args(o)]
         inner = [c for item in items for c in alternatives(item)]
         if not any(map(is_config, (*options, *inner))):
-            found[key] = hint
-    return found
+            fields[key] = hint
+    return fields
 
 
 def _about(config: Any, path: str, value: Any) -> str:

@@ -60,13 +60,13 @@ def watch_launcher() -> threading.Thread | None:
     The process receives SIGHUP, as when a terminal is closed, or SIGTERM if it ignores that. None
     without a launcher, or where the pipe did not come through, as over ssh.
     """
-    number, _, rest = os.environ.pop(VARIABLE, "").partition(" ")
-    inode, _, log = rest.partition(" ")
+    number, _, identity = os.environ.pop(VARIABLE, "").partition(" ")
+    inode, _, log = identity.partition(" ")
     try:
-        found = os.fstat(int(number))
+        status = os.fstat(int(number))
     except (ValueError, OSError):
         return None
-    if not stat.S_ISFIFO(found.st_mode) or str(found.st_ino) != inode:
+    if not stat.S_ISFIFO(status.st_mode) or str(status.st_ino) != inode:
         return None  # a program between has closed the pipe, and opened another file
     os.set_inheritable(int(number), False)
     watch = threading.Thread(

@@ -16,23 +16,23 @@ Part = Callable[[Sequence[str]], int]
 """Function of the words after the name of the part; returns the exit code."""
 
 
-def run_part(parts: Mapping[str, Part], argv: Sequence[str], about: str | None) -> int:
+def run_part(parts: Mapping[str, Part], argv: Sequence[str], text: str | None) -> int:
     """Run the part that the first word names, or list all, and return the exit code.
 
     Args:
         parts: Functions by the first word.
         argv: Arguments of the command line.
-        about: Docstring of the command.
+        text: Docstring of the command.
     """
     listing = "\n".join(f"  {name}  {_about(part)}" for name, part in parts.items())
     if not argv or argv[0].startswith("-"):
-        write(f"{(about or '').strip()}\n\nCommands (add --help to one for its flags):\n{listing}")
+        write(f"{(text or '').strip()}\n\nCommands (add --help to one for its flags):\n{listing}")
         is_help = list(argv) in (["-h"], ["--help"])
         return int(ExitCode.DONE if is_help else ExitCode.BAD_CONFIGURATION)
-    name, *rest = argv
+    name, *remaining = argv
     if name not in parts:
         fail(f"unknown command {name!r}{closest(name, parts)}\ncommands:\n{listing}")
-    return parts[name](rest)
+    return parts[name](remaining)
 
 
 def _about(part: Part) -> str:

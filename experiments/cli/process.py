@@ -93,10 +93,10 @@ def _find_devices() -> None:
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts for CUDA without a GPU
-        asked = getattr(jax.config, "jax_platforms", None)
+        platforms = getattr(jax.config, "jax_platforms", None)
         reason = str(error).strip().partition(" (set ")[0] or "there is no such device here"
         raise ValueError(
-            f"JAX_PLATFORMS={asked or ''} cannot be used: {reason.rstrip('.')}: set"
+            f"JAX_PLATFORMS={platforms or ''} cannot be used: {reason.rstrip('.')}: set"
             " JAX_PLATFORMS=cpu, or unset it to take what there is"
         ) from error
 
@@ -156,15 +156,15 @@ def check_xla_flags() -> None:
     Raises:
         ValueError: A flag is unknown.
     """
-    words = os.environ.get("XLA_FLAGS", "").split()
-    if not words or not words[0].startswith("--"):
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if not flags or not flags[0].startswith("--"):
         return  # none, or the name of a file with flags
     package = importlib.util.find_spec("jaxlib")
     library = pathlib.Path((package and package.origin) or "").parent / _LIBRARY
     if not library.is_file():
         return
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        for word in words:
+        for word in flags:
             name = word.partition("=")[0].removeprefix("--")
             if word.startswith("--") and text.find(name.encode()) < 0:
                 version = importlib.metadata.version("jaxlib")

@@ -39,8 +39,8 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
     Args:
         lines: Headings, then rows. A shorter row is text without alignment.
     """
-    whole = [line for line in lines if len(line) == len(lines[0])]
-    widths = [max(len(line[i]) for line in whole) for i in range(len(lines[0]))]
+    full_lines = [line for line in lines if len(line) == len(lines[0])]
+    widths = [max(len(line[i]) for line in full_lines) for i in range(len(lines[0]))]
     widths[0] = max(len(line[0]) for line in lines)
     return "\n".join(
         "  ".join(

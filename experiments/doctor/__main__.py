@@ -66,22 +66,22 @@ def main(argv: Sequence[str]) -> int:
     # Processes that cannot meet would wait for minutes here, and fail without a reason.
     if any(f.level == "problem" and f.what in _BEFORE_DEVICES for f in findings):
         text = "not examined, because of the problem above"
-        found = [Finding("warning", "devices", text, "mend that first")]
+        results = [Finding("warning", "devices", text, "mend that first")]
         is_first = True
     else:
         with answer_within(config.timeout):
-            found = _join_and_examine()
-        has_devices = not any(f.level == "problem" and f.what == "devices" for f in found)
+            results = _join_and_examine()
+        has_devices = not any(f.level == "problem" and f.what == "devices" for f in results)
         is_first = not has_devices or jax.process_index() == 0
-    findings += found
+    findings += results
     problems = sum(finding.level == "problem" for finding in findings)
     warnings = sum(finding.level == "warning" for finding in findings)
     if not is_first:
-        for finding in found:
+        for finding in results:
             if finding.level != "ok":  # the rest is printed by the first process
                 write(in_words(finding))
         return _exit_code(problems)
-    write("\n".join(map(in_words, found)))
+    write("\n".join(map(in_words, results)))
     write(f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}")
     summary = {
         "status": "done" if not problems else "problems",

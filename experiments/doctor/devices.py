@@ -61,7 +61,7 @@ def examine_devices() -> list[Finding]:
 def devices() -> Iterator[Finding]:
     """Return the devices that JAX finds, and their memory."""
     try:
-        found = jax.devices()
+        local_devices = jax.devices()
     except RuntimeError as error:
         yield Finding(
             "problem",
@@ -70,17 +70,19 @@ def devices() -> Iterator[Finding]:
             "see the plugins above, or set JAX_PLATFORMS=cpu",
         )
         return
-    kinds = collections.Counter(f"{device.platform} ({device.device_kind})" for device in found)
+    kinds = collections.Counter(
+        f"{device.platform} ({device.device_kind})" for device in local_devices
+    )
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if jax.process_count() > 1:
         text += f" in {jax.process_count()} processes"
     yield Finding("ok", "devices", text)
-    first = found[0]
+    first = local_devices[0]
     if first.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         text = f"{memory / GIGABYTE:.1f} GB of the machine, {os.cpu_count()} processors"
     else:
-        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
+        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local_devices]
         text = f"{min(limits) / GIGABYTE:.1f} GB that JAX may take on the smallest device"
     yield Finding("ok", "memory", text)
     dtype = PrecisionPolicy().compute_dtype.name
@@ -103,26 +105,26 @@ def collectives() -> list[Finding]:
     mesh = make_mesh(MeshConfig(data=-1), local)
     n = len(local)
     # [n n]: row i is on device i, and no two numbers are equal.
-    given = np.arange(n * n, dtype=np.float32).reshape(n, n)
+    values = np.arange(n * n, dtype=np.float32).reshape(n, n)
     ring = [(i, (i + 1) % n) for i in range(n)]
     checks: dict[str, tuple[Callable[..., jax.Array], np.ndarray]] = {
         "psum": (
             lambda x: jax.lax.psum(x, AXIS) + 0.0 * x,
-            np.broadcast_to(given.sum(0), (n, n)),
+            np.broadcast_to(values.sum(0), (n, n)),
         ),
         "all_gather": (
             lambda x: jax.lax.all_gather(x, AXIS, tiled=True).T[jax.lax.axis_index(AXIS)][None],
-            given.T,
+            values.T,
         ),
         "all_to_all": (
             lambda x: jax.lax.all_to_all(x, AXIS, split_axis=1, concat_axis=1, tiled=True),
-            given.T,
+            values.T,
         ),
-        "ppermute": (lambda x: jax.lax.ppermute(x, AXIS, ring), np.roll(given, 1, axis=0)),
+        "ppermute": (lambda x: jax.lax.ppermute(x, AXIS, ring), np.roll(values, 1, axis=0)),
     }
     findings = []
-    for name, (function, wanted) in checks.items():
-        finding = compare(name, _over(mesh, function), given, wanted)
+    for name, (function, expected) in checks.items():
+        finding = compare(name, _over(mesh, function), values, expected)
         if finding is not None:
             findings.append(finding)
     if not findings:
@@ -132,25 +134,25 @@ def collectives() -> list[Finding]:
 
 
 def compare(
-    name: str, run: Callable[[np.ndarray], jax.Array], given: np.ndarray, wanted: np.ndarray
+    name: str, run: Callable[[np.ndarray], jax.Array], values: np.ndarray, expected: np.ndarray
 ) -> Finding | None:
     """Return a problem if a collective fails or gives another result than expected.
 
     Args:
         name: Name of the collective.
         run: Collective on a host array.
-        given: Input.
-        wanted: Expected output.
+        values: Input.
+        expected: Expected output.
     """
     remedy = "the devices or their connection are faulty, or the driver and the plugin do not fit"
     try:
-        found = np.asarray(run(given))
+        result = np.asarray(run(values))
     except (RuntimeError, ValueError) as error:
         text = f"{name} fails: {_first_line(error)}"
         return Finding("problem", "collectives", text, remedy)
-    if np.array_equal(found, wanted):
+    if np.array_equal(result, expected):
         return None
-    text = f"{name} gives other numbers than numpy on {int((found != wanted).sum())} places"
+    text = f"{name} gives other numbers than numpy on {int((result != expected).sum())} places"
     return Finding("problem", "collectives", text, remedy)
 
 
@@ -162,20 +164,20 @@ def ragged_exchange() -> Iterator[Finding]:
     def exchange(x: jax.Array) -> jax.Array:
         row = x.reshape(n)
         ones, places = jnp.ones((n,), jnp.int32), jnp.arange(n, dtype=jnp.int32)
-        here = jnp.full((n,), jax.lax.axis_index(AXIS), jnp.int32)
+        rank = jnp.full((n,), jax.lax.axis_index(AXIS), jnp.int32)
         return jax.lax.ragged_all_to_all(
-            row, jnp.zeros_like(row), places, ones, here, ones, axis_name=AXIS
+            row, jnp.zeros_like(row), places, ones, rank, ones, axis_name=AXIS
         )[None]
 
-    given = np.arange(n * n, dtype=np.float32).reshape(n, n)
+    values = np.arange(n * n, dtype=np.float32).reshape(n, n)
     try:
-        found = np.asarray(_over(mesh, exchange)(given))
+        result = np.asarray(_over(mesh, exchange)(values))
     except RuntimeError:  # NotImplementedError is one
         platform = local[0].platform
         text = f"ragged_all_to_all does not exist on {platform}: rows travel by all_to_all"
         yield Finding("ok", "ragged exchange", text)
         return
-    if np.array_equal(found, given.T):
+    if np.array_equal(result, values.T):
         yield Finding("ok", "ragged exchange", "ragged_all_to_all works")
         return
     text = "ragged_all_to_all gives wrong numbers"
@@ -188,12 +190,14 @@ def kernels() -> Iterator[Finding]:
     for name, operation in OPERATIONS.items():
         by_case = choices_by_case(name, operation)
         chosen = {choice.implementation: choice for choice in by_case.values()}
-        others = [other for other in operation.runnable() if other not in chosen]
+        alternatives = [
+            alternative for alternative in operation.runnable() if alternative not in chosen
+        ]
         for implementation, choice in chosen.items():
-            cases = [case for case, one in by_case.items() if one.implementation == implementation]
+            cases = [case for case, row in by_case.items() if row.implementation == implementation]
             which = f" for {', '.join(cases)}" if len(chosen) > 1 else ""
             text = f"{name}{which}: {implementation}, {choice.reason}"
-            text += f"; also {', '.join(others)}" if others else ""
+            text += f"; also {', '.join(alternatives)}" if alternatives else ""
             yield Finding("ok", "kernel", text)
     for verdict in prove(scales=(1, 3, 8)):
         level, remedy = ("ok", "") if verdict.is_right else ("warning", "xla runs in its place")
@@ -203,8 +207,8 @@ def kernels() -> Iterator[Finding]:
 def compiler() -> Iterator[Finding]:
     """Return the options of XLA that a train step is compiled with, where there are any."""
     if options := compiler_options():
-        words = ", ".join(f"{name}={value}" for name, value in options.items())
-        yield Finding("ok", "compiler", f"the train step is compiled with {words}")
+        options_text = ", ".join(f"{name}={value}" for name, value in options.items())
+        yield Finding("ok", "compiler", f"the train step is compiled with {options_text}")
 
 
 def cache() -> Iterator[Finding]:
@@ -280,7 +284,7 @@ def _over(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[[np.ndarra
     spec = PartitionSpec(AXIS)
     # check_vma off: whether a result varies over the axis is not the question here.
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return lambda given: jax.jit(mapped)(jax.device_put(given, NamedSharding(mesh, spec)))
+    return lambda operand: jax.jit(mapped)(jax.device_put(operand, NamedSharding(mesh, spec)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -122,8 +122,8 @@ def measure(mesh: Mesh, config: LinksConfig) -> tuple[LinkTable, list[LinkMatrix
     large = config.message_bytes or (_MIB if devices[0].platform == "cpu" else 16 * _MIB)
     numbers = [device.id for device in devices]
     processes = [device.process_index for device in devices]
-    found: dict[int, list[LinkMatrix]] = {}
-    words: list[str] = []
+    matrices: dict[int, list[LinkMatrix]] = {}
+    warnings: list[str] = []
     for size in (SMALL_BYTES, large):
         probe = LinkProbe(
             mesh,
@@ -133,17 +133,18 @@ def measure(mesh: Mesh, config: LinksConfig) -> tuple[LinkTable, list[LinkMatrix
             processes=processes if config.pairs == "processes" else None,
         )
         watch, slow = LinkWatch(), []
-        found[size] = [probe.measure() for _ in range(config.measurements)]
-        for matrix in found[size]:
+        matrices[size] = [probe.measure() for _ in range(config.measurements)]
+        for matrix in matrices[size]:
             slow += watch.window(matrix)
         process_of = dict(zip(numbers, processes, strict=True))
-        words += [
+        warnings += [
             f"{line} (messages of {_size(size)})"
             for line in faults.in_words(slow, numbers, process_of)
         ]
-    shape = found[large][0]
+    shape = matrices[large][0]
     small_seconds, large_seconds = (
-        np.min([matrix.seconds for matrix in found[size]], axis=0) for size in (SMALL_BYTES, large)
+        np.min([matrix.seconds for matrix in matrices[size]], axis=0)
+        for size in (SMALL_BYTES, large)
     )
     links = tuple(
         Link(
@@ -168,7 +169,7 @@ def measure(mesh: Mesh, config: LinksConfig) -> tuple[LinkTable, list[LinkMatrix
         links=links,
     )
     remedy = "leave it out (launch --supervise --exclude PROCESS) or repair it, and measure again"
-    return table, found[large], [Finding("problem", "links", text, remedy) for text in words]
+    return table, matrices[large], [Finding("problem", "links", text, remedy) for text in warnings]
 
 
 def page_lines(table: LinkTable, matrix: LinkMatrix, findings: Sequence[Finding]) -> list[str]:
@@ -180,11 +181,11 @@ def page_lines(table: LinkTable, matrix: LinkMatrix, findings: Sequence[Finding]
         findings: What is slow.
     """
     lines = []
-    for one in table.mesh:
-        if (rate := table.axis_rate(one.axis)) is not None:
-            count = sum(link.axis == one.axis for link in table.links)
-            text = f"{one.axis}={one.size}: {count} links, latency {1e6 * rate.latency:.1f} us,"
-            text += f" {rate.bandwidth / 1e9:.2f} GB/s"
+    for axis_row in table.mesh:
+        if (rate := table.axis_rate(axis_row.axis)) is not None:
+            count = sum(link.axis == axis_row.axis for link in table.links)
+            text = f"{axis_row.axis}={axis_row.size}: {count} links,"
+            text += f" latency {1e6 * rate.latency:.1f} us, {rate.bandwidth / 1e9:.2f} GB/s"
             lines.append(in_words(Finding("ok", "links", text)))
     shown = table.devices[:_COLUMNS]
     rows = [

@@ -62,10 +62,10 @@ class LaunchConfig:
     def __post_init__(self):
         check_text("command", self.command, is_shell=True)
         try:
-            words = shlex.split(self.command)
+            arguments = shlex.split(self.command)
         except ValueError as error:
             raise ValueError(f"command={self.command!r} does not end ({error}): quote it") from None
-        if not words:
+        if not arguments:
             raise ValueError('command is empty: give it, such as "python -m experiments.pretrain"')
         self.cluster.check(self.job)
 
@@ -150,9 +150,9 @@ class SuperviseConfig:
     @property
     def here(self) -> tuple[int, ...]:
         """Numbers of the started processes of this host, excluded ones not counted."""
-        kept = [number for number in range(self.total) if number not in self.exclude]
-        own = range(self.first_process, self.first_process + self.processes)
-        return tuple(index for index, number in enumerate(kept) if number in own)
+        processes = [number for number in range(self.total) if number not in self.exclude]
+        local = range(self.first_process, self.first_process + self.processes)
+        return tuple(index for index, number in enumerate(processes) if number in local)
 
     @property
     def started(self) -> int:

@@ -147,10 +147,10 @@ class IslandsConfig:
         """
         if _PLACE in self.command:
             return self.command.replace(_PLACE, str(member))
-        words = self.words
-        if (place := _directory(words)) is not None:
-            words[place] = f"{words[place].rstrip('/')}-island{member}"
-        return shlex.join(words)
+        arguments = self.words
+        if (place := _directory(arguments)) is not None:
+            arguments[place] = f"{arguments[place].rstrip('/')}-island{member}"
+        return shlex.join(arguments)
 
     def supervised(self, command: str) -> SuperviseConfig:
         """Return the config of the supervisor of an island.
@@ -207,17 +207,17 @@ def main(argv: Sequence[str]) -> int:
             write(f"islands: coordinator on {transport}")
             while signals.number is None:
                 time.sleep(0.1)
-            ended: dict[int, Ended] = {}
+            exits: dict[int, Ended] = {}
         else:
-            ended = _supervise_all(config, directory, signals, transport, environment)
-    bad = {member: end for member, end in ended.items() if end.code != ExitCode.DONE}
+            exits = _supervise_all(config, directory, signals, transport, environment)
+    bad = {member: end for member, end in exits.items() if end.code != ExitCode.DONE}
     first = min(bad, key=lambda member: consequence(bad[member].code)) if bad else None
-    code = int(ExitCode.DONE) if first is None else ended[first].code
+    code = int(ExitCode.DONE) if first is None else exits[first].code
     directory.write_summary(
         {
             "status": "ended",
             "command": config.command,
-            "islands": {str(member): dataclasses.asdict(end) for member, end in ended.items()},
+            "islands": {str(member): dataclasses.asdict(end) for member, end in exits.items()},
             "code": code,
         }
     )
@@ -259,37 +259,37 @@ def _supervise_all(
     environment: Mapping[str, str],
 ) -> dict[int, Ended]:
     """Supervise each island in a thread; return how each ended."""
-    ended: dict[int, Ended] = {}
+    exits: dict[int, Ended] = {}
 
     def is_wanted() -> bool:
         # Without others an island that is started again would wait for rounds that never end.
-        return config.of > config.islands or len(ended) < config.islands - 1 or config.of == 1
+        return config.of > config.islands or len(exits) < config.islands - 1 or config.of == 1
 
     def run(member: int) -> None:
-        own = RunDirectory(directory.path / f"island{member}")
-        own.acquire()
-        ended[member] = supervise(
+        member_directory = RunDirectory(directory.path / f"island{member}")
+        member_directory.acquire()
+        exits[member] = supervise(
             config.supervised(config.command_of(member)),
-            own,
+            member_directory,
             signals,
             name=f"island {member}",
             environment={**environment, VARIABLE: config.island(member, transport).to_text()},
             is_shown=member == config.islands_first,
             is_wanted=is_wanted,
         )
-        own.release()
+        member_directory.release()
 
     with concurrent.futures.ThreadPoolExecutor(config.islands, thread_name_prefix="island") as pool:
         for done in [pool.submit(run, member) for member in config.here]:
             done.result()
-    return ended
+    return exits
 
 
-def _directory(words: Sequence[str]) -> int | None:
+def _directory(arguments: Sequence[str]) -> int | None:
     """Return the place of the word that ends with the run directory; None without one."""
-    for place, word in enumerate(words):
+    for place, word in enumerate(arguments):
         if word.startswith("--run.directory="):
             return place
-        if word == "--run.directory" and place + 1 < len(words):
+        if word == "--run.directory" and place + 1 < len(arguments):
             return place + 1
     return None

@@ -116,9 +116,9 @@ def check_directory(job: Job, root: str, where: str) -> None:
         ValueError: The run directory is missing or outside of `root`.
     """
     text = " ".join(word.replace("=", " ", 1) for word in job.words)
-    given = re.search(r"--run\.directory (\S+)", text)
-    if given is None or not given[1].startswith(root):
+    match = re.search(r"--run\.directory (\S+)", text)
+    if match is None or not match[1].startswith(root):
         raise ValueError(
-            f"command has {'no --run.directory' if given is None else given[0]}, which would"
+            f"command has {'no --run.directory' if match is None else match[0]}, which would"
             f" lie on each host's own disk: give one beneath {root}, {where}"
         )

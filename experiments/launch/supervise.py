@@ -98,9 +98,9 @@ def main(argv: Sequence[str]) -> int:
         directory.release()
         return int(ExitCode.DONE)
     with Signals() as signals:
-        ended = supervise(config, directory, signals)
+        outcome = supervise(config, directory, signals)
     directory.release()
-    return ended.code
+    return outcome.code
 
 
 def supervise(
@@ -138,13 +138,13 @@ def supervise(
                 is_shown,
                 life,
             )
-            ended = start.wait(places.lasts)
-            starts.append({**dataclasses.asdict(ended), "processes": len(places.used)})
-            is_final = ended.code in FINAL or signals.number is not None
-            change = "" if is_final else places.lost(ended.process)
-            if is_final and signals.number is None and places.refused(ended.code):
+            outcome = start.wait(places.lasts)
+            starts.append({**dataclasses.asdict(outcome), "processes": len(places.used)})
+            is_final = outcome.code in FINAL or signals.number is not None
+            change = "" if is_final else places.lost(outcome.process)
+            if is_final and signals.number is None and places.refused(outcome.code):
                 is_final, change = False, f"{len(places.used)} processes are tried"
-            restarts = 0 if ended.seconds >= config.steady else restarts
+            restarts = 0 if outcome.seconds >= config.steady else restarts
             may_restart = not is_final and restarts < config.max_restarts and is_wanted()
             directory.write_summary(
                 {
@@ -152,19 +152,19 @@ def supervise(
                     "command": config.command,
                     "processes": len(config.here),
                     "excluded": list(config.exclude),
-                    "code": ended.code,
+                    "code": outcome.code,
                     "starts": starts,
                 }
             )
             if not may_restart:
                 break
             restarts += 1
-            write(f"{name}: {ended.cause}; start {len(starts) + 1} follows")
+            write(f"{name}: {outcome.cause}; start {len(starts) + 1} follows")
             if change:
                 write(f"{name}: {change}")
-    if ended.code != ExitCode.DONE:
-        write(f"{name}: {ended.cause}; ended after {len(starts)} start{'s' * (len(starts) != 1)}")
-    return ended
+    if outcome.code != ExitCode.DONE:
+        write(f"{name}: {outcome.cause}; ended after {len(starts)} start{'s' * (len(starts) != 1)}")
+    return outcome
 
 
 class _Start:
@@ -194,12 +194,12 @@ class _Start:
         self._running: list[subprocess.Popen[str]] = []
         for index, own_memory in zip(config.here, memory, strict=False):
             log = directory / f"start{start + 1}-process{index}.log"
-            own = environment | {SNAPSHOTS: str(own_memory)} | life.environment(log)
+            variables = environment | {SNAPSHOTS: str(own_memory)} | life.environment(log)
             if total > 1:
-                own["JAX_PROCESS_ID"] = str(index)
+                variables["JAX_PROCESS_ID"] = str(index)
             process = subprocess.Popen(
                 shlex.split(config.command),
-                env=own,
+                env=variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -225,10 +225,10 @@ class _Start:
         Args:
             seconds: Time from now on after which they are asked to save and end.
         """
-        asked = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
-            if time.monotonic() > asked:
-                asked = float("inf")
+            if time.monotonic() > deadline:
+                deadline = float("inf")
                 for process in self._running:
                     process.send_signal(signal.SIGTERM)
             codes = [process.poll() for process in self._running]
@@ -260,9 +260,9 @@ class _Start:
         if code < 0:
             cause = f"process {process} was killed by {_name(-code)}"
             return self._ended(128 - code, cause, lost)
-        known = {int(member): member.name.lower().replace("_", " ") for member in ExitCode}
-        words = known.get(code, "a traceback, see its log" if code == 1 else "unknown")
-        return self._ended(code, f"process {process} ended with {code} ({words})", lost)
+        names_of_codes = {int(member): member.name.lower().replace("_", " ") for member in ExitCode}
+        reason = names_of_codes.get(code, "a traceback, see its log" if code == 1 else "unknown")
+        return self._ended(code, f"process {process} ended with {code} ({reason})", lost)
 
     def _stop(self, grace: int) -> set[int]:
         """Wait until all have ended, kill those that have not, and return the killed ones."""

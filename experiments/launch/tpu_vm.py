@@ -134,12 +134,12 @@ esac
         return LaunchFiles(files={"tpu_vm.sh": text}, start=start)
 
 
-def _python_check(*words: str) -> list[str]:
+def _python_check(*command: str) -> list[str]:
     """Return shell lines that end with 2 where an interpreter is missing or too old for jaxmoe."""
     return [
         f"{{ {word} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {{ echo"
         f' "error: $(hostname): {word} is missing or older than Python 3.11: choose another'
         ' cluster.runtime_version, or name another in command and cluster.setup" >&2; exit 2; }; }'
-        for word in words
+        for word in command
         if _INTERPRETER.fullmatch(word)
     ]

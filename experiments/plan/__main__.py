@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
             searching = functools.partial(
                 find, config, topology, is_fixed=names_mesh(argv), space=space
             )
-            usual = RECIPES[recipe]().execution
-            summary, page = judge(config, topology, searching, usual)
+            default_execution = RECIPES[recipe]().execution
+            summary, page = judge(config, topology, searching, default_execution)
             summary = {"recipe": recipe} | summary
             directory.write_environment([f"{topology.num_devices} x {topology.kind}, planned"])
             directory.write_summary(summary | {"wall_seconds": time.perf_counter() - started})
@@ -98,29 +98,31 @@ def find(
         ValueError: No mesh of the devices divides the model and the batch.
     """
     number, mesh = topology.num_devices, config.execution.mesh
-    dispatchers = tuple(one for one in space.dispatchers if one.name not in without)
+    dispatchers = tuple(
+        dispatcher for dispatcher in space.dispatchers if dispatcher.name not in without
+    )
     space = dataclasses.replace(space, dispatchers=dispatchers or space.dispatchers)
     unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
     run = dataclasses.replace(config.pretrain, execution=unfolded)
     plan = step_plan(run, topology, MeshConfig())
-    found = None
+    fitting = None
     for meshes in [[mesh.resolve(number)]] if is_fixed else _tries(config, plan, topology):
-        found = search(
+        fitting = search(
             plan, meshes, topology.chip, fold=config.execution.fold, space=space, factors=factors
         )
-        if found.fitting:
+        if fitting.fitting:
             break
-    assert found is not None
+    assert fitting is not None
     if is_fixed:
-        for reason in found.refused.values():
+        for reason in fitting.refused.values():
             raise ValueError(reason)
-    if not found.fitting and found.closest is None:
-        examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(found.refused.items())[-3:])
+    if not fitting.fitting and fitting.closest is None:
+        examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(fitting.refused.items())[-3:])
         raise ValueError(
-            f"topology={topology.text}: none of the {found.num_meshes} meshes of {number} devices"
+            f"topology={topology.text}: none of the {fitting.num_meshes} meshes of {number} devices"
             f" divides this model and batch, such as\n  {examples}"
         )
-    return found
+    return fitting
 
 
 def _tries(config: PlanConfig, plan: StepPlan, topology: Topology) -> list[list[MeshConfig]]:
@@ -133,11 +135,11 @@ def _tries(config: PlanConfig, plan: StepPlan, topology: Topology) -> list[list[
     # A form of sequence parallelism lets the search choose seq.
     has_form = config.execution.sequence_parallel.name != "none"
     seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
-    given = list(enumerate_meshes(number, seq, [mesh.stage]))
+    meshes = list(enumerate_meshes(number, seq, [mesh.stage]))
     if mesh.stage > 1 or config.watch.gradients_every:  # which needs all layers on one stage
-        return [given]
-    staged = [*given, *enumerate_meshes(number, seq, stages_of(plan, number))]
-    return [staged] if chip.domain and number > chip.domain else [given, staged]
+        return [meshes]
+    staged = [*meshes, *enumerate_meshes(number, seq, stages_of(plan, number))]
+    return [staged] if chip.domain and number > chip.domain else [meshes, staged]
 
 
 if __name__ == "__main__":

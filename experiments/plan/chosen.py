@@ -26,47 +26,49 @@ def chosen_execution(config: PlanConfig, candidate: Candidate) -> ExecutionConfi
         config: Run to plan.
         candidate: Plan to follow.
     """
-    own = candidate.plan.execution
+    execution_of_plan = candidate.plan.execution
     names = ("mesh", "fold", "rules", "dispatcher", "pipeline", "remat", "remat_dense")
-    return dataclasses.replace(config.execution, **{name: getattr(own, name) for name in names})
+    return dataclasses.replace(
+        config.execution, **{name: getattr(execution_of_plan, name) for name in names}
+    )
 
 
-def flags_of(candidate: Candidate, config: PlanConfig, usual: ExecutionConfig) -> list[str]:
+def flags_of(candidate: Candidate, config: PlanConfig, defaults: ExecutionConfig) -> list[str]:
     """Return the words that follow `pretrain RECIPE` on the command line of the run.
 
     Args:
         candidate: Plan to follow.
         config: Run to plan.
-        usual: Execution of the recipe, whose flags need not be given.
+        defaults: Execution of the recipe, whose flags need not be given.
     """
     flags = [*mesh_flags(candidate.mesh), *_batch_flags(config, candidate)]
-    return flags + _choices(chosen_execution(config, candidate), usual)
+    return flags + _choices(chosen_execution(config, candidate), defaults)
 
 
-def _choices(execution: ExecutionConfig, usual: ExecutionConfig) -> list[str]:
+def _choices(execution: ExecutionConfig, defaults: ExecutionConfig) -> list[str]:
     """Return the choices that are not the recipe's, as words of a command line."""
-    words = [
+    arguments = [
         word
         for field in ("rules", "remat", "remat_dense")
-        if getattr(execution, field) != getattr(usual, field)
+        if getattr(execution, field) != getattr(defaults, field)
         for word in (f"--execution.{field}", str(getattr(execution, field)))
     ]
-    if execution.fold is not None and execution.fold != usual.fold:
-        words.append("execution.fold:moemesh")
-        words += [
+    if execution.fold is not None and execution.fold != defaults.fold:
+        arguments.append("execution.fold:moemesh")
+        arguments += [
             word
             for name in ("expert", "expert_tensor", "seq_inner")
             if (size := getattr(execution.fold, name)) > 1
             for word in (f"--execution.fold.{name}", str(size))
         ]
-    words += [
+    arguments += [
         f"execution.{field}:{getattr(execution, field).name}"
         for field in ("dispatcher", "sequence_parallel", "pipeline")
-        if type(getattr(execution, field)) is not type(getattr(usual, field))
+        if type(getattr(execution, field)) is not type(getattr(defaults, field))
     ]
-    if execution.pipeline.chunks != usual.pipeline.chunks:
-        words += ["--execution.pipeline.chunks", str(execution.pipeline.chunks)]
-    return words
+    if execution.pipeline.chunks != defaults.pipeline.chunks:
+        arguments += ["--execution.pipeline.chunks", str(execution.pipeline.chunks)]
+    return arguments
 
 
 def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
@@ -85,7 +87,7 @@ def plan_summary(
     found: Found,
     compiled: dict[str, Any] | None,
     chip: Chip,
-    usual: ExecutionConfig,
+    defaults: ExecutionConfig,
 ) -> dict[str, Any]:
     """Return the figures of a plan for summary.json.
 
@@ -94,7 +96,7 @@ def plan_summary(
         found: Result of the search; its first plan was chosen.
         compiled: Figures of the compiler; None in closed form.
         chip: Properties of each device.
-        usual: Execution of the recipe, whose flags need not be given.
+        defaults: Execution of the recipe, whose flags need not be given.
     """
     candidate = found.fitting[0]
     execution = chosen_execution(config, candidate)
@@ -103,7 +105,7 @@ def plan_summary(
         "status": "done",
         "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},
         "accumulation": candidate.plan.accumulation,
-        "flags": flags_of(candidate, config, usual),
+        "flags": flags_of(candidate, config, defaults),
         "execution": to_json(execution),
         "memory": memory.categories(),
         "arguments": memory.arguments,
@@ -125,12 +127,12 @@ def plan_summary(
         "schedules": _schedules(candidate, chip),
         "runners_up": [
             {
-                "plan": plan_in_words(one.plan),
-                "step_seconds": one.time.step,
-                "total": one.need,
-                "why": why_not(candidate, one),
+                "plan": plan_in_words(runner_up.plan),
+                "step_seconds": runner_up.time.step,
+                "total": runner_up.need,
+                "why": why_not(candidate, runner_up),
             }
-            for one in found.fitting[1:]
+            for runner_up in found.fitting[1:]
         ],
     }
 
@@ -140,6 +142,6 @@ def _schedules(candidate: Candidate, chip: Chip) -> list[dict[str, Any]]:
     if candidate.mesh.stage == 1:
         return []
     return [
-        dataclasses.asdict(one) | {"pipeline": to_json(one.pipeline)}
-        for one in compare_schedules(candidate.plan, chip)
+        dataclasses.asdict(schedule) | {"pipeline": to_json(schedule.pipeline)}
+        for schedule in compare_schedules(candidate.plan, chip)
     ]

@@ -108,15 +108,15 @@ def space_of(config: PlanConfig, argv: Sequence[str]) -> Space:
         config: Run to plan.
         argv: Command line.
     """
-    named = {field for field, flags in _FLAGS.items() if any(_names(argv, flag) for flag in flags)}
+    fields = {field for field, flags in _FLAGS.items() if any(_names(argv, flag) for flag in flags)}
     if config.execution.fold is not None:
-        named.add("has_folds")
+        fields.add("has_folds")
     if config.training.batch_ramp is not None:
-        named.add("has_micro_batches")
+        fields.add("has_micro_batches")
     if config.search == "mesh" or names_mesh(argv):
-        named |= _FLAGS.keys() - {"has_micro_batches"}
-    kept = {field: type(getattr(EVERYTHING, field))() for field in named}
-    return dataclasses.replace(EVERYTHING, **kept)
+        fields |= _FLAGS.keys() - {"has_micro_batches"}
+    single = {field: type(getattr(EVERYTHING, field))() for field in fields}
+    return dataclasses.replace(EVERYTHING, **single)
 
 
 def _names(argv: Sequence[str], flag: str) -> bool:

@@ -31,7 +31,7 @@ def judge(
     config: PlanConfig,
     topology: Topology,
     searching: Callable[..., Found],
-    usual: ExecutionConfig,
+    defaults: ExecutionConfig,
 ) -> tuple[dict[str, Any], str]:
     """Return the summary and the page; compile until one plan fits.
 
@@ -44,7 +44,7 @@ def judge(
         config: Run to plan.
         topology: Devices to plan for.
         searching: `find` for given factors.
-        usual: Execution of the recipe, whose flags need not be given.
+        defaults: Execution of the recipe, whose flags need not be given.
     """
     factors, refused, dispatchers = dict[Remat, float](), set[str](), set[str]()
     rejected: list[dict[str, Any]] = []
@@ -53,35 +53,39 @@ def judge(
     def search() -> Found:
         """Return the plans that fit, without those that the compiler refused."""
         everything = searching(factors=factors)
-        fitting = {_name(config, one): one for one in everything.fitting}
+        fitting = {
+            _name(config, candidate_plan): candidate_plan for candidate_plan in everything.fitting
+        }
         if dispatchers:
             fitting = _with_others(config, searching, factors, dispatchers) | fitting
-        compilable = [one for name, one in fitting.items() if name not in refused]
+        compilable = [
+            candidate_plan for name, candidate_plan in fitting.items() if name not in refused
+        ]
         return dataclasses.replace(everything, fitting=compilable)
 
-    found = search()
+    search_result = search()
     anchors: dict[Remat, Anchor] = {}
-    if config.calibrate and found.fitting:
-        best = found.fitting[0]
+    if config.calibrate and search_result.fitting:
+        best = search_result.fitting[0]
         if (anchor := _calibrate(config, topology, best)) is not None:
             remat, closed = best.plan.execution.remat, best.memory.temporaries
             anchors[remat], factors[remat] = anchor, anchor.at(closed) / closed
-            found = search()
+            search_result = search()
 
     def about() -> dict[str, Any]:
         return {
             "topology": topology.text,
             "num_devices": topology.num_devices,
-            "meshes": found.num_meshes,
-            "meshes_refused": len(found.refused),
-            "arrangements": found.num_arrangements,
+            "meshes": search_result.num_meshes,
+            "meshes_refused": len(search_result.refused),
+            "arrangements": search_result.num_arrangements,
             "rejected": rejected,
         }
 
     for _ in range(max(config.compiles, 1)):
-        if not found.fitting:
+        if not search_result.fitting:
             break
-        candidate, compiled = found.fitting[0], None
+        candidate, compiled = search_result.fitting[0], None
         if config.compiles:
             compiled = _compile(config, topology, candidate)
             if not _fits(compiled, topology):
@@ -91,20 +95,20 @@ def judge(
                     dispatchers.add(candidate.plan.execution.dispatcher.name)
                 else:
                     factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
-                last, found = candidate, search()
+                last, search_result = candidate, search()
                 continue
         if compiled is not None:
             mesh = dict(candidate.plan.mesh.shape)
             prediction = predict_by_kernels(compiled, mesh, topology.chip)
             if prediction is not None:
                 compiled["step_seconds"] = prediction.step
-        summary = about() | plan_summary(config, found, compiled, topology.chip, usual)
+        summary = about() | plan_summary(config, search_result, compiled, topology.chip, defaults)
         summary["calibrated"] = None
         if (anchor := anchors.get(candidate.plan.execution.remat)) is not None:
             predicted = candidate.factor * candidate.memory.temporaries
             summary["calibrated"] = dataclasses.asdict(anchor) | {"predicted": predicted}
-        return summary, page_of_plan(topology, found, compiled, summary, config.network)
-    closest = found.closest or next(iter(found.fitting), last)
+        return summary, page_of_plan(topology, search_result, compiled, summary, config.network)
+    closest = search_result.closest or next(iter(search_result.fitting), last)
     assert closest is not None  # something fitted in closed form, or is the closest
     ways = remedies(closest, topology.chip)
     summary = about() | {
@@ -126,10 +130,10 @@ def _with_others(
 ) -> dict[str, Candidate]:
     """Return the plans that fit with other dispatchers, by what tells them apart."""
     try:
-        found = searching(factors=factors, without=dispatchers)
+        search_result = searching(factors=factors, without=dispatchers)
     except ValueError:  # no mesh divides the model without them
         return {}
-    return {_name(config, one): one for one in found.fitting}
+    return {_name(config, candidate): candidate for candidate in search_result.fitting}
 
 
 def _name(config: PlanConfig, candidate: Candidate) -> str:

@@ -35,7 +35,7 @@ _MOST_FASTER = 3
 
 def page_of_plan(
     topology: Topology,
-    found: Found,
+    result: Found,
     compiled: Mapping[str, Any] | None,
     summary: Mapping[str, Any],
     network: NetworkConfig,
@@ -44,30 +44,30 @@ def page_of_plan(
 
     Args:
         topology: Devices of the plan.
-        found: Result of the search; its first plan was chosen.
+        result: Result of the search; its first plan was chosen.
         compiled: Figures of the compiler; None in closed form.
         summary: Summary of the plan.
         network: Network between the hosts.
     """
-    chip, candidate = topology.chip, found.fitting[0]
+    chip, candidate = topology.chip, result.fitting[0]
     plan, seconds = candidate.plan, candidate.time
     head = [
         f"topology             {topology.text}, {topology.num_devices} devices of"
         f" {size_in_words(chip.available)}",
         f"mesh                 {mesh_in_words(candidate.mesh)}, of {summary['meshes']} meshes"
-        f" ({summary['meshes_refused']} do not divide) in {found.num_arrangements} arrangements",
+        f" ({summary['meshes_refused']} do not divide) in {result.num_arrangements} arrangements",
         f"choices              {plan_in_words(plan)}",
         f"step                 {plan.batch_size} x {plan.sequence_length} tokens,"
         f" {plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of"
         f" {plan.batch_size // plan.accumulation}",
     ]
     head += [
-        f"rejected             {one['plan']}: {_why(one['compiled'])}"
-        for one in summary["rejected"]
+        f"rejected             {rejection['plan']}: {_why(rejection['compiled'])}"
+        for rejection in summary["rejected"]
     ]
     parts = [
         "\n".join(head),
-        runners_up(found, chip),
+        runners_up(result, chip),
         _memory(candidate, compiled, summary["calibrated"]),
     ]
     parts.append(_time(candidate))
@@ -115,7 +115,7 @@ def page_of_refusal(
         rejected: Meshes that only the compiler refused.
     """
     chip = topology.chip
-    lines = [f"{one['plan']}: {_why(one['compiled'])}" for one in rejected]
+    lines = [f"{refusal['plan']}: {_why(refusal['compiled'])}" for refusal in rejected]
     missing = closest.excess(chip)
     if missing > 0:
         lines.append(
@@ -138,26 +138,28 @@ def page_of_refusal(
     return "\n".join(lines)
 
 
-def runners_up(found: Found, chip: Chip) -> str:
+def runners_up(search_result: Found, chip: Chip) -> str:
     """Return the best plans, why the others were not chosen, and faster ones that do not fit.
 
     Args:
-        found: Result of the search.
+        search_result: Result of the search.
         chip: Properties of each device.
     """
-    best = found.fitting[0]
+    best = search_result.fitting[0]
     rows: list[tuple[str, ...]] = [("best plans", "seconds", "memory")]
-    for number, one in enumerate(found.fitting, 1):
-        step, need = f"{one.time.step:.4g}", size_in_words(one.need)
-        rows.append((f"  {number}  {plan_in_words(one.plan)}", step, need))
-        if one is not best:
-            rows.append((f"       {why_not(best, one)}",))
-    if found.faster:
+    for number, candidate in enumerate(search_result.fitting, 1):
+        step, need = f"{candidate.time.step:.4g}", size_in_words(candidate.need)
+        rows.append((f"  {number}  {plan_in_words(candidate.plan)}", step, need))
+        if candidate is not best:
+            rows.append((f"       {why_not(best, candidate)}",))
+    if search_result.faster:
         rows.append(("faster, but they do not fit",))
-    for one in sorted(found.faster, key=lambda one: one.need)[:_MOST_FASTER]:
-        step, need = f"{one.time.step:.4g}", size_in_words(one.need)
-        rows.append((f"     {plan_in_words(one.plan)}", step, need))
-        rows.append((f"       {size_in_words(one.excess(chip))} too much",))
+    for candidate in sorted(search_result.faster, key=lambda candidate: candidate.need)[
+        :_MOST_FASTER
+    ]:
+        step, need = f"{candidate.time.step:.4g}", size_in_words(candidate.need)
+        rows.append((f"     {plan_in_words(candidate.plan)}", step, need))
+        rows.append((f"       {size_in_words(candidate.excess(chip))} too much",))
     return "\n".join(line.rstrip() for line in text_table(rows).splitlines())
 
 
@@ -181,12 +183,12 @@ def _memory(
     rows += [(f"  {name}", size_in_words(size), "", "") for name, size in categories]
     for name in ("arguments", "temporaries", "total"):
         line = size_in_words(by_line[name]) if name in by_line else ""
-        other = size_in_words(compiled[name]) if compiled else ""
-        rows.append((name, size_in_words(getattr(memory, name)), line, other))
+        compiled_size = size_in_words(compiled[name]) if compiled else ""
+        rows.append((name, size_in_words(getattr(memory, name)), line, compiled_size))
     apart = {"host memory": memory.host, "files on disk": memory.disk}
     rows += [(f"  {name}", size_in_words(size), "", "") for name, size in apart.items() if size]
     if not calibrated:
-        rows = [(name, closed, other) for name, closed, _, other in rows]
+        rows = [(name, closed, compiled_size) for name, closed, _, compiled_size in rows]
     return text_table(rows) + f"\nlargest in the phase of the {memory.peak_phase}"
 
 
@@ -206,8 +208,8 @@ def _time(candidate: Candidate) -> str:
 def _traffic(candidate: Candidate) -> str:
     rows = [("sent per device and step", "closed form")]
     rows += [
-        (f"  {one.reason} over {' x '.join(one.axes)}", size_in_words(one.bytes))
-        for one in step_traffic(candidate.plan)
+        (f"  {operation.reason} over {' x '.join(operation.axes)}", size_in_words(operation.bytes))
+        for operation in step_traffic(candidate.plan)
     ]
     return text_table(rows)
 
@@ -221,14 +223,14 @@ def attention_links(candidate: Candidate, chip: Chip) -> str:
     """
     plan, links = candidate.plan, links_of(chip)
     sizes, mesh = Sizes.of(plan).attention(), dict(plan.mesh.shape)
-    found = by_ratio(sizes, links)
+    ratios = by_ratio(sizes, links)
     rows: list[tuple[str, ...]]
     rows = [("query heads per key head", "ring", "ring, both ways", "token_ring")]
-    for row in found:
+    for row in ratios:
         numbers = (row.ring, row.both, row.token_ring)
         mark = " (this model)" if row.ratio == sizes.ratio else ""
         rows.append((f"  {row.ratio}{mark}", *(_link_time(size, chip) for size in numbers)))
-    turn = crossover(found)
+    turn = crossover(ratios)
     ends = "token_ring loads the links less at every ratio"
     if turn is not None:
         ends = f"from {turn} query head{'s' * (turn > 1)} per key head on ring loads the links less"
@@ -251,17 +253,17 @@ def three_levels(candidate: Candidate, chip: Chip) -> str:
     if candidate.mesh.batch_shards < devices or not 0 < chip.domain < devices:
         return ""
     parameters = float(sum(row.size for row in plan.table))
-    given = parameters, Sizes.of(plan).itemsize, devices
+    arguments = parameters, Sizes.of(plan).itemsize, devices
     memory = candidate.memory
     room = chip.available - memory.batch - memory.temporaries + memory.gradients + memory.copies
-    best = best_nested(*given, chip, room)
+    best = best_nested(*arguments, chip, room)
     if best is None:
         return ""
-    whole = NestedSharding(weights=devices, gradients=devices, state=devices)
+    fully_sharded = NestedSharding(weights=devices, gradients=devices, state=devices)
     return (
         f"three levels         weights over {best.weights}, gradients over {best.gradients}, state"
-        f" over {best.state} devices would send for {best.seconds(*given, chip):.3g} s,\n"
-        f"                     over all devices {whole.seconds(*given, chip):.3g} s;"
+        f" over {best.state} devices would send for {best.seconds(*arguments, chip):.3g} s,\n"
+        f"                     over all devices {fully_sharded.seconds(*arguments, chip):.3g} s;"
         " closed form; --execution.rules nested has weights over expert x seq, all else over all"
     )
 
@@ -278,12 +280,12 @@ def _collectives(compiled: Mapping[str, Any]) -> str:
     rows = [("collectives (compiled)", "executions", "results", "sent")]
     rows += [
         (
-            f"  {one['kind']} over {' x '.join(one['axes'])}",
-            str(one["count"]),
-            size_in_words(one["result_bytes"]),
-            size_in_words(one["wire_bytes"]),
+            f"  {collective['kind']} over {' x '.join(collective['axes'])}",
+            str(collective["count"]),
+            size_in_words(collective["result_bytes"]),
+            size_in_words(collective["wire_bytes"]),
         )
-        for one in compiled["traffic"][:_MOST_COLLECTIVES]
+        for collective in compiled["traffic"][:_MOST_COLLECTIVES]
     ]
     return text_table(rows) + f"\ncompiled in {compiled['seconds']:.0f} s"
 
@@ -297,12 +299,12 @@ def measured_table(candidate: Candidate, compiled: Mapping[str, Any]) -> str:
     """
     measured = compiled["measured"]
     rate = measured["matmul_rate"] / math.prod(candidate.mesh.sizes)
-    here = dataclasses.replace(CHIPS["cpu"], flops=rate)
-    step, memory = predict_time(candidate.plan, here).step, candidate.memory.total
-    taken, grown = measured["step_seconds"], measured["memory"]
+    this_machine = dataclasses.replace(CHIPS["cpu"], flops=rate)
+    step, memory = predict_time(candidate.plan, this_machine).step, candidate.memory.total
+    seconds, grown = measured["step_seconds"], measured["memory"]
     rows = [
         ("predicted and measured", "predicted", "measured", "error"),
-        ("  step, seconds", f"{step:.3g}", f"{taken:.3g}", _error(step, taken)),
+        ("  step, seconds", f"{step:.3g}", f"{seconds:.3g}", _error(step, seconds)),
         ("  memory per device", size_in_words(memory), size_in_words(grown), _error(memory, grown)),
     ]
     note = (

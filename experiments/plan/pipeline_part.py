@@ -31,16 +31,16 @@ def pipeline_part(candidate: Candidate, chip: Chip) -> str:
     """
     plan = candidate.plan
     rows = [("schedule", "idle", "inputs kept", "memory", "over stage", "step, seconds")]
-    for one in compare_schedules(plan, chip):
-        mark = " (this plan)" if one.pipeline == plan.execution.pipeline else ""
+    for schedule in compare_schedules(plan, chip):
+        mark = " (this plan)" if schedule.pipeline == plan.execution.pipeline else ""
         rows.append(
             (
-                f"  {schedule_in_words(one.pipeline)}{mark}",
-                f"{one.idle:.1%}",
-                str(one.inputs),
-                size_in_words(one.memory),
-                size_in_words(one.sent),
-                f"{one.seconds:.4g}",
+                f"  {schedule_in_words(schedule.pipeline)}{mark}",
+                f"{schedule.idle:.1%}",
+                str(schedule.inputs),
+                size_in_words(schedule.memory),
+                size_in_words(schedule.sent),
+                f"{schedule.seconds:.4g}",
             )
         )
     text = (
@@ -57,13 +57,14 @@ def pipeline_part(candidate: Candidate, chip: Chip) -> str:
         )
     if drawn := timetable(plan, width=shutil.get_terminal_size((100, 24)).columns):
         text += f"\n\n{drawn}"
-    found = compare_layouts(plan, chip)
-    if found is not None and found.once < found.always:
-        verdict = "fits" if found.memory <= chip.available else "does not fit"
+    traffic = compare_layouts(plan, chip)
+    if traffic is not None and traffic.once < traffic.always:
+        verdict = "fits" if traffic.memory <= chip.available else "does not fit"
         text += (
             f"\n\nweights              {plan.execution.rules} gathers them in every tick and sends"
-            f" {size_in_words(found.always)};\n                     --execution.rules zero2 gathers"
-            f" them once a step and sends {size_in_words(found.once)},\n                    "
-            f" with {size_in_words(found.memory)} of memory, which {verdict}"
+            f" {size_in_words(traffic.always)};\n                     --execution.rules zero2"
+            f" gathers"
+            f" them once a step and sends {size_in_words(traffic.once)},\n                    "
+            f" with {size_in_words(traffic.memory)} of memory, which {verdict}"
         )
     return text

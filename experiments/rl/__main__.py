@@ -62,14 +62,14 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog, about = "python -m experiments.rl", __doc__ or ""
-    words = [_long(word) for word in argv]
+    prog, description = "python -m experiments.rl", __doc__ or ""
+    arguments = [_long(word) for word in argv]
     with flags.exit_on_bad_configuration():
-        start = rl_config(initial_of(words), _sizes(words))
-    config = parse_tuning(start, words, prog, about)
+        start = rl_config(initial_of(arguments), _sizes(arguments))
+    config = parse_tuning(start, arguments, prog, description)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "rl")
-        config = with_fitting_optimizer(config, words, RATE_SHARE)
+        config = with_fitting_optimizer(config, arguments, RATE_SHARE)
     return train(config, command="rl", name=str(config.run.name), age=age)
 
 
@@ -104,22 +104,22 @@ def rl_config(initial: str | None, rl: RolloutsConfig) -> PretrainConfig:
 
 def _long(word: str) -> str:
     """Return a word with the whole path of a field."""
-    for short, whole in _SHORT.items():
+    for short, long_flag in _SHORT.items():
         for begin in (f"{short}:", f"--{short}.", f"--{short}="):
             if word.startswith(begin):
-                return word.replace(short, whole, 1)
+                return word.replace(short, long_flag, 1)
     return long_word(word)
 
 
-def _sizes(words: Sequence[str]) -> RolloutsConfig:
+def _sizes(arguments: Sequence[str]) -> RolloutsConfig:
     """Return the rollouts with the prompts and answers that a command line asks for."""
-    given = {}
-    for word, after in zip(words, (*words[1:], ""), strict=True):
+    sizes = {}
+    for word, after in zip(arguments, (*arguments[1:], ""), strict=True):
         flag, _, value = word.partition("=")
         for field in ("prompts", "group"):
             if flag == f"--rl.{field}" and (value or after).isdigit():
-                given[field] = int(value or after)
-    return RolloutsConfig(**given)
+                sizes[field] = int(value or after)
+    return RolloutsConfig(**sizes)
 
 
 if __name__ == "__main__":

@@ -172,9 +172,9 @@ def attention_table(config: AdviseConfig, cost: Roofline) -> Table:
     }
     table: Table = [("attention", "choice", "", "decided by")]
     for name, kind in kinds.items():
-        there = dataclasses.replace(cost, sizes=cost.sizes.attending(kind))
-        for one in advise(there, config.prompt, config.answer):
-            table.append((name, one.subject, one.choice, one.because))
+        kind_cost = dataclasses.replace(cost, sizes=cost.sizes.attending(kind))
+        for row in advise(kind_cost, config.prompt, config.answer):
+            table.append((name, row.subject, row.choice, row.because))
     return table
 
 
@@ -185,8 +185,8 @@ def answers_table(config: AdviseConfig, cost: Roofline) -> Table:
     for number in config.answers:
         totals = []
         for budget in (None, config.budget):
-            given = (number, config.prompt, length, budget)
-            flops, moved = costs.flops(*given), costs.bytes_as_flops(*given)
+            arguments = (number, config.prompt, length, budget)
+            flops, moved = costs.flops(*arguments), costs.bytes_as_flops(*arguments)
             totals.append(flops + moved)
             what = f"{moved / (flops + moved):.1%} of the cost is reading keys and values"
             if budget is not None:

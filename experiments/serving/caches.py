@@ -140,11 +140,13 @@ def _open(config: CachesConfig) -> tuple[RoutingTrace, int, RunDirectory]:
     if config.trace is not None:
         assert config.expert_parameters is not None  # checked by the config
         return load_trace(config.trace), config.expert_parameters, RunDirectory("runs/serving")
-    given = config.run
-    assembly, state, _ = load_run(given.directory, given.step, given.mesh, initial=given.initial)
+    run_config = config.run
+    assembly, state, _ = load_run(
+        run_config.directory, run_config.step, run_config.mesh, initial=run_config.initial
+    )
     trace = record_run(assembly, state)
     parameters = config.expert_parameters or ModelSizes.of(assembly.plan.model).expert
-    return trace, parameters, RunDirectory(given.directory)
+    return trace, parameters, RunDirectory(run_config.directory)
 
 
 def caches(trace: RoutingTrace, parameters: int, config: CachesConfig) -> Iterator[dict[str, Any]]:
@@ -160,20 +162,20 @@ def caches(trace: RoutingTrace, parameters: int, config: CachesConfig) -> Iterat
     bandwidth = CHIPS[config.chip].host_bandwidth
     for share in config.capacity:
         capacity = int(share * trace.num_layers * trace.num_experts) * size
-        policies = {name: one() for name, one in ITEM_CACHES.items()} | {
+        policies = {name: policy() for name, policy in ITEM_CACHES.items()} | {
             "category": config.category
         }
-        found = {name: replay(uses, one, capacity) for name, one in policies.items()}
-        bound = max(found["belady"].loads, 1)
-        for name, one in found.items():
-            seconds = one.seconds(bandwidth, config.latency)
-            row = {"policy": name, "capacity": share, "hit_rate": one.hit_rate}
-            row |= {"loads": one.loads, "bytes": one.bytes_loaded, "seconds": seconds}
-            row["over_bound"] = one.loads / bound
+        replays = {name: replay(uses, policy, capacity) for name, policy in policies.items()}
+        bound = max(replays["belady"].loads, 1)
+        for name, policy in replays.items():
+            seconds = policy.seconds(bandwidth, config.latency)
+            row = {"policy": name, "capacity": share, "hit_rate": policy.hit_rate}
+            row |= {"loads": policy.loads, "bytes": policy.bytes_loaded, "seconds": seconds}
+            row["over_bound"] = policy.loads / bound
             if name == "lru":
                 each = config.tokens * trace.expert_ids.shape[2]
                 row["split"] = {"capacity": share} | divided(
-                    uses, one, each, _costs(parameters, config)
+                    uses, policy, each, _costs(parameters, config)
                 )
             yield row
 
@@ -189,18 +191,18 @@ def divided(
         assignments: Pairs of token and expert of a step.
         costs: Rates of host and accelerator.
     """
-    splits, loads, held = [], {}, set()
+    splits, loads, experts = [], {}, set()
     scores: Mapping[Any, float] = {}
     for use, is_hit in [*zip(uses, replayed.hits, strict=True), (None, False)]:
         if loads and (use is None or use.scores):
-            splits.append(split_experts(loads, held, costs))
-            loads, held = {}, set()
+            splits.append(split_experts(loads, experts, costs))
+            loads, experts = {}, set()
         if use is not None:
             scores = use.scores or scores
             loads[use.item] = max(round(scores[use.item] * assignments), 1)
-            held |= {use.item} if is_hit else set()
+            experts |= {use.item} if is_hit else set()
     return {
-        name: statistics.fmean(getattr(one, name) for one in splits)
+        name: statistics.fmean(getattr(split, name) for split in splits)
         for name in ("seconds", "accelerator_alone", "host_alone")
     }
 

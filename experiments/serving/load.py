@@ -131,18 +131,18 @@ def lines(report: LoadReport) -> list[str]:
     Args:
         report: Its numbers.
     """
-    found = [f"{report.requests} requests, {report.failed} failed"]
+    text_lines = [f"{report.requests} requests, {report.failed} failed"]
     if (got := report.measures) is not None:
-        found[0] += (
+        text_lines[0] += (
             f", {got.seconds:.1f} s   goodput {got.goodput:.2f}/s of"
             f" {got.finished / got.seconds:.2f}/s ({got.within:.1%} within SLO)"
         )
         share = report.cached_tokens / max(report.prompt_tokens, 1)
-        found += [
+        text_lines += [
             f"ttft p50 {got.ttft_p50:.3f} p99 {got.ttft_p99:.3f}   tpot p50 {got.tpot_p50:.4f} p99"
             f" {got.tpot_p99:.4f}   e2e p50 {got.total_p50:.2f} p99 {got.total_p99:.2f}",
             f"{report.prompt_tokens} prompt tokens ({share:.0%} from cache),"
             f" {report.written_tokens} written, {got.tokens_per_second:.0f} tokens/s",
         ]
-    found += [f"failed {number} x: {reason}" for reason, number in report.failures.items()]
-    return found
+    text_lines += [f"failed {number} x: {reason}" for reason, number in report.failures.items()]
+    return text_lines

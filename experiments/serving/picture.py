@@ -44,9 +44,9 @@ def draw_caches(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) ->
     """
     figure, (axes,) = figure_of_panels(width=8.0, height=4.5)
     for name in dict.fromkeys(row["policy"] for row in rows):
-        own = sorted((r["capacity"], r["hit_rate"]) for r in rows if r["policy"] == name)
+        points = sorted((r["capacity"], r["hit_rate"]) for r in rows if r["policy"] == name)
         style = {"color": "#9ca3af", "linestyle": (0, (4, 3))} if name == "belady" else {}
-        axes.plot(*zip(*own, strict=True), marker="o", ms=4.0, label=name, **style)
+        axes.plot(*zip(*points, strict=True), marker="o", ms=4.0, label=name, **style)
     axes.set_xlabel("share of all experts that the device holds")
     axes.set_ylabel("share of uses that found their expert")
     axes.set_ylim(0.0, 1.0)
@@ -56,7 +56,7 @@ def draw_caches(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) ->
 
 def write_report(
     path: str | os.PathLike[str],
-    about: str,
+    description: str,
     table: Sequence[Sequence[str]],
     rows: Sequence[dict[str, Any]],
 ) -> None:
@@ -64,7 +64,7 @@ def write_report(
 
     Args:
         path: Path of the HTML file.
-        about: Line on model, device and workload.
+        description: Line on model, device and workload.
         table: Headings, then the cells of every row.
         rows: Rows of `simulate`.
     """
@@ -83,13 +83,15 @@ def write_report(
         html_page.section("Goodput", chart),
         html_page.section("Policies", html_page.table(table[0], table[1:])),
     ]
-    replace_file(path, html_page.page("Serving, simulated", sections, about=about))
+    replace_file(path, html_page.page("Serving, simulated", sections, about=description))
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[float], list[float]]]:
     """Return name, rates and goodput of each policy."""
-    found = []
+    rows_by_policy = []
     for name in dict.fromkeys(row["policy"] for row in rows):
-        own = sorted((row for row in rows if row["policy"] == name), key=lambda row: row["rate"])
-        found.append((name, [row["rate"] for row in own], [row["goodput"] for row in own]))
-    return found
+        points = sorted((row for row in rows if row["policy"] == name), key=lambda row: row["rate"])
+        rows_by_policy.append(
+            (name, [row["rate"] for row in points], [row["goodput"] for row in points])
+        )
+    return rows_by_policy

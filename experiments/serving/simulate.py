@@ -130,15 +130,15 @@ class SimulateConfig:
     """Steps of each shape that are timed."""
 
     def __post_init__(self) -> None:
-        known: dict[str, Mapping[str, Any]] = {
+        members: dict[str, Mapping[str, Any]] = {
             **{"preset": PRESETS, "chip": CHIPS},
             **_POLICIES,
         }
-        for field, names in known.items():
+        for field, names in members.items():
             value = getattr(self, field)
             for text in (value,) if isinstance(value, str) else value:
-                name, _, given = text.partition(":")
-                if name in names and given and field in _POLICIES:
+                name, _, settings = text.partition(":")
+                if name in names and settings and field in _POLICIES:
                     policy(field, text)  # raises where it cannot be made
                 elif name not in names or name != text:
                     near, listing = closest(name, names), ", ".join(names)
@@ -184,13 +184,13 @@ def main(argv: Sequence[str]) -> int:
             )
         cost = measured.cost if measured else cost_of(config)
         facts = measured.facts if measured else facts_of(config, cost)
-        about = describe(config, facts, measured and measured.name)
-        rows = list(simulate(config, cost, facts, about))
+        description = describe(config, facts, measured and measured.name)
+        rows = list(simulate(config, cost, facts, description))
         directory.plots_directory.mkdir(parents=True, exist_ok=True)
         picture = directory.plots_directory / "goodput.png"
         draw_goodput(picture, rows)
         table = [HEADINGS, *map(cells, rows)]
-        write_report(directory.path / "report.html", about, table, rows)
+        write_report(directory.path / "report.html", description, table, rows)
         directory.write_summary(
             {
                 "status": "done",
@@ -237,12 +237,19 @@ def policy(kind: str, text: str) -> Any:
     Raises:
         ValueError: A field is unknown, or a value cannot be read or is refused.
     """
-    name, _, given = text.partition(":")
+    name, _, settings = text.partition(":")
     config = _POLICIES[kind][name]()
-    defaults = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    fields = {k: one for k, one in defaults.items() if type(one) in (int, float)}
+    defaults = {
+        default_field.name: getattr(config, default_field.name)
+        for default_field in dataclasses.fields(config)
+    }
+    fields = {
+        k: default_field
+        for k, default_field in defaults.items()
+        if type(default_field) in (int, float)
+    }
     values: dict[str, int | float] = {}
-    for term in given.split(",") if given else ():
+    for term in settings.split(",") if settings else ():
         field, _, value = term.partition("=")
         if field not in fields:
             near = closest(field, fields)
@@ -271,7 +278,7 @@ def describe(config: SimulateConfig, facts: Facts, name: str | None = None) -> s
 
 
 def simulate(
-    config: SimulateConfig, cost: Roofline, facts: Facts, about: str
+    config: SimulateConfig, cost: Roofline, facts: Facts, description: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the numbers of every policy at every rate.
 
@@ -279,9 +286,9 @@ def simulate(
         config: Config of the command.
         cost: Cost model of one instance.
         facts: Its sizes.
-        about: Line to print before.
+        description: Line to print before.
     """
-    say(about)
+    say(description)
     objective = Objective(ttft=config.ttft, tpot=config.tpot)
     policies = config.batching or tuple(name for name in BATCHING if _can_run(name, facts))
     chosen = (policies, config.dispatch, config.retention, config.scaling)
@@ -292,11 +299,11 @@ def simulate(
         arrivals = workload.arrivals(objective, facts.max_length)
         for names in itertools.product(*chosen):
             shown = [n for n, all_ in zip(names[1:], chosen[1:], strict=True) if len(all_) > 1]
-            found = measure(_run(arrivals, facts, names, cost, config.instances))
+            measures = measure(_run(arrivals, facts, names, cost, config.instances))
             yield {
                 "policy": " ".join((names[0], *shown)),
                 "rate": workload.rate,
-                **dataclasses.asdict(found),
+                **dataclasses.asdict(measures),
             }
 
 

@@ -129,13 +129,13 @@ class PrecisionStudy:
         if status != "done":
             self._directory.write_summary(summary)
             return f"{status}: the same command continues"
-        first, *others = self._config.arms
+        first, *remaining = self._config.arms
         seeds = range(self._config.seeds)
         nats = {arm: [self._nats[arm, seed] for seed in seeds] for arm in self._config.arms}
-        pairs = {arm: np.subtract(nats[arm], nats[first]).tolist() for arm in others}
+        pairs = {arm: np.subtract(nats[arm], nats[first]).tolist() for arm in remaining}
         params, run = self._last_params(), self._assemble(self._config.seeds - 1)
         with jax.set_mesh(run.mesh):
-            errors = {arm: gradient_errors(run, params, first, arm) for arm in others}
+            errors = {arm: gradient_errors(run, params, first, arm) for arm in remaining}
         summary |= {
             "nats": nats,
             "differences": {arm: list(paired_interval(pair)) for arm, pair in pairs.items()},
@@ -211,23 +211,25 @@ def gradient_errors(run: Assembly, params: Any, first: str, arm: str) -> dict[st
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         stacked = "blocks" in name
         pairs = zip(ours, theirs, strict=True) if stacked else [(ours, theirs)]
-        for layer, (one, other) in enumerate(pairs):
-            error = jnp.linalg.norm(one - other) / jnp.linalg.norm(other)
+        for layer, (layer_gradient, reference) in enumerate(pairs):
+            error = jnp.linalg.norm(layer_gradient - reference) / jnp.linalg.norm(reference)
             errors[f"{name} [{layer}]" if stacked else name] = float(error)
     return errors
 
 
 def as_text(summary: dict[str, Any]) -> str:
     """Return the numbers as two tables."""
-    first, *others = summary["nats"]
+    first, *remaining = summary["nats"]
     lines = [("arm", "nats per token", f"to {first}", "95%")]
     for arm, values in summary["nats"].items():
         mean, half = summary["differences"].get(arm, (0.0, None))
         width = "" if half is None else f"+- {half:.4f}"
         lines.append((arm, f"{np.mean(values):.4f}", f"{mean:+.4f}", width))
     errors = summary["gradient_errors"]
-    table = [("error of the gradient", *others)]
-    table += [(name, *(f"{errors[arm][name]:.3f}" for arm in others)) for name in errors[others[0]]]
+    table = [("error of the gradient", *remaining)]
+    table += [
+        (name, *(f"{errors[arm][name]:.3f}" for arm in remaining)) for name in errors[remaining[0]]
+    ]
     return f"{text_table(lines)}\n\n{text_table(table)}"
 
 

@@ -105,9 +105,9 @@ class Programs:
         """State from which programs take their shapes."""
         return self.init(jax.random.key(0))
 
-    def compile(self, function: Any, *given: Any, options: Any = None) -> Any:
+    def compile(self, function: Any, *arguments: Any, options: Any = None) -> Any:
         """Compile a jitted function for the shapes of its arguments, and count the seconds."""
         started = time.perf_counter()
-        compiled = function.lower(*given).compile(compiler_options=options)
+        compiled = function.lower(*arguments).compile(compiler_options=options)
         self.compile_seconds += time.perf_counter() - started
         return compiled

@@ -107,10 +107,10 @@ def run_study(
     name = run.name or name_of(recipe, config)
     directory = RunDirectory(run.directory or f"runs/{command}/{name}")
     started = time.perf_counter()
-    with StopRequest(on_second=end_unsaved) as stop, contextlib.ExitStack() as held:
+    with StopRequest(on_second=end_unsaved) as stop, contextlib.ExitStack() as stack:
         with flags.exit_on_bad_configuration():
             directory.acquire(on_lost=stop.taken_over)
-            held.callback(directory.release)
+            stack.callback(directory.release)
             directory.check_config(config, free=free)
             study = open_study(config, directory)
             directory.write_environment([str(device) for device in jax.devices()])

@@ -99,7 +99,7 @@ class AdaLoraConfig(FactorsConfig):
     ) -> list[ParameterSpec]:
         """Return the rows of the triplets of a matrix; see `FactorsConfig.rows_of`."""
         rank = self.rank_of(row)
-        scales = tuple(self.scale_of(row) if one else 0.0 for one in is_adapted)
+        scales = tuple(self.scale_of(row) if has_adapter else 0.0 for has_adapter in is_adapted)
         factors = factor_rows(row, rank, scales, rules, hyper=_SMALL, up_init="normal")
         return [*factors, values_row(row, rank, rules, "zeros")]
 
@@ -113,10 +113,10 @@ class AdaLoraConfig(FactorsConfig):
             scale = flat[f"{path}:scale"]
             for factor in _wide_factors(flat, path, placement):
                 far = _distance(factor)
-                used = (scale != 0).astype(jnp.float32)
-                used = used.reshape(used.shape + (1,) * (far.ndim - used.ndim))
-                total += jnp.sum(far * used)
-                number += jnp.sum(used) * (far.size // used.size)
+                is_live = (scale != 0).astype(jnp.float32)
+                is_live = is_live.reshape(is_live.shape + (1,) * (far.ndim - is_live.ndim))
+                total += jnp.sum(far * is_live)
+                number += jnp.sum(is_live) * (far.size // is_live.size)
         return {"orthogonality": self.orthogonality * total / number}
 
     def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
@@ -124,11 +124,12 @@ class AdaLoraConfig(FactorsConfig):
         del table, key
         flat = by_path(params)
         paths = _matrices(flat)
-        own = [f"{path}:{name}" for path in paths for name in ("down", "up", "values")]
+        names = [f"{path}:{name}" for path in paths for name in ("down", "up", "values")]
         kinds = ("sensitivity", "uncertainty")
         # Arrays of their own: a step donates both.
         zeros = {
-            kind: {path: jnp.zeros_like(flat[path], jnp.float32) for path in own} for kind in kinds
+            kind: {path: jnp.zeros_like(flat[path], jnp.float32) for path in names}
+            for kind in kinds
         }
         live = {path: jnp.ones_like(flat[f"{path}:values"], bool) for path in paths}
         flats = zeros | {"live": live}
@@ -142,11 +143,11 @@ class AdaLoraConfig(FactorsConfig):
         is_open = step < self.final
         for path in [path for path in own if path.startswith("sensitivity/")]:
             name = path.removeprefix("sensitivity/")
-            weight, slope = (one[name].astype(jnp.float32) for one in (params, slopes))
-            other = f"uncertainty/{name}"
-            first, second = self.averages(weight, slope, own[path], own[other])
+            weight, slope = (tree[name].astype(jnp.float32) for tree in (params, slopes))
+            uncertainty = f"uncertainty/{name}"
+            first, second = self.averages(weight, slope, own[path], own[uncertainty])
             own[path] = jnp.where(is_open, first, own[path])
-            own[other] = jnp.where(is_open, second, own[other])
+            own[uncertainty] = jnp.where(is_open, second, own[uncertainty])
         own |= self._chosen(own, given.table, step, given.placement)
         is_masked = self._chooses(step) | (step > self.final)
         for path in _matrices(params):
@@ -182,7 +183,7 @@ class AdaLoraConfig(FactorsConfig):
         Args:
             table: Parameter table of the adapted model.
         """
-        counts = [int(used.sum()) for used in _used(table).values()]
+        counts = [int(is_live.sum()) for is_live in _used(table).values()]
         first = sum(counts)
         return first, max(1, first * self.target_rank // self.rank)
 
@@ -198,46 +199,48 @@ class AdaLoraConfig(FactorsConfig):
             return first
         if step >= self.final:
             return last
-        left = 1 - (step - self.initial) / (self.final - self.initial)
-        return int((first - last) * left**3 + last)
+        share_left = 1 - (step - self.initial) / (self.final - self.initial)
+        return int((first - last) * share_left**3 + last)
 
     def _chooses(self, step: Any) -> Any:
         is_between = (step > self.initial) & (step < self.final)
         return (is_between & (step % self.interval == 0)) | (step == self.final)
 
     def _chosen(
-        self, own: dict[str, Array], table: ParameterTable, step: Array, placement: Placement
+        self, state: dict[str, Array], table: ParameterTable, step: Array, placement: Placement
     ) -> dict[str, Bool[Array, ...]]:
         """Return which triplets are in, {live/<path>: [*G r]}, after a step.
 
         Args:
-            own: State of the adapter, by path.
+            state: State of the adapter, by path.
             table: Parameter table of the adapted model.
             step: Steps done.
             placement: Layout rules.
         """
-        used, flats = _used(table), []
-        for path, is_used in used.items():
-            score = placement.place(_score(own, path), (None,) * is_used.ndim)
+        is_live, flats = _used(table), []
+        for path, is_used in is_live.items():
+            score = placement.place(_score(state, path), (None,) * is_used.ndim)
             flats.append(jnp.where(is_used, score, -1.0).ravel())  # scores are 0 or more
         scores = jnp.concatenate(flats)
         # The budget of each choice in whole numbers: f32 might round down to the one below.
         every = range(0, self.final, self.interval)
-        known = jnp.asarray(np.array([self.budget(one, table) for one in every], np.int32))
+        budgets = jnp.asarray(
+            np.array([self.budget(step_number, table) for step_number in every], np.int32)
+        )
         last = self.budgets(table)[1]
         number = jnp.where(
-            step >= self.final, last, known[jnp.minimum(step, self.final - 1) // self.interval]
+            step >= self.final, last, budgets[jnp.minimum(step, self.final - 1) // self.interval]
         )
         places = jnp.argsort(jnp.argsort(scores, stable=True))
         is_in = places >= scores.size - number
-        found, start = {}, 0
-        for path, is_used in used.items():
+        masks, start = {}, 0
+        for path, is_used in is_live.items():
             part = is_in[start : start + is_used.size].reshape(is_used.shape)
             start += is_used.size
-            before = own[f"live/{path}"]
+            before = state[f"live/{path}"]
             new = jnp.where(self._chooses(step), place_like(part, before), before)
-            found[f"live/{path}"] = new
-        return found
+            masks[f"live/{path}"] = new
+        return masks
 
 
 def _matrices(flat: dict[str, Any]) -> list[str]:
@@ -248,26 +251,26 @@ def _matrices(flat: dict[str, Any]) -> list[str]:
 def _used(table: ParameterTable) -> dict[str, Bool[np.ndarray, ...]]:
     """Return which triplets of each matrix are in layers that are adapted, [*G r]."""
     rows = {row.path: row for row in table}
-    found = {}
+    masks = {}
     for path in _matrices(rows):
         scales = np.array(rows[f"{path}:scale"].declaration.init, np.float32)
         shape = rows[f"{path}:values"].shape
         scales = scales.reshape(rows[f"{path}:scale"].shape)
         wide = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
-        found[path] = np.broadcast_to(wide != 0.0, shape)
-    return found
+        masks[path] = np.broadcast_to(wide != 0.0, shape)
+    return masks
 
 
-def _score(own: dict[str, Array], path: str) -> Float[Array, "*G r"]:
+def _score(state: dict[str, Array], path: str) -> Float[Array, "*G r"]:
     """Return the scores of the triplets of a matrix.
 
     Args:
-        own: State of the adapter, by path.
+        state: State of the adapter, by path.
         path: Path of the matrix.
     """
 
     def scores(name: str) -> Array:
-        return own[f"sensitivity/{path}:{name}"] * own[f"uncertainty/{path}:{name}"]
+        return state[f"sensitivity/{path}:{name}"] * state[f"uncertainty/{path}:{name}"]
 
     values, down, up = map(scores, ("values", "down", "up"))
     batch = values.ndim - 1
@@ -281,7 +284,7 @@ def _wide_factors(
     """Return A, turned, and B, whole on each device, with the inner width before the other side."""
     batch = flat[f"{path}:values"].shape[:-1]
     down, up = (flat[f"{path}:{name}"].astype(jnp.float32) for name in ("down", "up"))
-    down, up = (placement.place(one, (None,) * one.ndim) for one in (down, up))
+    down, up = (placement.place(factor, (None,) * factor.ndim) for factor in (down, up))
     rank = down.shape[-1]
     return jnp.swapaxes(down.reshape(*batch, -1, rank), -1, -2), up.reshape(*batch, rank, -1)
 

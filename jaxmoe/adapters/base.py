@@ -48,14 +48,16 @@ class TargetsConfig:
         if not self.roles:
             raise ValueError("adapter.targets.roles is empty: name a role, such as attention_in")
 
-    def layers_in(self, own: tuple[int, ...]) -> list[bool]:
+    def layers_in(self, layer_numbers: tuple[int, ...]) -> list[bool]:
         """Return which layers of a parameter are among the targets; of one outside of layers,
         whether it is.
 
         Args:
-            own: Numbers of the layers of the parameter; empty outside of layers.
+            layer_numbers: Numbers of the layers of the parameter; empty outside of layers.
         """
-        return [not self.layers or layer in self.layers for layer in own] or [not self.layers]
+        return [not self.layers or layer in self.layers for layer in layer_numbers] or [
+            not self.layers
+        ]
 
     def check_in_layers(self, name: str) -> None:
         """Refuse roles of parameters outside of layers.
@@ -99,17 +101,17 @@ class TargetsConfig:
             )
         return [pair for pair in pairs if any(pair[1])]
 
-    def check_found(self, found: Sequence[ParameterSpec], base: ParameterTable) -> None:
+    def check_found(self, rows: Sequence[ParameterSpec], base: ParameterTable) -> None:
         """Refuse targets that the model does not have.
 
         Args:
-            found: Parameters among the targets.
+            rows: Parameters among the targets.
             base: Parameters of the model.
 
         Raises:
             ValueError: There are none.
         """
-        if not found:
+        if not rows:
             roles = sorted({row.declaration.role for row in base})
             pattern = "" if self.pattern is None else f" with a path like {self.pattern!r}"
             raise ValueError(
@@ -168,8 +170,8 @@ class Adapter(abc.ABC):
     def can_go_on(self) -> bool:
         """Whether a new run may begin with the adapter of another: its own parameters, beside those
         of an unchanged model, are all that was trained."""
-        own = self.has_factors or self.has_mixing
-        return own and not (self.has_after_step or self.moves_base)
+        trains_arrays = self.has_factors or self.has_mixing
+        return trains_arrays and not (self.has_after_step or self.moves_base)
 
     def at_task(self, task: int) -> Any:
         """Return the adapter with a task for rows that have none.
@@ -365,7 +367,7 @@ Layers = tuple[tuple[str, tuple[int, ...]], ...]
 
 def layers_of(row: ParameterSpec, layers: Layers) -> tuple[int, ...]:
     """Return the numbers of the layers of a stacked parameter; empty outside of layers."""
-    return next((own for path, own in layers if row.path.startswith(f"{path}/")), ())
+    return next((numbers for path, numbers in layers if row.path.startswith(f"{path}/")), ())
 
 
 def frozen(row: ParameterSpec) -> ParameterSpec:

@@ -121,28 +121,28 @@ def factor_rows(
         hyper: Numbers of `:down` and `:up`.
         up_init: Initial values of `:up`.
     """
-    given = row.declaration
-    assert given.matrix is not None  # targets are matrices
-    inputs, outputs = (len(dims) for dims in given.matrix)
-    batch = len(given.shape) - inputs - outputs
+    declaration = row.declaration
+    assert declaration.matrix is not None  # targets are matrices
+    inputs, outputs = (len(dims) for dims in declaration.matrix)
+    batch = len(declaration.shape) - inputs - outputs
     first, last = slice(0, batch + inputs), slice(batch + inputs, None)
     down = Declaration(
-        shape=(*given.shape[first], rank),
-        axes=(*given.axes[first], ax.RANK),
+        shape=(*declaration.shape[first], rank),
+        axes=(*declaration.axes[first], ax.RANK),
         role="adapter",
         matrix=(tuple(range(-inputs - 1, -1)), (-1,)),
     )
     up = Declaration(
-        shape=(*given.shape[:batch], rank, *given.shape[last]),
-        axes=(*given.axes[:batch], ax.RANK, *given.axes[last]),
+        shape=(*declaration.shape[:batch], rank, *declaration.shape[last]),
+        axes=(*declaration.axes[:batch], ax.RANK, *declaration.axes[last]),
         role="adapter",
         matrix=((-outputs - 1,), tuple(range(-outputs, 0))),
         init=up_init,
     )
-    is_stacked = given.is_stacked
+    is_stacked = declaration.is_stacked
     factor = Declaration(
         shape=(len(scales),) if is_stacked else (),
-        axes=(given.axes[0],) if is_stacked else (),
+        axes=(declaration.axes[0],) if is_stacked else (),
         role="adapter",
         matrix=None,
         init=scales,

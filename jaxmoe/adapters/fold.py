@@ -28,8 +28,8 @@ def with_base(params: Any, base: Any) -> Any:
 def plain(params: Any) -> Any:
     """Return the parameters without the factors of an adapter."""
     flat = traverse_util.flatten_dict(params, sep="/")
-    own = {path: value for path, value in flat.items() if not is_factor(path)}
-    return traverse_util.unflatten_dict(own, sep="/")
+    without_factors = {path: value for path, value in flat.items() if not is_factor(path)}
+    return traverse_util.unflatten_dict(without_factors, sep="/")
 
 
 def is_factor(path: str) -> bool:
@@ -51,7 +51,7 @@ def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> 
     if adapter is not None:
         params = viewed_everywhere(adapter, adapter.used(params), layers)
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    own = {path: value for path, value in flat.items() if not is_factor(path)}
+    without_factors = {path: value for path, value in flat.items() if not is_factor(path)}
     if mixed := [path for path in flat if path.endswith(":downs")]:
         raise ValueError(
             f"{mixed[0].removesuffix(':downs')} has several additions, and which of them a token"
@@ -61,7 +61,7 @@ def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> 
     for path in [path for path in flat if path.endswith(":down")]:
         base = path.removesuffix(":down")
         down, up, scale = (flat[f"{base}:{name}"] for name in FACTORS)
-        wide = scale.reshape(scale.shape + (1,) * (own[base].ndim - scale.ndim))
-        addition = LowRank(weight=own[base], down=down, up=up, scale=wide)
-        own[base] = addition.with_values(flat.get(f"{base}:{VALUES}")).merged()
-    return traverse_util.unflatten_dict(own, sep="/")
+        wide = scale.reshape(scale.shape + (1,) * (without_factors[base].ndim - scale.ndim))
+        addition = LowRank(weight=without_factors[base], down=down, up=up, scale=wide)
+        without_factors[base] = addition.with_values(flat.get(f"{base}:{VALUES}")).merged()
+    return traverse_util.unflatten_dict(without_factors, sep="/")

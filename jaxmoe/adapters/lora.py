@@ -36,7 +36,7 @@ class LoraConfig(FactorsConfig):
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
     ) -> list[ParameterSpec]:
         """Return the rows of the factors of a matrix; see `FactorsConfig.rows_of`."""
-        scales = tuple(self.scale_of(row) if one else 0.0 for one in is_adapted)
+        scales = tuple(self.scale_of(row) if has_adapter else 0.0 for has_adapter in is_adapted)
         return factor_rows(row, self.rank_of(row), scales, rules)
 
     def scale_of(self, row: ParameterSpec) -> float:

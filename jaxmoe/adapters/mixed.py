@@ -73,10 +73,10 @@ class MixedAdapter(Adapter):
                 raise ValueError(f"adapter.{field}={getattr(self, field)} must be at least 1")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"adapter.alpha={self.alpha} must be above 0")
-        if other := [role for role in self.targets.roles if role not in _HALVES]:
+        if unmixed := [role for role in self.targets.roles if role not in _HALVES]:
             raise ValueError(
                 f"adapter.targets.roles={self.targets.roles}: adapter:{self.name} mixes additions"
-                f" for each token, which {' and '.join(other)} cannot have: name some of"
+                f" for each token, which {' and '.join(unmixed)} cannot have: name some of"
                 f" {', '.join(_HALVES)}, or take adapter:lora"
             )
         self.check_fields()
@@ -164,31 +164,31 @@ class MixedAdapter(Adapter):
 
     def _factors(self, row: ParameterSpec, is_adapted: list[bool]) -> Made:
         """Return the factors of one parameter, and their scale in each layer."""
-        given = row.declaration
-        assert given.matrix is not None  # targets are matrices
-        inputs, outputs = (len(dims) for dims in given.matrix)
-        batch = len(given.shape) - inputs - outputs
+        declaration = row.declaration
+        assert declaration.matrix is not None  # targets are matrices
+        inputs, outputs = (len(dims) for dims in declaration.matrix)
+        batch = len(declaration.shape) - inputs - outputs
         first, last = slice(0, batch + inputs), slice(batch + inputs, None)
         inner, axes = (self.members, self.rank), (ax.RANK, ax.RANK)
         down = Declaration(
-            shape=(*given.shape[first], *inner),
-            axes=(*given.axes[first], *axes),
+            shape=(*declaration.shape[first], *inner),
+            axes=(*declaration.axes[first], *axes),
             role="adapter",
             matrix=(tuple(range(-inputs - 2, -2)), (-2, -1)),
             share=self.share,
         )
         up = Declaration(
-            shape=(*given.shape[:batch], *inner, *given.shape[last]),
-            axes=(*given.axes[:batch], *axes, *given.axes[last]),
+            shape=(*declaration.shape[:batch], *inner, *declaration.shape[last]),
+            axes=(*declaration.axes[:batch], *axes, *declaration.axes[last]),
             role="adapter",
             matrix=((-outputs - 2, -outputs - 1), tuple(range(-outputs, 0))),
             init="zeros",
             share=self.share,
         )
-        scales = tuple(self.alpha / self.rank if one else 0.0 for one in is_adapted)
+        scales = tuple(self.alpha / self.rank if has_adapter else 0.0 for has_adapter in is_adapted)
         scale = Declaration(
-            shape=given.shape[:batch],
-            axes=given.axes[:batch],
+            shape=declaration.shape[:batch],
+            axes=declaration.axes[:batch],
             role="adapter",
             matrix=None,
             init=scales,

@@ -35,17 +35,18 @@ class SelectConfig(Adapter):
     ) -> ParameterTable:
         """Return the table with the other rows frozen; see `Adapter.table`."""
         del rules
-        found = []
+        rows = []
         for row in filter(self.targets.has, base):
-            own = layers_of(row, layers)
-            is_trained = self.targets.layers_in(own)
+            numbers = layers_of(row, layers)
+            is_trained = self.targets.layers_in(numbers)
             if any(is_trained) and not all(is_trained):
                 raise ValueError(
                     f"adapter.targets.layers={self.targets.layers} has some of the layers"
-                    f" {', '.join(map(str, own))}, whose parameters are one array: name all or none"
+                    f" {', '.join(map(str, numbers))}, whose parameters are one array: name all"
+                    f" or none"
                     " of them, or adapt them by adapter:lora"
                 )
             if all(is_trained):
-                found.append(row)
-        self.targets.check_found(found, base)
-        return ParameterTable(tuple(row if row in found else frozen(row) for row in base))
+                rows.append(row)
+        self.targets.check_found(rows, base)
+        return ParameterTable(tuple(row if row in rows else frozen(row) for row in base))

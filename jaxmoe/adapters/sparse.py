@@ -67,8 +67,8 @@ def dense(
     number = math.prod(entries.shape[:-1])
     rows = jnp.arange(number, dtype=jnp.int32)[:, None]
     zeros = jnp.zeros((number, math.prod(shape) // number), entries.dtype)
-    found = zeros.at[rows, places.reshape(number, -1)].add(entries.reshape(number, -1))
-    return found.reshape(shape)
+    values = zeros.at[rows, places.reshape(number, -1)].add(entries.reshape(number, -1))
+    return values.reshape(shape)
 
 
 def _product(x: Array, y: Array) -> Array:

@@ -41,39 +41,41 @@ def check_together(name: str, adapter: Adapter | None) -> None:
             f" if all are adapter:lora: {way}"
         )
     targets: Any = adapter
-    if other := [role for role in targets.targets.roles if role not in MIXED_ROLES]:
+    if unmixed := [role for role in targets.targets.roles if role not in MIXED_ROLES]:
         raise ValueError(
-            f"adapters: {name} adapts {' and '.join(other)}, and what differs from token to token"
+            f"adapters: {name} adapts {' and '.join(unmixed)}, and what differs from token to token"
             f" can be added to {', '.join(MIXED_ROLES)}: {way}"
         )
 
 
-def together(params: Any, given: Mapping[str, tuple[Adapter, Any]]) -> tuple[TaskLoraConfig, Any]:
+def together(
+    params: Any, adapters: Mapping[str, tuple[Adapter, Any]]
+) -> tuple[TaskLoraConfig, Any]:
     """Return the adapter of all, and the parameters of the model with it.
 
     Args:
         params: Parameters of the model, nested dicts.
-        given: Config and parameters of each adapter by name, those of `params` or without them;
+        adapters: Config and parameters of each adapter by name, those of `params` or without them;
             task i is the i-th.
 
     Raises:
         ValueError: See `check_together`.
     """
-    for name, (adapter, _) in given.items():
+    for name, (adapter, _) in adapters.items():
         check_together(name, adapter)
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     owns: list[dict[str, Any]] = [
         {path: np.asarray(value) for path, value in _flat(own).items() if is_factor(path)}
-        for _, own in given.values()
+        for _, own in adapters.values()
     ]
     paths = sorted({p.removesuffix(":down") for own in owns for p in own if p.endswith(":down")})
     rank = max(own[path].shape[-1] for own in owns for path in own if path.endswith(":down"))
     for path in paths:
         flat |= _stacked(path, flat[path].ndim, owns, rank)
-    configs: list[Any] = [adapter for adapter, _ in given.values()]
+    configs: list[Any] = [adapter for adapter, _ in adapters.values()]
     roles = tuple(dict.fromkeys(role for one in configs for role in one.targets.roles))
     config = TaskLoraConfig(
-        members=len(given), rank=rank, task=-1, targets=TargetsConfig(roles=roles)
+        members=len(adapters), rank=rank, task=-1, targets=TargetsConfig(roles=roles)
     )
     return config, traverse_util.unflatten_dict(flat, sep="/")
 
@@ -92,20 +94,20 @@ def _stacked(path: str, ndim: int, owns: list[dict[str, Any]], rank: int) -> dic
         rank: Inner width of the result.
     """
     names = [f"{path}:{factor}" for factor in FACTORS]
-    some = next(tuple(own[name] for name in names) for own in owns if names[0] in own)
-    batch = some[0].ndim + some[1].ndim - 2 - ndim
+    example = next(tuple(params[name] for name in names) for params in owns if names[0] in params)
+    batch = example[0].ndim + example[1].ndim - 2 - ndim
     downs, ups = [], []
-    for own in owns:
-        down, up, scale = (own.get(name) for name in names)
+    for params in owns:
+        down, up, scale = (params.get(name) for name in names)
         if down is None or up is None or scale is None:
-            down, up, scale = (np.zeros_like(one) for one in some)
+            down, up, scale = (np.zeros_like(leaf) for leaf in example)
         up = up * scale.reshape(scale.shape + (1,) * (up.ndim - scale.ndim))
         downs.append(_padded(down, down.ndim - 1, rank))
         ups.append(_padded(up, batch, rank))
     return {
         f"{path}:downs": np.stack(downs, axis=-2),
         f"{path}:ups": np.stack(ups, axis=batch),
-        f"{path}:scale": np.ones_like(some[2]),
+        f"{path}:scale": np.ones_like(example[2]),
     }
 
 

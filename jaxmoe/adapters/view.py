@@ -41,9 +41,9 @@ def adapted_view(
     """
     modules, shared = _split(params)
     rewrite = functools.partial(_both, adapter, shared, view)
-    own = {} if view is None else view.own
+    arrays = {} if view is None else view.own
     outside, _ = view_outside(modules, View(rewrite=rewrite, own={}), scans)
-    return outside, View(rewrite=rewrite, own=own)
+    return outside, View(rewrite=rewrite, own=arrays)
 
 
 def viewed_outside(adapter: Adapter, params: Tree, scans: Collection[str]) -> Tree:
@@ -76,8 +76,10 @@ def viewed_everywhere(adapter: Adapter, params: Tree, layers: Layers) -> Tree:
     for path, _ in layers:
         scan, _, place = path.partition("/")
         stacked = modules[scan][place] if place else modules[scan]
-        own = jax.lax.map(lambda one, path=path: adapter.rewrite(one, shared, path), stacked)
-        result[scan] = (result[scan] | {place: own}) if place else own
+        rewritten = jax.lax.map(
+            lambda layer_arrays, path=path: adapter.rewrite(layer_arrays, shared, path), stacked
+        )
+        result[scan] = (result[scan] | {place: rewritten}) if place else rewritten
     return result
 
 
@@ -88,9 +90,9 @@ def _split(params: Tree) -> tuple[Tree, Tree]:
 
 
 def _both(
-    adapter: Adapter, shared: Tree, view: View | None, params: Tree, own: Any, part: str
+    adapter: Adapter, shared: Tree, view: View | None, params: Tree, arrays: Any, part: str
 ) -> Tree:
     """Return the parameters of a part, rewritten by a view with own ones there, and the adapter."""
-    if view is not None and own:
-        params = view.rewrite(params, own, part)
+    if view is not None and arrays:
+        params = view.rewrite(params, arrays, part)
     return adapter.rewrite(params, shared, part)

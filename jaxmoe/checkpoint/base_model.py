@@ -40,8 +40,8 @@ class BaseModel:
             state: Training state, of arrays or shapes.
         """
         flat = traverse_util.flatten_dict(state.params, sep="/")
-        kept = {path: leaf for path, leaf in flat.items() if path not in self.left_out}
-        return dataclasses.replace(state, params=traverse_util.unflatten_dict(kept, sep="/"))
+        leaves = {path: leaf for path, leaf in flat.items() if path not in self.left_out}
+        return dataclasses.replace(state, params=traverse_util.unflatten_dict(leaves, sep="/"))
 
     def completed(self, state: Any, target: Any) -> Any:
         """Return a restored state with the parameters left out.
@@ -52,8 +52,10 @@ class BaseModel:
         """
         flat = traverse_util.flatten_dict(target.params, sep="/")
         base = self.load({path: flat[path] for path in sorted(self.left_out)})
-        own = traverse_util.flatten_dict(state.params, sep="/")
-        return dataclasses.replace(state, params=traverse_util.unflatten_dict(own | base, sep="/"))
+        leaves = traverse_util.flatten_dict(state.params, sep="/")
+        return dataclasses.replace(
+            state, params=traverse_util.unflatten_dict(leaves | base, sep="/")
+        )
 
     def check(self, manifest: CheckpointManifest, where: str) -> None:
         """Refuse a checkpoint of an adapter of another model.

@@ -133,9 +133,9 @@ def contents(step: pathlib.Path, *, has_store: bool = True) -> list[str]:
     if lines or not isinstance(arrays, dict):
         return lines
     needed = sum(map(_bytes_of, arrays.values()))
-    held = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
-    if held > 2 * needed + 8 * MAX_JSON_BYTES:
-        return [f"its files have {held} bytes, and its arrays need {needed}"]
+    num_bytes = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
+    if num_bytes > 2 * needed + 8 * MAX_JSON_BYTES:
+        return [f"its files have {num_bytes} bytes, and its arrays need {needed}"]
     lines = [*_handlers(step), *_names(step, arrays)]
     return lines or (_store(step, arrays) if has_store else [])
 
@@ -194,12 +194,12 @@ def _handlers(step: pathlib.Path) -> list[str]:
     if not (step / _HANDLERS).exists():
         return []
     data = read_json(step / _HANDLERS)
-    named = data.get("item_handlers") if isinstance(data, dict) else None
-    if not isinstance(named, dict):
+    handlers = data.get("item_handlers") if isinstance(data, dict) else None
+    if not isinstance(handlers, dict):
         return [f"{_HANDLERS}: names no readers"]
     return [
         f"{_HANDLERS}: asks for the reader {str(name)[:100]!r} of {item[:100]!r}"
-        for item, name in named.items()
+        for item, name in handlers.items()
         if item not in ("state", "manifest")
         or not isinstance(name, str)
         or not name.startswith(_READERS_ARE_OF)
@@ -216,7 +216,7 @@ def _names(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
     tree = data.get("tree_metadata") if isinstance(data, dict) else None
     if not isinstance(tree, dict) or data.get("use_zarr3") or not data.get("use_ocdbt"):
         return [f"{name}: describes a store that jaxmoe does not write"]
-    found = set()
+    names = set()
     for text, entry in tree.items():
         try:
             keys = [key["key"] for key in entry["key_metadata"]]
@@ -224,9 +224,9 @@ def _names(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
             keys = []
         if not keys or not all(isinstance(key, str) for key in keys) or repr(tuple(keys)) != text:
             return [f"{name}: {text[:100]} is not a valid name of an array"]
-        found.add("/".join(keys))
-    lines = [f"{name}: {path[:100]!r} is not in the manifest" for path in found - arrays.keys()]
-    return sorted(lines + [f"{name}: {path} is missing" for path in arrays.keys() - found])
+        names.add("/".join(keys))
+    lines = [f"{name}: {path[:100]!r} is not in the manifest" for path in names - arrays.keys()]
+    return sorted(lines + [f"{name}: {path} is missing" for path in arrays.keys() - names])
 
 
 def _store(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:

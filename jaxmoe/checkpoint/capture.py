@@ -48,9 +48,9 @@ def reason_against(state: Any) -> str:
         needed[device] = needed.get(device, 0) + size
     for device, size in needed.items():
         stats = _stats(device)
-        limit, used = stats.get("bytes_limit"), stats.get("peak_bytes_in_use")
-        if limit is not None and used is not None and size > limit - used:
-            free = f"{(limit - used) / 1e6:.1f} MB of device memory are free at the peak of a step"
+        limit, peak = stats.get("bytes_limit"), stats.get("peak_bytes_in_use")
+        if limit is not None and peak is not None and size > limit - peak:
+            free = f"{(limit - peak) / 1e6:.1f} MB of device memory are free at the peak of a step"
             return f"{free}, and a copy of the state needs {size / 1e6:.1f} MB"
     return ""
 

@@ -52,9 +52,9 @@ def damage(step: Any) -> list[str]:
     listed = _listed(step)
     if listed is None:
         return [f"{LIST}: the list of files is damaged"]
-    found, lines = set(_names(step)), []
+    names, lines = set(_names(step)), []
     for name, (size, crc) in listed.items():
-        if name not in found:
+        if name not in names:
             lines.append(f"{name}: missing")
             continue
         here = (step / name).stat().st_size
@@ -62,7 +62,7 @@ def damage(step: Any) -> list[str]:
             lines.append(f"{name}: {here} bytes, {size} were written")
         elif _measure(step / name)[1] != crc:
             lines.append(f"{name}: its content has changed ({size} bytes)")
-    return [*lines, *(f"{name}: was not written with it" for name in sorted(found - set(listed)))]
+    return [*lines, *(f"{name}: was not written with it" for name in sorted(names - set(listed)))]
 
 
 def whole_files(step: Any) -> list[str] | None:
@@ -79,9 +79,9 @@ def whole_files(step: Any) -> list[str] | None:
     return [name for name in names if _is_whole(step / name, listed[name])]
 
 
-def _is_whole(path: pathlib.Path, wanted: list[int]) -> bool:
+def _is_whole(path: pathlib.Path, record: list[int]) -> bool:
     try:
-        return path.stat().st_size == wanted[0] and list(_measure(path)) == wanted
+        return path.stat().st_size == record[0] and list(_measure(path)) == record
     except OSError:  # such as a bad sector
         return False
 

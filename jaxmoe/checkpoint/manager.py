@@ -74,7 +74,7 @@ class CheckpointManager:
         keep: Number of newest steps to keep, at least 2 (the last may be damaged or unfinished).
         is_writer: False only reads, and creates no files.
         verify: Checks of a restore.
-        kept: Further steps to keep, however old.
+        pinned_steps: Further steps to keep, however old.
         fence: Function that raises LeaseLostError if another process has taken the directory
             over; called before each save and commit and before a step is set aside.
     """
@@ -86,7 +86,7 @@ class CheckpointManager:
         keep: int = 3,
         is_writer: bool = True,
         verify: Verify = "full",
-        kept: Sequence[int] = (),
+        pinned_steps: Sequence[int] = (),
         fence: Fence | None = None,
         base: BaseModel | None = None,
     ):
@@ -106,7 +106,7 @@ class CheckpointManager:
         self._has_warned = False
         with muted("absl", "directory is read only"), opening_errors(self.directory):
             before_commit = self._commits.before_commit if is_writer else None
-            self._manager = open_manager(self.directory, keep, before_commit, kept)
+            self._manager = open_manager(self.directory, keep, before_commit, pinned_steps)
         self._writer = StepWriter(self._manager)
 
     def steps(self) -> list[int]:
@@ -272,8 +272,8 @@ class CheckpointManager:
         if base is None:
             return read_state(self.directory / str(step), manifest, target, where, self._verify)
         base.check(manifest, where)
-        own = base.without(target)
-        state = read_state(self.directory / str(step), manifest, own, where, self._verify)
+        own_target = base.without(target)
+        state = read_state(self.directory / str(step), manifest, own_target, where, self._verify)
         return base.completed(state, target)
 
     def restore_newest(

@@ -190,19 +190,19 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
     Raises:
         CheckpointError: One line for each array that is missing, unexpected or different.
     """
-    saved, wanted = manifest.arrays, describe(target)
+    saved, target_arrays = manifest.arrays, describe(target)
     lines = []
-    for path in sorted(saved.keys() | wanted.keys()):
+    for path in sorted(saved.keys() | target_arrays.keys()):
         if path not in saved:
-            near = difflib.get_close_matches(path, saved.keys() - wanted.keys(), 1)
+            near = difflib.get_close_matches(path, saved.keys() - target_arrays.keys(), 1)
             hint = f" (it has {near[0]})" if near else ""
             lines.append(f"{path}: not in the checkpoint{hint}")
-        elif path not in wanted:
+        elif path not in target_arrays:
             lines.append(f"{path}: in the checkpoint, not in the target")
-        elif saved[path] != wanted[path]:
-            hint = hint_of(saved[path], wanted[path], manifest.config)
-            both = f"saved {spell(saved[path])}, wanted {spell(wanted[path])}"
-            lines.append(f"{path}: {both}{hint}")
+        elif saved[path] != target_arrays[path]:
+            hint = hint_of(saved[path], target_arrays[path], manifest.config)
+            shapes = f"saved {spell(saved[path])}, wanted {spell(target_arrays[path])}"
+            lines.append(f"{path}: {shapes}{hint}")
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
         raise CheckpointError(
@@ -212,31 +212,31 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
         )
 
 
-def hint_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def hint_of(saved: Mapping[str, Any], target: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return the likely cause of a difference between arrays, in brackets; empty if unknown.
 
     Args:
         saved: Shape and dtype in the checkpoint.
-        wanted: Shape and dtype in the target.
+        target: Shape and dtype in the target.
         config: Config of the checkpoint: of a run or of a model.
     """
-    one, other = saved["shape"], wanted["shape"]
-    if one == other:
+    saved_shape, target_shape = saved["shape"], target["shape"]
+    if saved_shape == target_shape:
         return " (cast only by restore_part with is_cast_allowed)"
-    if len(one) != len(other):
+    if len(saved_shape) != len(target_shape):
         return " (another number of dimensions)"
-    if sorted(one) == sorted(other):
+    if sorted(saved_shape) == sorted(target_shape):
         return " (transposed)"
     model = config.get("model", config)
     model = model if isinstance(model, dict) else {}
     moe = model.get("moe")
-    known = {
+    hints = {
         "number of experts": moe.get("num_experts") if isinstance(moe, dict) else None,
         "vocabulary": model.get("vocab_size"),
         "number of layers": model.get("num_layers"),
     }
-    differing = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
-    for name, size in known.items():
+    differing = [(a, b) for a, b in zip(saved_shape, target_shape, strict=True) if a != b]
+    for name, size in hints.items():
         if len(differing) == 1 and differing[0][0] == size:
             return f" (another {name}: {size}, and {differing[0][1]} here)"
     return ""
@@ -260,7 +260,7 @@ def check_arrays(state: Any) -> None:
         )
 
 
-def check_json(**given: Any) -> None:
+def check_json(**values: Any) -> None:
     """Raise unless values can be written as JSON.
 
     Args:
@@ -269,7 +269,7 @@ def check_json(**given: Any) -> None:
     Raises:
         CheckpointError: One cannot; the message has its name and the reason.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
@@ -318,12 +318,12 @@ def check_fingerprints(manifest: CheckpointManifest, state: Any, where: str) -> 
     if not manifest.fingerprints:
         logger.warning("%s was saved by an older jaxmoe, without fingerprints: not verified", where)
         return
-    found = fingerprints(state)
-    wrong = [path for path, value in found.items() if manifest.fingerprints.get(path) != value]
+    actual = fingerprints(state)
+    wrong = [path for path, value in actual.items() if manifest.fingerprints.get(path) != value]
     if wrong:
         shown = ", ".join(wrong[:10]) + (", ..." if len(wrong) > 10 else "")
         raise CheckpointDamagedError(
-            f"{where} is damaged: {len(wrong)} of {len(found)} arrays have changed since they were"
+            f"{where} is damaged: {len(wrong)} of {len(actual)} arrays have changed since they were"
             f" saved: {shown}"
         )
 

@@ -135,7 +135,9 @@ class ConcatenateParts(Rule):
     def merge(self, pieces: Pieces) -> np.ndarray:
         """Return the parts joined along the axis, grouped by their number."""
         cut = [np.split(piece, self.parts, self.axis) for piece in pieces]
-        return np.concatenate([part for one in zip(*cut, strict=True) for part in one], self.axis)
+        return np.concatenate(
+            [part for group in zip(*cut, strict=True) for part in group], self.axis
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,11 +153,11 @@ class Unpad(Rule):
 
     def merge(self, pieces: Pieces) -> np.ndarray:
         """Return the pieces joined along the axis, without the end."""
-        whole = np.concatenate(pieces, self.axis)
-        if whole.shape[self.axis] < self.size:
-            have = whole.shape[self.axis]
+        array = np.concatenate(pieces, self.axis)
+        if array.shape[self.axis] < self.size:
+            have = array.shape[self.axis]
             raise ValueError(f"axis {self.axis} has {have}, of which {self.size} cannot be kept")
-        return np.take(whole, np.arange(self.size), self.axis)
+        return np.take(array, np.arange(self.size), self.axis)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,22 +235,22 @@ def plan_mapping(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Merge
             message lists all of them.
     """
     compiled = [(rule, re.compile(_pattern(rule.source))) for rule in rules]
-    found: dict[tuple[str, Rule], list[tuple[Any, str]]] = {}
+    sources: dict[tuple[str, Rule], list[tuple[Any, str]]] = {}
     lines, needed = [], set()
     for name in sorted(names):
         fitting = [(rule, m) for rule, pattern in compiled if (m := pattern.fullmatch(name))]
         needed |= {rule for rule, _ in fitting}
         if len(fitting) != 1:
-            both = " and ".join(str(rule) for rule, _ in fitting)
-            lines.append(f"{name}: {f'matches {both}' if fitting else 'matches no rule'}")
+            rule_names = " and ".join(str(rule) for rule, _ in fitting)
+            lines.append(f"{name}: {f'matches {rule_names}' if fitting else 'matches no rule'}")
             continue
         rule, match = fitting[0]
         if not isinstance(rule, Drop):
             key = (_filled(rule.target, match), rule)
-            found.setdefault(key, []).append((_order(match, rule), name))
+            sources.setdefault(key, []).append((_order(match, rule), name))
     lines += [f"{rule} matches nothing" for rule in rules if rule not in needed]
     made: dict[str, Merged] = {}
-    for (target, rule), pieces in found.items():
+    for (target, rule), pieces in sources.items():
         if target in made:
             lines.append(f"{target}: made by {rule} and by {made[target].rule}")
         if isinstance(rule, Rename) and len(pieces) > 1:
@@ -285,9 +287,9 @@ def _filled(target: str, match: re.Match[str]) -> str:
 
 def _order(match: re.Match[str], rule: Rule) -> tuple[Any, ...]:
     """Return the sort key of a piece: numbers by value, before words."""
-    own = [match[name] for name in _names(rule.source) if name not in _names(rule.target)]
+    names = [match[name] for name in _names(rule.source) if name not in _names(rule.target)]
     return tuple(
         (not part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for text in own
+        for text in names
         for part in re.split(r"(\d+)", text)
     )

@@ -39,8 +39,8 @@ def array_reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
         handler: Handler of Orbax, made without multiprocessing options: with them it would change
             what the other handlers of the process write.
     """
-    own = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    process = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
@@ -78,8 +78,8 @@ def shared_steps(find: Callable[[], list[int]]) -> list[int]:
     Args:
         find: Function that lists the steps.
     """
-    found = find() if jax.process_index() == 0 else []
-    return share(np.asarray(found, np.int32), jax.process_index() == 0).tolist()
+    steps = find() if jax.process_index() == 0 else []
+    return share(np.asarray(steps, np.int32), jax.process_index() == 0).tolist()
 
 
 def shared_manifest(read: Callable[[], CheckpointManifest]) -> CheckpointManifest:
@@ -143,7 +143,7 @@ def read_state(
         if reason := bounds.beyond_memory(manifest.arrays):
             raise CheckpointError(f"{where}: {reason}")
         target = target_of(manifest)
-    whole, target = target, without_later(manifest, target)
+    full_target, target = target, without_later(manifest, target)
     check_target(manifest, target, where)
     packed = jax.eval_shape(pack, target)
     shardings = pack(jax.tree.map(sharding_of, target, is_leaf=is_key))
@@ -158,7 +158,7 @@ def read_state(
     state = unpack(restored, target)
     if verify == "full":
         check_fingerprints(manifest, state, where)
-    return with_later(manifest, state, whole, where)
+    return with_later(manifest, state, full_target, where)
 
 
 def sharding_of(leaf: Any) -> Any:

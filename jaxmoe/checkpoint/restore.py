@@ -71,10 +71,10 @@ def restore_part(
     read = _open(directory, step, verify)
     manifest, where = read.manifest, read.where
     sources = _sources(manifest, mapping)
-    wanted = dict(sorted(flatten(target).items()))
-    _check(manifest, wanted, sources, where, is_cast_allowed)
+    leaves = dict(sorted(flatten(target).items()))
+    _check(manifest, leaves, sources, where, is_cast_allowed)
     packed = {}
-    for path, leaf in wanted.items():
+    for path, leaf in leaves.items():
         placed, merged = sharding_of(leaf), sources[path]
         if not merged.is_renamed:
             array = jax.device_put(merged.build(read, path), placed)
@@ -87,10 +87,10 @@ def restore_part(
             (name,) = merged.sources
             array = read(name, placed)
         packed[path] = array if is_key(leaf) else array.astype(leaf.dtype)
-    used = {name.split(SEPARATOR)[0] for path in wanted for name in sources[path].sources}
-    left = sorted({path.split(SEPARATOR)[0] for path in manifest.arrays} - used)
-    if left:
-        logger.info("%s: not read: %s", where, ", ".join(left))
+    items = {name.split(SEPARATOR)[0] for path in leaves for name in sources[path].sources}
+    unread = sorted({path.split(SEPARATOR)[0] for path in manifest.arrays} - items)
+    if unread:
+        logger.info("%s: not read: %s", where, ", ".join(unread))
     return unpack(traverse_util.unflatten_dict(packed, sep=SEPARATOR), target)
 
 
@@ -174,8 +174,8 @@ class _Reader:
             )
         array = cast(Array, traverse_util.flatten_dict(restored, sep=SEPARATOR)[name])
         if self._is_verified:
-            one = traverse_util.unflatten_dict({name: array}, sep=SEPARATOR)
-            check_fingerprints(self.manifest, one, self.where)
+            tree = traverse_util.unflatten_dict({name: array}, sep=SEPARATOR)
+            check_fingerprints(self.manifest, tree, self.where)
         return array
 
 
@@ -187,14 +187,14 @@ def _sources(manifest: CheckpointManifest, mapping: Sequence[Rule]) -> Mapping[s
 
 def _check(
     manifest: CheckpointManifest,
-    wanted: Mapping[str, Any],
+    leaves: Mapping[str, Any],
     sources: Mapping[str, Merged],
     where: str,
     is_cast_allowed: bool,
 ) -> None:
     """Raise for arrays that are missing or of another shape or dtype, before reading any."""
     lines = []
-    for path, leaf in describe(traverse_util.unflatten_dict(dict(wanted), sep=SEPARATOR)).items():
+    for path, leaf in describe(traverse_util.unflatten_dict(dict(leaves), sep=SEPARATOR)).items():
         if path not in sources:
             near = difflib.get_close_matches(path, sources, 1)
             hint = f" (it has {near[0]})" if near else ""
@@ -209,9 +209,10 @@ def _check(
         dtypes = {piece["dtype"] for piece in pieces}
         is_castable = is_cast_allowed and "key" not in (*dtypes, leaf["dtype"])
         if dtypes != {leaf["dtype"]} and not is_castable:
-            both = " and ".join(sorted(dtypes))
+            dtypes_text = " and ".join(sorted(dtypes))
             lines.append(
-                f"{path}: saved {both}, wanted {leaf['dtype']}, not cast unless is_cast_allowed"
+                f"{path}: saved {dtypes_text}, wanted {leaf['dtype']}, not cast unless"
+                f" is_cast_allowed"
             )
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")

@@ -38,8 +38,8 @@ def save_checkpoint(
     try:
         if step in manager.steps():
             raise CheckpointError(f"{directory} already has a checkpoint of step {step}")
-        given = config if isinstance(config, dict) else to_json(config)
-        is_saved = manager.save(step, state, config=given, data=data) and manager.finish()
+        config_json = config if isinstance(config, dict) else to_json(config)
+        is_saved = manager.save(step, state, config=config_json, data=data) and manager.finish()
     finally:
         manager.close()
     if not is_saved:
@@ -69,9 +69,9 @@ def load_checkpoint(
     try:
         if step is not None:
             return manager.restore(step, target)
-        found = manager.restore_newest(target)
-        if found is None:
+        newest = manager.restore_newest(target)
+        if newest is None:
             raise CheckpointError(f"{directory} holds no checkpoints")
-        return found[1]
+        return newest[1]
     finally:
         manager.close()

@@ -113,12 +113,12 @@ def save_streamed(
         arrays=dict(sorted((manifest.arrays | shapes).items())),
         fingerprints=manifest.fingerprints | writer.fingerprints(),
     )
-    words = ocp.Checkpointer(ocp.JsonCheckpointHandler())
-    words.save(
+    checkpointer = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+    checkpointer.save(
         place / _MANIFEST,
         args=ocp.args.JsonSave(manifest.to_json()),  # pyright: ignore[reportCallIssue]
     )
-    words.close()
+    checkpointer.close()
     checksums.write_list(place)
 
 
@@ -156,7 +156,7 @@ class _Writer(ocp.type_handlers.NumpyHandler):
 
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprints of the written arrays."""
-        return {path: one.value for path, one in self._prints.items()}
+        return {path: fingerprint.value for path, fingerprint in self._prints.items()}
 
     async def _open_and_write(
         self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any

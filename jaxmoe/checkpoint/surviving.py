@@ -91,14 +91,14 @@ def survey(step: pathlib.Path) -> Survey:
         CheckpointDamagedError: The list of files, the manifest or the store cannot be used; raised
             on all processes.
     """
-    found = _shared(lambda: _survey(step))
-    manifest = CheckpointManifest.from_json(found["manifest"], str(step))
-    lost = {path: tuple(map(_box, boxes)) for path, boxes in found["lost"].items()}
+    result = _shared(lambda: _survey(step))
+    manifest = CheckpointManifest.from_json(result["manifest"], str(step))
+    lost = {path: tuple(map(_box, boxes)) for path, boxes in result["lost"].items()}
     return Survey(
         step=step,
         manifest=manifest,
-        files=tuple(found["files"]),
-        stored=found["stored"],
+        files=tuple(result["files"]),
+        stored=result["stored"],
         lost=lost,
     )
 
@@ -113,27 +113,27 @@ def _survey(step: pathlib.Path) -> dict[str, Any]:
     if "manifest/metadata" not in names:
         raise CheckpointDamagedError(f"{step}: its manifest is damaged")
     manifest, lost = read_manifest(step), {}
-    found = Survey(step=step, manifest=manifest, files=tuple(names), stored={}, lost={})
-    with opened(found) as survivors:
+    result = Survey(step=step, manifest=manifest, files=tuple(names), stored={}, lost={})
+    with opened(result) as survivors:
         if lines := bounds.contents(survivors.place, has_store=False):
             raise CheckpointDamagedError(f"{step}: {'; '.join(lines[:5])}")
-        found.stored.update(_stored(survivors.place, manifest))
+        result.stored.update(_stored(survivors.place, manifest))
         for path in manifest.arrays:
             if boxes := survivors.unreadable(path):
                 lost[path] = boxes
     return {
         "manifest": manifest.to_json(),
         "files": names,
-        "stored": found.stored,
+        "stored": result.stored,
         "lost": lost,
     }
 
 
 def _stored(place: pathlib.Path, manifest: CheckpointManifest) -> dict[str, dict[str, Any]]:
     """Return the descriptions of arrays; every process has written all of them to its own store."""
-    tensorstore, found = require("tensorstore"), dict[str, dict[str, Any]]()
+    tensorstore, arrays = require("tensorstore"), dict[str, dict[str, Any]]()
     for base in (place / "state", *sorted((place / "state").glob("ocdbt.process_*"))):
-        for path in manifest.arrays.keys() - found.keys():
+        for path in manifest.arrays.keys() - arrays.keys():
             spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{base}/"}}
             try:
                 store = tensorstore.KvStore.open(spec).result()
@@ -141,10 +141,10 @@ def _stored(place: pathlib.Path, manifest: CheckpointManifest) -> dict[str, dict
                 if len(value) <= bounds.MAX_DESCRIPTION:
                     stored = parse_json(value.decode())
                     if not bounds.differs_in_store(stored, manifest.arrays[path]):
-                        found[path] = stored
+                        arrays[path] = stored
             except (*_ERRORS, KeyError, TypeError, AttributeError):
                 continue
-    return found
+    return arrays
 
 
 class Survivors(abc.ABC):
@@ -167,27 +167,27 @@ class SurvivingFiles(Survivors):
     """Reads what is left of a step.
 
     Args:
-        found: Survey of the step.
+        survey: Survey of the step.
         place: Directory with the files that are whole.
     """
 
-    def __init__(self, found: Survey, place: pathlib.Path):
-        self.found, self.place = found, place
+    def __init__(self, survey: Survey, place: pathlib.Path):
+        self.found, self.place = survey, place
         self._stores: dict[str, Any] = {}
 
     def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
         """Return a part of an array; see `Survivors`."""
         values, lost = np.array(instead), set(self.found.lost.get(path, ()))
         for chunk in self._chunks(path, box):
-            if chunk not in lost and (both := overlap(box, chunk)) is not None:
-                values[inside(both, box)] = self._read(path, both)
+            if chunk not in lost and (shared_box := overlap(box, chunk)) is not None:
+                values[inside(shared_box, box)] = self._read(path, shared_box)
         return values
 
     def unreadable(self, path: str) -> list[Box]:
         """Return the boxes of an array that cannot be read; reads all of it."""
-        whole = tuple((0, size) for size in self.found.manifest.arrays[path]["shape"])
+        full_box = tuple((0, size) for size in self.found.manifest.arrays[path]["shape"])
         boxes = []
-        for chunk in self._chunks(path, whole):
+        for chunk in self._chunks(path, full_box):
             try:
                 if path in self.found.stored:
                     self._read(path, chunk)
@@ -203,10 +203,10 @@ class SurvivingFiles(Survivors):
         sizes = self.found.stored.get(path, {"chunks": [max(size, 1) for size in shape]})["chunks"]
         ranges = (
             [
-                (at * size, min((at + 1) * size, whole))
+                (at * size, min((at + 1) * size, length))
                 for at in range(first // size, -(-last // size))
             ]
-            for (first, last), size, whole in zip(box, sizes, shape, strict=True)
+            for (first, last), size, length in zip(box, sizes, shape, strict=True)
         )
         yield from itertools.product(*ranges)
 
@@ -225,25 +225,25 @@ class SurvivingFiles(Survivors):
 
 
 @contextlib.contextmanager
-def opened(found: Survey) -> Iterator[SurvivingFiles]:
+def opened(survey: Survey) -> Iterator[SurvivingFiles]:
     """Open what is left of a step, through a directory of links to the files that are whole.
 
     Args:
-        found: Survey of the step.
+        survey: Survey of the step.
     """
     with tempfile.TemporaryDirectory(prefix="jaxmoe-surviving-") as name:
         place = pathlib.Path(name)
-        for file in (*found.files, *checksums.OF_THE_COMMIT):
-            if (source := found.step.absolute() / file).exists():
+        for file in (*survey.files, *checksums.OF_THE_COMMIT):
+            if (source := survey.step.absolute() / file).exists():
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 (place / file).symlink_to(source)
-        yield SurvivingFiles(found, place)
+        yield SurvivingFiles(survey, place)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(box: Box, chunk: Box) -> Box | None:
     """Return the part that two boxes share; None if there is none."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(first < last for first, last in both) else None
+    shared_box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, chunk, strict=True))
+    return shared_box if all(first < last for first, last in shared_box) else None
 
 
 def inside(part: Box, box: Box) -> tuple[slice, ...]:

@@ -52,7 +52,7 @@ def open_manager(
     directory: Any,
     keep: int,
     before_commit: Callable[[], None] | None,
-    kept: Sequence[int] = (),
+    pinned_steps: Sequence[int] = (),
 ) -> ocp.CheckpointManager:
     """Return the Orbax manager of a directory, which exists.
 
@@ -61,7 +61,7 @@ def open_manager(
         keep: Number of newest steps to keep.
         before_commit: Called in Orbax's thread after the last write of a step and before its
             commit; None for a manager that only reads.
-        kept: Further steps to keep.
+        pinned_steps: Further steps to keep.
     """
     is_writer = before_commit is not None
     if is_writer:
@@ -71,7 +71,9 @@ def open_manager(
     policies = ocp.checkpoint_managers
     latest = policies.LatestN(keep)
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy([latest, policies.CustomSteps(kept)])
+        preservation_policy=policies.AnyPreservationPolicy(
+            [latest, policies.CustomSteps(pinned_steps)]
+        )
         if is_writer
         else None,
         create=False,
@@ -119,7 +121,7 @@ class StepWriter:
             return
         copies = [copy_state(packed)]
         # Processes must start their computations in one order, hence in the main thread.
-        begun = begin_fingerprints(copies[0]) if jax.process_count() > 1 else None
+        prints = begin_fingerprints(copies[0]) if jax.process_count() > 1 else None
         mesh = jax.sharding.get_mesh()
 
         def run() -> None:
@@ -129,7 +131,7 @@ class StepWriter:
                 self._manager.wait_until_finished()
             # The current mesh is one of the thread, and part of the key of compiled programs.
             with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
-                self._give(manifest, state, (begun or begin_fingerprints(state))())
+                self._give(manifest, state, (prints or begin_fingerprints(state))())
 
         executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
         self._lazy = executor.submit(run)
@@ -210,10 +212,12 @@ def run_to_the_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
         try:
             return loop.run_until_complete(main)
         finally:
-            left = asyncio.all_tasks(loop) - {main}
-            if main.done() and left:  # not done: a signal has interrupted it
-                ended, _ = loop.run_until_complete(asyncio.wait(left, timeout=_SECONDS))
-                for task in ended:  # the first error is raised; asyncio logs others that are unread
+            tasks = asyncio.all_tasks(loop) - {main}
+            if main.done() and tasks:  # not done: a signal has interrupted it
+                finished, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=_SECONDS))
+                for (
+                    task
+                ) in finished:  # the first error is raised; asyncio logs others that are unread
                     _ = task.cancelled() or task.exception()
     finally:
         asyncio.set_event_loop(None)

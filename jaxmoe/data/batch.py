@@ -126,11 +126,11 @@ def validate_batch(batch: Batch, vocab_size: int) -> None:
             id is outside the vocabulary, or a loss weight is negative or not finite.
     """
     fields = {name: np.asarray(values) for name, values in batch.arrays().items()}
-    wanted = fields["tokens"].shape
-    if len(wanted) != 2:
-        raise DataError(f"batch.tokens has shape {wanted}, which must be [rows, positions]")
+    shape = fields["tokens"].shape
+    if len(shape) != 2:
+        raise DataError(f"batch.tokens has shape {shape}, which must be [rows, positions]")
     for name, values in fields.items():
-        _check_array(name, values, wanted)
+        _check_array(name, values, shape)
     for name in ("tokens", "targets"):
         _refuse_first(
             name,
@@ -148,21 +148,21 @@ def validate_batch(batch: Batch, vocab_size: int) -> None:
     )
 
 
-def _check_array(name: str, values: np.ndarray, wanted: tuple[int, ...]) -> None:
+def _check_array(name: str, values: np.ndarray, shape: tuple[int, ...]) -> None:
     """Raise a DataError if an array of a batch has another shape or kind than its field.
 
     Args:
         name: Key of `Batch.arrays`.
         values: The array.
-        wanted: Shape of the tokens.
+        shape: Shape of the tokens.
     """
     is_extra = name.startswith(EXTRA)
-    wanted = wanted[:1] if name == "level" else wanted
-    if (values.shape[:2] if is_extra else values.shape) != wanted:
+    shape = shape[:1] if name == "level" else shape
+    if (values.shape[:2] if is_extra else values.shape) != shape:
         rule = "begin with" if is_extra else "be"
         raise DataError(
             f"batch.{name} has shape {values.shape}, which must {rule} that of batch.tokens, "
-            f"{wanted}"
+            f"{shape}"
         )
     if is_extra:
         kinds, words = (np.number, np.bool_), "a number or boolean"

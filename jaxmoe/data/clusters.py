@@ -63,8 +63,10 @@ class Clusters:
 
     def digest(self) -> str:
         """Return the sha256 of the centroids, which identifies the partition."""
-        whole = np.round(self.centroids * 10**_DECIMALS).astype("<i8")
-        return hashlib.sha256(repr((_FORMAT, whole.shape)).encode() + whole.tobytes()).hexdigest()
+        rounded = np.round(self.centroids * 10**_DECIMALS).astype("<i8")
+        return hashlib.sha256(
+            repr((_FORMAT, rounded.shape)).encode() + rounded.tobytes()
+        ).hexdigest()
 
     def nearest(self, features: Float[np.ndarray, "N d"]) -> Int[np.ndarray, " N"]:
         """Return the part of each document, from 0."""
@@ -184,11 +186,11 @@ def assign_documents(
 
 def _fit(features: np.ndarray, num_parts: int) -> np.ndarray:
     """Return the centroids [K d] with the smallest summed distance of all restarts."""
-    found = [
+    fits = [
         _lloyd(features, _first_centroids(features, num_parts, frozen_generator(restart)))
         for restart in range(_RESTARTS if num_parts > 1 else 1)
     ]
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(fits, key=lambda pair: pair[0])[1]
 
 
 def _first_centroids(

@@ -173,12 +173,12 @@ def _write(
             tokens += len(document.ids)
             progress.at("reading data: {:,} documents, {:,} tokens", len(lengths), tokens)
     if not lengths:
-        found = "only empty documents"
+        description = "only empty documents"
         if weights is not None and weights.untrained:
-            found = f"{weights.untrained} records without a token to train on"
+            description = f"{weights.untrained} records without a token to train on"
         if skipped:
-            found = f"{len(skipped)} records that cannot be used, the first: {skipped[0]}"
-        raise DataError(f"{collection} holds no text: found {found}")
+            description = f"{len(skipped)} records that cannot be used, the first: {skipped[0]}"
+        raise DataError(f"{collection} holds no text: found {description}")
     for message in skipped[:3]:
         logger.warning("left out: %s", message)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -280,13 +280,13 @@ class _Text(NamedTuple):
 def _tokenized(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[_Document]:
     if not texts:
         return
-    encoded = tokenizer.encode_all([one.text for one in texts])
+    encoded = tokenizer.encode_all([text.text for text in texts])
     encoded.reverse()
-    for one in texts:
+    for text in texts:
         ids = encoded.pop()  # freed before the next
         ends = np.array([tokenizer.separator], ids.dtype)
         ids = np.concatenate([ends, ids, ends])
-        yield _Document(ids, one.digest, one.size)
+        yield _Document(ids, text.digest, text.size)
 
 
 def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:

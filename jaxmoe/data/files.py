@@ -113,7 +113,7 @@ class FileCollection:
 
         Content without a checksum, and files of records that were read as one text each.
         """
-        found = [
+        lines = [
             f"{self}: {len(names)} of {len(self.files)} files are {kind}, {min(names)} among them,"
             " and each is trained as one text, with its quotes, braces and names of fields. To"
             " train on a field of its records, write them as JSON lines (.jsonl) and name the"
@@ -121,9 +121,9 @@ class FileCollection:
             for kind, names in sorted(self._records.items())
         ]
         if not self._without_checksum:
-            return found
+            return lines
         return [
-            *found,
+            *lines,
             f"{self}: {len(self._without_checksum)} of {len(self.files)} files have zstd frames "
             f"without a checksum, {min(self._without_checksum)} among them, so that damaged "
             "content may be read as text: compress them with `zstd --check` to have it detected",

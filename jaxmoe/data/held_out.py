@@ -56,16 +56,16 @@ def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
         yield from (text for _, text in _texts(collection))
         return
     first = itertools.islice(_texts(collection), math.ceil(_FEWEST_BY_DIGEST / fraction))
-    digests = np.array([found for found, _ in first], np.uint64)
+    digests = np.array([file for file, _ in first], np.uint64)
     mask = held_out(digests, fraction, is_whole=collection.has_weights)
     if mask is None:
         yield from (text[: int(len(text) * (1 - fraction))] for _, text in _texts(collection))
         return
-    for number, (found, text) in enumerate(_texts(collection)):
+    for number, (file, text) in enumerate(_texts(collection)):
         if number < len(mask):
             is_held_out = mask[number]
         else:  # enough documents that each one's digest decides
-            is_held_out = found < int(fraction * 2**64)
+            is_held_out = file < int(fraction * 2**64)
         if not is_held_out:
             yield text
 

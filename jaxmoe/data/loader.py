@@ -264,8 +264,8 @@ def _batch_of(rows: list[Row]) -> Batch:
         extra["task"] = np.repeat(np.array(tasks, np.int32)[:, None], inputs.shape[1], axis=1)
     if all(row.segment_ids is None for row in rows):
         return Batch(tokens=inputs, targets=targets, loss_weights=weights, extra=extra)
-    whole = np.ones(tokens.shape[1], np.int32)
-    segments = np.stack([whole if row.segment_ids is None else row.segment_ids for row in rows])
+    segment = np.ones(tokens.shape[1], np.int32)
+    segments = np.stack([segment if row.segment_ids is None else row.segment_ids for row in rows])
     is_same = segments[:, 1:] == segments[:, :-1]
     # A token's segment begins at the last place where the segment changed.
     places = np.arange(inputs.shape[1], dtype=np.int32)[None, :]

@@ -170,8 +170,12 @@ class Mixture:
     def entropy_bits_per_token(self, sequence_length: int) -> float | None:
         """Return the mean of the parts by weight, None if one is unknown."""
         rates = [source.entropy_bits_per_token(sequence_length) for source in self._sources]
-        known = [w * r for w, r in zip(self._weights, rates, strict=True) if r is not None]
-        return math.fsum(known) / sum(self._weights) if len(known) == len(rates) else None
+        weighted_rates = [w * r for w, r in zip(self._weights, rates, strict=True) if r is not None]
+        return (
+            math.fsum(weighted_rates) / sum(self._weights)
+            if len(weighted_rates) == len(rates)
+            else None
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the weights, the order, and the fingerprints of the parts."""

@@ -91,7 +91,7 @@ def _grams(text: np.ndarray, length: int) -> np.ndarray:
     return grams
 
 
-def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _look_up(keys: np.ndarray, values: np.ndarray, grams: np.ndarray) -> np.ndarray:
     """Return the value of each wanted key, 0 if it is absent; keys are sorted."""
-    places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-    return np.where(keys[places] == wanted, values[places], 0)
+    places = np.searchsorted(keys, grams).clip(max=len(keys) - 1)
+    return np.where(keys[places] == grams, values[places], 0)

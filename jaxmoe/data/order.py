@@ -84,17 +84,17 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return integers in the proportions of decimal weights: 0.7 and 0.3 become 7 and 3."""
     exact = [fractions.Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * scale) for weight in exact]
-    return tuple(weight // math.gcd(*whole) for weight in whole)
+    integers = [int(weight * scale) for weight in exact]
+    return tuple(weight // math.gcd(*integers) for weight in integers)
 
 
 def interleaved_counts(number: int, weights: Sequence[int]) -> list[int]:
     """Return how many of the first `number` places belong to each part."""
-    counts, rest, total = [], number, sum(weights)
+    counts, remaining, total = [], number, sum(weights)
     for weight in weights:
-        following = rest * (total - weight) // total
-        counts.append(rest - following)
-        rest, total = following, total - weight
+        following = remaining * (total - weight) // total
+        counts.append(remaining - following)
+        remaining, total = following, total - weight
     return counts
 
 

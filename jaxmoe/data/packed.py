@@ -78,10 +78,10 @@ def build_sources(
         documents, facts = store.split(fraction), {"train": store.facts}
         directories: dict[Split, pathlib.Path] = dict.fromkeys(_SPLITS, store.directory)
         if held_out is not None:
-            other = plan(held_out)
-            documents["validation"] = other.split(0.0)["train"]
-            facts["validation"] = other.facts
-            directories["validation"] = other.directory
+            held_out_plan = plan(held_out)
+            documents["validation"] = held_out_plan.split(0.0)["train"]
+            facts["validation"] = held_out_plan.facts
+            directories["validation"] = held_out_plan.directory
         partition = None
         if config.partition is not None:
             train = documents["train"]
@@ -343,12 +343,12 @@ class PackedSource:
             part = f"{self.partition.part + 1}of{self.partition.clusters.num_parts}-"
         if documents.weights is not None:
             part += f"{self._config.long_documents}-"
-        kept = f"slots-{split}-{fraction}-{part}{sequence_length}.npy"
+        file_name = f"slots-{split}-{fraction}-{part}{sequence_length}.npy"
         return BestFit(
             documents,
             sequence_length=sequence_length,
             seed=seed,
-            file=self._directories[split] / kept,
+            file=self._directories[split] / file_name,
             long=self._config.long_documents,
         )
 

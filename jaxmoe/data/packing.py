@@ -82,8 +82,12 @@ class BestFit:
         self._documents, self._length, self._seed = documents, sequence_length, seed
         owner, piece, lengths = cut(documents.lengths, sequence_length)
         self.is_long = documents.lengths > sequence_length + 1
-        kept = _kept(documents, owner, piece, lengths, sequence_length, long)
-        self._owner, self._piece, self._piece_lengths = owner[kept], piece[kept], lengths[kept]
+        is_kept = _kept(documents, owner, piece, lengths, sequence_length, long)
+        self._owner, self._piece, self._piece_lengths = (
+            owner[is_kept],
+            piece[is_kept],
+            lengths[is_kept],
+        )
         self.num_left_out = len(owner) - len(self._owner)
         """Pieces that are in no row."""
         self.num_unused = len(np.unique(owner)) - len(np.unique(self._owner))
@@ -215,8 +219,8 @@ def cut(
     counts = -(-predictions // sequence_length)
     owner = np.repeat(np.arange(len(lengths)), counts)
     piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rest = predictions[owner] - piece * sequence_length
-    return owner, piece, np.minimum(rest, sequence_length) + 1
+    remaining = predictions[owner] - piece * sequence_length
+    return owner, piece, np.minimum(remaining, sequence_length) + 1
 
 
 def _kept(
@@ -237,15 +241,15 @@ def _kept(
         sequence_length: S.
         long: Pieces to keep of documents that do not fit into a row.
     """
-    kept = np.ones(len(owner), bool)
+    is_kept = np.ones(len(owner), bool)
     if documents.weights is None:
-        return kept
+        return is_kept
     if long == "truncate":
-        kept = piece == 0
+        is_kept = piece == 0
     elif long == "leave_out":
-        kept = documents.lengths[owner] <= sequence_length + 1
+        is_kept = documents.lengths[owner] <= sequence_length + 1
     predicted = documents.starts[owner] + piece * sequence_length + 1
-    return kept & (documents.trained(predicted, lengths - 1) > 0)
+    return is_kept & (documents.trained(predicted, lengths - 1) > 0)
 
 
 def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:

@@ -177,10 +177,10 @@ class PartRows:
             DataError: The part has no more rows.
         """
         with self._lock:
-            found = self._found.setdefault(sequence_length, [])
-            while len(found) <= index:
-                found += self._next_block(sequence_length, found[-1] if found else 0)
-            return found[index]
+            numbers = self._found.setdefault(sequence_length, [])
+            while len(numbers) <= index:
+                numbers += self._next_block(sequence_length, numbers[-1] if numbers else 0)
+            return numbers[index]
 
     def _next_block(self, sequence_length: int, latest: int) -> Sequence[int]:
         """Return the members among the next rows."""

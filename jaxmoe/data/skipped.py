@@ -64,11 +64,11 @@ class SkippedRows:
             was lost. None if the checkpoint has read rows that the run has skipped since, and is
             therefore abandoned.
         """
-        here = collections.Counter(self.before(step).windows)
-        there = collections.Counter(saved.windows)
-        if here - there:
+        counts = collections.Counter(self.before(step).windows)
+        saved_counts = collections.Counter(saved.windows)
+        if counts - saved_counts:
             return None
-        return _of([*self.windows, *(there - here).elements()])
+        return _of([*self.windows, *(saved_counts - counts).elements()])
 
     def to_json(self) -> list[list[int]]:
         """Return the windows as JSON values."""

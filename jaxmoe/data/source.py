@@ -167,6 +167,6 @@ def token_bytes(source: Any, token: int, *, is_first: bool = False) -> bytes:
         token: Its id; an id without text, such as the separator, has none.
         is_first: Whether no text precedes it: some tokenizers leave out a space there.
     """
-    if (own := getattr(source, "token_bytes", None)) is not None:
-        return own(token, is_first=is_first)
+    if (source_bytes := getattr(source, "token_bytes", None)) is not None:
+        return source_bytes(token, is_first=is_first)
     return source.decode(np.asarray([token], np.int32)).encode()

@@ -98,8 +98,8 @@ class Store:
         """
         lengths = np.diff(self.offsets)
         if fraction == 0.0:
-            whole = self._where(np.ones(len(lengths), bool))
-            return {"train": whole, "validation": self._where(np.zeros(len(lengths), bool))}
+            all_rows = self._where(np.ones(len(lengths), bool))
+            return {"train": all_rows, "validation": self._where(np.zeros(len(lengths), bool))}
         is_held_out = held_out(self.digests, fraction, is_whole=self.weights is not None)
         if is_held_out is not None:
             return {"train": self._where(~is_held_out), "validation": self._where(is_held_out)}

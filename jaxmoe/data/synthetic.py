@@ -129,16 +129,16 @@ class Chain:
 
     def entropy_bits_per_token(self, sequence_length: int) -> float:
         """Return the mean bits of the S predictions of a row, including those of short contexts."""
-        known = min(sequence_length + 1, self.order)
-        first = self._block_entropy(known) - self._block_entropy(1)
-        rest = max(0, sequence_length + 1 - self.order) * self.entropy_rate()
-        return (first + rest) / sequence_length
+        num_first = min(sequence_length + 1, self.order)
+        first = self._block_entropy(num_first) - self._block_entropy(1)
+        later_bits = max(0, sequence_length + 1 - self.order) * self.entropy_rate()
+        return (first + later_bits) / sequence_length
 
     def whole_row_bits_per_token(self, sequence_length: int) -> float:
         """Return the mean bits of the S symbols of a row if none is given."""
-        known = min(sequence_length, self.order)
-        rest = (sequence_length - known) * self.entropy_rate()
-        return (self._block_entropy(known) + rest) / sequence_length
+        num_first = min(sequence_length, self.order)
+        later_bits = (sequence_length - num_first) * self.entropy_rate()
+        return (self._block_entropy(num_first) + later_bits) / sequence_length
 
     def sample(self, uniforms: Float[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
         """Return a row of symbols that starts in the stationary distribution.
@@ -267,14 +267,16 @@ class SyntheticSource:
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the token ids in a text of numbers separated by spaces."""
-        words = text.split()
-        wrong = [word for word in words if not word.isdecimal() or int(word) >= self.vocab_size]
+        token_texts = text.split()
+        wrong = [
+            word for word in token_texts if not word.isdecimal() or int(word) >= self.vocab_size
+        ]
         if wrong:
             raise DataError(
                 f"{wrong[0]!r} is not a token of this language: write numbers from 0 to "
                 f"{self.vocab_size - 1}, separated by spaces"
             )
-        return np.array([int(word) for word in words], np.int32)
+        return np.array([int(word) for word in token_texts], np.int32)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
         """Return the token ids as numbers separated by spaces."""

@@ -52,8 +52,8 @@ class Chat:
         Raises:
             ConversationError: The template cannot write the message; it is left out.
         """
-        asked = (*self.messages, Message(role="user", content=text))
-        ids = render(asked, self.template, self.tokenizer, add_generation_prompt=True)
+        messages = (*self.messages, Message(role="user", content=text))
+        ids = render(messages, self.template, self.tokenizer, add_generation_prompt=True)
         end_ids, spelled = answer_ends(self.template, self.tokenizer)
         shown = ""
 
@@ -74,7 +74,7 @@ class Chat:
                 **sampling,
             )
             show(sample)
-        self.messages = (*asked, Message(role="assistant", content=shown))
+        self.messages = (*messages, Message(role="assistant", content=shown))
         return shown
 
 
@@ -87,7 +87,9 @@ def answer_ends(
         template: How turns are written.
         tokenizer: Tokenizer of the model.
     """
-    ids = tuple(one[0] for one in stop_sequences(template, tokenizer) if len(one) == 1)
+    ids = tuple(
+        sequence[0] for sequence in stop_sequences(template, tokenizer) if len(sequence) == 1
+    )
     end = template.end
     if end is None or end.kind != "control" or not end.text:
         return ids, ()

@@ -92,7 +92,7 @@ class Pretrained:
             sampling = SamplingConfig(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
             )
-            given = GenerationConfig(
+            config = GenerationConfig(
                 length=length,
                 sampling=sampling,
                 seed=seed,
@@ -106,12 +106,12 @@ class Pretrained:
                 self.params,
                 self.router_state or None,
                 rows,
-                given,
+                config,
                 execution=self.execution,
                 on_sample=on_sample,
             )
-        found = [sample.text if is_text else list(sample.token_ids) for sample in samples]
-        return found[0] if is_one else found
+        results = [sample.text if is_text else list(sample.token_ids) for sample in samples]
+        return results[0] if is_one else results
 
 
 def from_huggingface(
@@ -141,11 +141,11 @@ def from_huggingface(
                 f"directory={directory} holds no Hugging Face model (a config.json with"
                 " model_type): open a run with jaxmoe.run.Run.open"
             )
-        found, fields = read_huggingface(place, nonfinite=nonfinite), read_fields(place)
+        model, fields = read_huggingface(place, nonfinite=nonfinite), read_fields(place)
         return Pretrained(
-            model=found.model,
-            params=found.params,
-            router_state=found.router_state,
+            model=model.model,
+            params=model.params,
+            router_state=model.router_state,
             tokenizer=bundled_data(place, fields).build(),
             eos_ids=eos_ids(fields, read_generation(place)),
             execution=execution or ExecutionConfig(),

@@ -27,14 +27,14 @@ def read_prompts(path: str) -> list[str]:
 
 
 def read_records(
-    path: str, field: str, others: Sequence[str] = (), *, optional: Sequence[str] = ()
+    path: str, field: str, fields: Sequence[str] = (), *, optional: Sequence[str] = ()
 ) -> list[dict[str, str]]:
     """Return the texts of a file of JSON lines.
 
     Args:
         path: File with an object in each line.
         field: Name of the path in messages.
-        others: Fields that a line has beside "prompt".
+        fields: Fields that a line has beside "prompt".
         optional: Fields that are texts where a line has them.
 
     Returns:
@@ -44,22 +44,22 @@ def read_records(
     Raises:
         ValueError: It cannot be read, has no line, or a line lacks a field or has no text in it.
     """
-    found = []
+    records = []
     for number, line in _lines(path, field):
         try:
             value = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{field}={path} line {number} is not JSON: {error}") from error
         record = value if isinstance(value, dict) else {}
-        for name in ("prompt", *others, *(name for name in optional if name in record)):
+        for name in ("prompt", *fields, *(name for name in optional if name in record)):
             text = record.get(name)
             if not isinstance(text, str) or (name == "prompt" and not text):
                 raise ValueError(
                     f"{field}={path} line {number} must be an object with a text in the field"
                     f" '{name}', found {line[:40]!r}"
                 )
-        found.append({name: text for name, text in record.items() if isinstance(text, str)})
-    return found
+        records.append({name: text for name, text in record.items() if isinstance(text, str)})
+    return records
 
 
 def _lines(path: str, field: str) -> list[tuple[int, str]]:
@@ -68,10 +68,10 @@ def _lines(path: str, field: str) -> list[tuple[int, str]]:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{field}={path} cannot be read: {error}") from error
-    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
         raise ValueError(f"{field}={path} is empty: write a prompt into each line")
-    return found
+    return numbered
 
 
 def write_samples(samples: Sequence[Sample], path: str) -> None:
@@ -84,6 +84,8 @@ def write_samples(samples: Sequence[Sample], path: str) -> None:
     Raises:
         FileExistsError: It exists.
     """
-    lines = [json.dumps({"prompt": one.prompt, "text": one.text}) + "\n" for one in samples]
+    lines = [
+        json.dumps({"prompt": sample.prompt, "text": sample.text}) + "\n" for sample in samples
+    ]
     with pathlib.Path(path).open("x", encoding="utf-8") as file:
         file.writelines(lines)

@@ -136,7 +136,7 @@ def continue_texts(
     params: Any,
     router_state: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
-    given: GenerationConfig,
+    config: GenerationConfig,
     *,
     execution: ExecutionConfig | None = None,
     on_sample: OnSample | None = None,
@@ -151,7 +151,7 @@ def continue_texts(
         params: Parameters of the model.
         router_state: Router state.
         prompts: Token ids of each prompt.
-        given: Length, sampling and ends.
+        config: Length, sampling and ends.
         execution: Execution of the model; defaults when None.
         on_sample: Called with the only sample as it grows; text that may still change, or begins a
             stop string, is held back.
@@ -164,20 +164,20 @@ def continue_texts(
     """
     if on_sample is not None and len(prompts) > 1:
         raise ValueError(f"{len(prompts)} prompts cannot be streamed together: stream one")
-    texts = [_Text(codec, given, prompt, precision, on_sample) for prompt in prompts]
+    texts = [_Text(codec, config, prompt, precision, on_sample) for prompt in prompts]
     shared: dict[str, Any] = {
-        "num_tokens": given.length,
-        "key": jax.random.key(given.seed),
+        "num_tokens": config.length,
+        "key": jax.random.key(config.seed),
         "router_state": router_state,
         "execution": execution,
     }
     if model.attention.is_causal:
-        looks = bool(on_sample or given.stop)
+        looks = bool(on_sample or config.stop)
         parts = stream(
             *(model, params, list(prompts)),
-            sampling=given.sampling,
-            eos_ids=given.eos_ids,
-            at_once=_AT_ONCE if looks else given.length,
+            sampling=config.sampling,
+            eos_ids=config.eos_ids,
+            at_once=_AT_ONCE if looks else config.length,
             programs=programs,
             **shared,
         )
@@ -187,7 +187,7 @@ def continue_texts(
             " --layers and --experts out"
         )
     else:
-        parts = iter([_fill_after(model, params, prompts, given, shared)])
+        parts = iter([_fill_after(model, params, prompts, config, shared)])
     for part in parts:
         for text, tokens in zip(texts, part, strict=True):
             text.add(tokens)
@@ -223,12 +223,12 @@ class _Text:
     def __init__(
         self,
         codec: Codec,
-        given: GenerationConfig,
+        config: GenerationConfig,
         prompt: Sequence[int] | np.ndarray,
         precision: str,
         on_sample: OnSample | None,
     ):
-        self._codec, self._given, self._on_sample = codec, given, on_sample
+        self._codec, self._given, self._on_sample = codec, config, on_sample
         self._context = context_of(prompt)
         self._before = codec.decode(np.asarray(self._context, np.int32))
         self._sample = Sample(
@@ -274,8 +274,8 @@ def first_stop(text: str, stop: Sequence[str]) -> int:
         text: Generated text.
         stop: Strings that end it.
     """
-    found = (text.find(end) for end in stop)
-    return min((index for index in found if index >= 0), default=len(text))
+    places = (text.find(end) for end in stop)
+    return min((index for index in places if index >= 0), default=len(text))
 
 
 def certain_length(text: str, stop: Sequence[str]) -> int:
@@ -285,20 +285,20 @@ def certain_length(text: str, stop: Sequence[str]) -> int:
         text: Generated text so far.
         stop: Strings that end it; a beginning of one may become one.
     """
-    whole = len(text.rstrip(_BROKEN))
+    num_whole = len(text.rstrip(_BROKEN))
     for end in stop:
         for size in range(min(len(end) - 1, len(text)), 0, -1):
             if text.endswith(end[:size]):
-                whole = min(whole, len(text) - size)
+                num_whole = min(num_whole, len(text) - size)
                 break
-    return whole
+    return num_whole
 
 
 def _fill_after(
     model: ModelConfig,
     params: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
-    given: GenerationConfig,
+    config: GenerationConfig,
     shared: dict[str, Any],
 ) -> np.ndarray:
     """Return what masked diffusion fills in after prompts of one length: [rows, length]."""
@@ -307,15 +307,15 @@ def _fill_after(
             "model.attention.is_causal=False: this model continues prompts of one length together,"
             " and these have several: give them one at a time"
         )
-    rows, num_tokens = np.stack(prompts), given.length
+    rows, num_tokens = np.stack(prompts), config.length
     padding = ((0, 0), (0, num_tokens))
-    seeds = [(given.seed + row) % 2**31 for row in range(len(rows))]
+    seeds = [(config.seed + row) % 2**31 for row in range(len(rows))]
     filled = diffuse(
         *(model, params, jax.numpy.asarray(np.pad(rows, padding))),
         jax.numpy.asarray(np.pad(np.ones_like(rows, bool), padding)),
         num_steps=math.ceil(STEPS_PER_TOKEN * num_tokens),
         keys=jax.vmap(jax.random.key)(np.asarray(seeds, np.int32)),
-        sampling=given.sampling,
+        sampling=config.sampling,
         router_state=shared["router_state"],
         execution=shared["execution"],
     )

@@ -97,19 +97,19 @@ class IslandConfig:
         """
         types = {"member": int, "of": int, "transport": str, "quorum": int}
         types |= dict.fromkeys(("grace", "timeout", "poll"), float)
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for word in shlex.split(text):
             name, _, value = word.partition("=")
             try:
-                given[name] = types[name](value)
+                fields[name] = types[name](value)
             except (KeyError, ValueError):
                 raise ValueError(
                     f"{VARIABLE} has {word!r}: its fields are {', '.join(types)}, as in"
                     ' "member=2 of=4 transport=tcp://10.0.0.1:8477"'
                 ) from None
-        if missing := {"member", "of", "transport"} - given.keys():
+        if missing := {"member", "of", "transport"} - fields.keys():
             raise ValueError(f"{VARIABLE}={text!r} lacks {' and '.join(sorted(missing))}")
-        return cls(**given)
+        return cls(**fields)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> IslandConfig | None:

@@ -139,10 +139,10 @@ class Connection:
             raise TransportError("connection closed by the peer")
 
     def _read(self, most: int) -> bytes:
-        left = min(self._timeout, self._until - time.monotonic())
-        if left <= 0:
+        seconds_left = min(self._timeout, self._until - time.monotonic())
+        if seconds_left <= 0:
             raise TransportError("the peer sends too slowly")
-        end = time.monotonic() + left
+        end = time.monotonic() + seconds_left
         while True:
             try:
                 self._socket.settimeout(max(min(_LOOK, end - time.monotonic()), 1e-3))
@@ -155,14 +155,14 @@ class Connection:
                 raise TransportError(f"connection lost while receiving: {error}") from error
 
 
-def encode_collect(kind: Kind, held: tuple[int, ...]) -> bytes:
+def encode_collect(kind: Kind, members: tuple[int, ...]) -> bytes:
     """Return the payload of COLLECT.
 
     Args:
         kind: Kind of the messages.
-        held: Members whose message the client has.
+        members: Members whose message the client has.
     """
-    return bytes([kind]) + encode_numbers(held)
+    return bytes([kind]) + encode_numbers(members)
 
 
 def decode_collect(payload: bytes) -> tuple[int, tuple[int, ...]]:
@@ -171,10 +171,10 @@ def decode_collect(payload: bytes) -> tuple[int, tuple[int, ...]]:
     Raises:
         FrameError: They are not there.
     """
-    held, rest = decode_numbers(payload[1:])
-    if rest:
-        raise FrameError(f"{len(rest)} bytes follow the request")
-    return payload[0], held
+    members, remaining = decode_numbers(payload[1:])
+    if remaining:
+        raise FrameError(f"{len(remaining)} bytes follow the request")
+    return payload[0], members
 
 
 def encode_found(newest: int | None, kind: Kind, closing: Closing | None) -> bytes:
@@ -203,10 +203,10 @@ def decode_found(payload: bytes, kind: Kind) -> tuple[int | None, Closing | None
         raise FrameError("answer is cut")
     (number,) = _NEWEST.unpack_from(payload)
     newest = number - 1 if number else None
-    rest = payload[_NEWEST.size :]
-    if not rest:
+    remaining = payload[_NEWEST.size :]
+    if not remaining:
         return newest, None
-    found, closing = decode_closing(rest)
+    found, closing = decode_closing(remaining)
     if found != kind:
         raise FrameError(f"closing is of {found.name}, not {kind.name}")
     return newest, closing

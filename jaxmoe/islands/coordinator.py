@@ -59,8 +59,8 @@ class MemoryClosings:
     def decide(self, number: int, kind: Kind, closing: Closing) -> Closing:
         """Record a closing unless there is one, as `Transport.decide` does."""
         with self._lock:
-            if (found := self._closings.get((number, kind))) is not None:
-                return found
+            if (saved := self._closings.get((number, kind))) is not None:
+                return saved
             if self._newest is not None and self._newest > number:
                 raise LeftOutError(
                     f"round {self._newest} has ended, and round {number} was not closed"
@@ -255,7 +255,7 @@ class Coordinator:
             posts.setdefault(frame.member, (encode_header(frame, self._key), frame.payload))
 
     def _collect(self, connection: Connection, frame: Frame) -> None:
-        asked, held = decode_collect(frame.payload)
+        asked, members = decode_collect(frame.payload)
         if asked not in self._post_bounds:
             raise FrameError(f"messages of kind {asked} are not posted")
         kind = Kind(asked)
@@ -264,7 +264,7 @@ class Coordinator:
         with self._lock:
             posts = dict(self._posts.get((frame.number, kind), {}))
         for member, parts in posts.items():
-            if member not in held:
+            if member not in members:
                 connection.send_raw(*parts)
         closing = self._closings.find(frame.number, kind)
         self._answer(connection, frame.number, encode_found(newest, kind, closing))

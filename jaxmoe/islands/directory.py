@@ -58,8 +58,8 @@ class DirectoryClosings:
 
     def decide(self, number: int, kind: Kind, closing: Closing) -> Closing:
         """Record a closing unless there is one, as `Transport.decide` does."""
-        if (found := self.find(number, kind)) is not None:
-            return found
+        if (saved := self.find(number, kind)) is not None:
+            return saved
         newest = self.newest()
         if newest is not None and newest > number:
             raise LeftOutError(f"round {newest} has ended, and round {number} was not closed")
@@ -82,8 +82,8 @@ class DirectoryClosings:
 
     def newest(self) -> int | None:
         """Return the newest round that has ended."""
-        ended = (number for number, kind in self._numbers() if kind == Kind.FINGERPRINT)
-        return max(ended, default=None)
+        numbers = (number for number, kind in self._numbers() if kind == Kind.FINGERPRINT)
+        return max(numbers, default=None)
 
     def _path(self, number: int, kind: Kind) -> pathlib.Path:
         return self._directory / f"{number:010d}-{kind.name.lower()}"
@@ -146,13 +146,13 @@ class DirectoryTransport:
         """Return what is there, as `Transport.collect` does."""
         # Looked for first, so that a round that ended before has its closing in the answer.
         newest = self._closings.newest()
-        held = self._held.setdefault((number, kind), {})
+        payloads = self._held.setdefault((number, kind), {})
         for path, member in self._files(number, kind):
-            if member not in held and (payload := self._payload(path, number, kind, member)):
-                held[member] = payload[0]
+            if member not in payloads and (payload := self._payload(path, number, kind, member)):
+                payloads[member] = payload[0]
         is_step = kind in (Kind.UPDATE, Kind.RECEIPT, Kind.FINGERPRINT)
         closing = self._closings.find(number, kind) if is_step else None
-        return Collected(payloads=dict(held), closing=closing, newest=newest)
+        return Collected(payloads=dict(payloads), closing=closing, newest=newest)
 
     def decide(self, number: int, kind: Kind, closing: Closing) -> Closing:
         """Record how a step closed, as `Transport.decide` does."""
@@ -177,8 +177,8 @@ class DirectoryTransport:
         folder = self._folder(number)
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(os.listdir(folder)):
-                found, _, member = name.partition("-")
-                if found == kind.name.lower() and member.isdecimal():
+                kind_name, _, member = name.partition("-")
+                if kind_name == kind.name.lower() and member.isdecimal():
                     yield folder / name, int(member)
 
     def _payload(self, path: pathlib.Path, number: int, kind: Kind, member: int) -> list[bytes]:

@@ -254,10 +254,10 @@ def decode_numbers(data: bytes) -> tuple[tuple[int, ...], bytes]:
 
 def _read(read: Callable[[int], bytes], length: int) -> bytes:
     """Return so many bytes, fewer at the end of the stream; memory grows with what arrives."""
-    parts, left = [], length
-    while left and (part := read(min(left, _CHUNK))):
+    parts, bytes_left = [], length
+    while bytes_left and (part := read(min(bytes_left, _CHUNK))):
         parts.append(part)
-        left -= len(part)
+        bytes_left -= len(part)
     return b"".join(parts)
 
 

@@ -110,10 +110,10 @@ class Rounds:
         if newest is None or newest < number - 1:
             members = founders
         elif newest == number - 1:
-            ended = self._transport.collect(newest, Kind.FINGERPRINT).closing
+            closing = self._transport.collect(newest, Kind.FINGERPRINT).closing
             # An island that has just been admitted does not have the state.
-            is_in = ended is not None and self._member in {*ended.majority} - {*ended.joined}
-            members = ended.following if ended is not None and is_in else ()
+            is_in = closing is not None and self._member in {*closing.majority} - {*closing.joined}
+            members = closing.following if closing is not None and is_in else ()
         else:
             members = ()
         if self._member not in members:
@@ -138,13 +138,13 @@ class Rounds:
         posting = None if state is None else self._deputy(state)
         closed = self._step(Kind.UPDATE, update, self._members, _present, posting)
         payloads = self._read(closed.members)
-        held = tuple(sorted(payloads))
-        ended = self._step(Kind.RECEIPT, encode_numbers(held), closed.members, _confirmed)
-        self._members, self._has_exchanged = ended.members, True
+        members = tuple(sorted(payloads))
+        receipt = self._step(Kind.RECEIPT, encode_numbers(members), closed.members, _confirmed)
+        self._members, self._has_exchanged = receipt.members, True
         return Round(
             number=self._number,
-            members=ended.members,
-            payloads={member: payloads[member] for member in ended.members},
+            members=receipt.members,
+            payloads={member: payloads[member] for member in receipt.members},
         )
 
     def agree(self, fingerprint: bytes) -> Agreement:
@@ -160,22 +160,22 @@ class Rounds:
         """
         self._check_turn(exchanges=False)
         number = self._number
-        ended = self._step(Kind.FINGERPRINT, fingerprint, self._members, self._compared)
+        closing = self._step(Kind.FINGERPRINT, fingerprint, self._members, self._compared)
         self._transport.forget(number)
-        self._ended, self._members = ended, ended.following
+        self._ended, self._members = closing, closing.following
         self._number, self._has_exchanged = number + 1, False
-        if ended.members != ended.majority:
+        if closing.members != closing.majority:
             logger.warning(
                 "round %d: islands %s differ from the majority %s",
                 number,
-                *(listed(set(ended.members) - set(ended.majority)), listed(ended.majority)),
+                *(listed(set(closing.members) - set(closing.majority)), listed(closing.majority)),
             )
         return Agreement(
             number=number,
             member=self._member,
-            members=ended.members,
-            majority=ended.majority,
-            joined=ended.joined,
+            members=closing.members,
+            majority=closing.majority,
+            joined=closing.joined,
         )
 
     def post_state(self, state: bytes) -> None:
@@ -217,12 +217,12 @@ class Rounds:
         while self._clock.now() < until:
             newest = self._transport.collect(announced or 0, Kind.JOIN).newest
             if newest is not None and newest == announced:
-                ended = self._transport.collect(newest, Kind.FINGERPRINT).closing
-                if ended is not None and self._member in ended.joined:
-                    state = self._fetch(newest, ended, until)
+                closing = self._transport.collect(newest, Kind.FINGERPRINT).closing
+                if closing is not None and self._member in closing.joined:
+                    state = self._fetch(newest, closing, until)
                     if state is not None:
-                        self._number, self._members = newest + 1, ended.following
-                        self._ended = ended
+                        self._number, self._members = newest + 1, closing.following
+                        self._ended = closing
                         return state
                     continue
             number = 0 if newest is None else newest + 1
@@ -264,10 +264,10 @@ class Rounds:
         self._transport.post(number, kind, payload)
         began, first = self._clock.now(), None
         while True:
-            found = self._transport.collect(number, kind)
-            closing, now = found.closing, self._clock.now()
-            present = {m: found.payloads[m] for m in expected if m in found.payloads}
-            if closing is None and found.newest is not None and found.newest >= number:
+            collected = self._transport.collect(number, kind)
+            closing, now = collected.closing, self._clock.now()
+            present = {m: collected.payloads[m] for m in expected if m in collected.payloads}
+            if closing is None and collected.newest is not None and collected.newest >= number:
                 raise LeftOutError(f"round {number} ended without island {self._member}")
             if present and first is None:
                 first = now
@@ -291,13 +291,13 @@ class Rounds:
             self._pause()
 
     def _decide(
-        self, kind: Kind, proposal: Closing, there: set[int], expected: tuple[int, ...]
+        self, kind: Kind, proposal: Closing, members_present: set[int], expected: tuple[int, ...]
     ) -> Closing | None:
         """Record a closing if enough islands are there; those that wait to join are."""
         number = self._number
-        if len(there) < self._rules.quorum:
-            there |= self._transport.collect(number, Kind.JOIN).payloads.keys()
-        if not proposal.members or len(there) < self._rules.quorum:
+        if len(members_present) < self._rules.quorum:
+            members_present |= self._transport.collect(number, Kind.JOIN).payloads.keys()
+        if not proposal.members or len(members_present) < self._rules.quorum:
             return None
         closing = self._transport.decide(number, kind, proposal)
         if missing := set(expected) - set(closing.members):
@@ -306,11 +306,11 @@ class Rounds:
 
     def _deputy(self, state: Callable[[], bytes]) -> Callable[[Mapping[int, bytes]], None]:
         """Return what posts the state in place of members of the majority before this one."""
-        ended, began, has_posted = self._ended, self._clock.now(), False
-        if ended is None or self._member not in ended.majority:
+        closing, began, has_posted = self._ended, self._clock.now(), False
+        if closing is None or self._member not in closing.majority:
             return lambda present: None
-        waiting = {*ended.members} - {*ended.majority} | {*ended.joined}
-        rank = ended.majority.index(self._member)
+        waiting = {*closing.members} - {*closing.majority} | {*closing.joined}
+        rank = closing.majority.index(self._member)
 
         def post(present: Mapping[int, bytes]) -> None:
             nonlocal has_posted
@@ -331,33 +331,33 @@ class Rounds:
                 return payloads
             self._pause()
 
-    def _compared(self, found: Mapping[int, bytes]) -> Closing:
+    def _compared(self, payloads: Mapping[int, bytes]) -> Closing:
         joined = self._transport.collect(self._number, Kind.JOIN).payloads
         return Closing(
-            members=tuple(sorted(found)),
-            majority=majority(found),
+            members=tuple(sorted(payloads)),
+            majority=majority(payloads),
             joined=tuple(sorted(joined)),
         )
 
-    def _fetch(self, number: int, ended: Closing, until: float) -> bytes | None:
+    def _fetch(self, number: int, closing: Closing, until: float) -> bytes | None:
         """Return the state after a round; None if the next round ends before it comes."""
         while self._clock.now() < until:
-            found = self._transport.collect(number, Kind.STATE)
-            for member in ended.majority:
-                if member in found.payloads:
-                    return found.payloads[member]
-            if found.newest is not None and found.newest > number:
+            collected = self._transport.collect(number, Kind.STATE)
+            for member in closing.majority:
+                if member in collected.payloads:
+                    return collected.payloads[member]
+            if collected.newest is not None and collected.newest > number:
                 return None
             self._pause()
         raise QuorumError(
-            f"none of the islands {listed(ended.majority)} posted the state after round {number}"
+            f"none of the islands {listed(closing.majority)} posted the state after round {number}"
             f" within {self._rules.timeout:g} s"
         )
 
 
-def _present(found: Mapping[int, bytes]) -> Closing:
-    return Closing(members=tuple(sorted(found)))
+def _present(payloads: Mapping[int, bytes]) -> Closing:
+    return Closing(members=tuple(sorted(payloads)))
 
 
-def _confirmed(found: Mapping[int, bytes]) -> Closing:
-    return Closing(members=confirmed(found))
+def _confirmed(payloads: Mapping[int, bytes]) -> Closing:
+    return Closing(members=confirmed(payloads))

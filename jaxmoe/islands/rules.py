@@ -123,15 +123,15 @@ def confirmed(receipts: Mapping[int, bytes]) -> tuple[int, ...]:
     Args:
         receipts: List of the members whose update a member holds, by member.
     """
-    held: dict[int, set[int]] = {}
+    holders: dict[int, set[int]] = {}
     for member, receipt in receipts.items():
         try:
-            held[member] = set(decode_numbers(receipt)[0])
+            holders[member] = set(decode_numbers(receipt)[0])
         except FrameError:
             continue
-    most = max((len(numbers) for numbers in held.values()), default=0)
-    held = {member: numbers for member, numbers in held.items() if 2 * len(numbers) > most}
-    return tuple(sorted(set(held).intersection(*held.values())))
+    most = max((len(numbers) for numbers in holders.values()), default=0)
+    holders = {member: numbers for member, numbers in holders.items() if 2 * len(numbers) > most}
+    return tuple(sorted(set(holders).intersection(*holders.values())))
 
 
 def listed(members: Iterable[int]) -> str:

@@ -149,14 +149,14 @@ class TcpTransport:
         self._receive(connection, number, {})
 
     def _collect(self, connection: Connection, number: int, kind: Kind) -> Collected:
-        held = self._held.setdefault((number, kind), {})
-        self._send(connection, Kind.COLLECT, number, encode_collect(kind, tuple(sorted(held))))
+        payloads = self._held.setdefault((number, kind), {})
+        self._send(connection, Kind.COLLECT, number, encode_collect(kind, tuple(sorted(payloads))))
         while True:
             frame = self._receive(connection, number, {kind: self._bounds[kind]})
             if frame.kind == Kind.ANSWER:
                 newest, closing = decode_found(frame.payload, kind)
-                return Collected(payloads=dict(held), closing=closing, newest=newest)
-            held[frame.member] = frame.payload
+                return Collected(payloads=dict(payloads), closing=closing, newest=newest)
+            payloads[frame.member] = frame.payload
 
     def _send(self, connection: Connection, kind: Kind, number: int, payload: bytes) -> None:
         connection.send(

@@ -82,11 +82,11 @@ def decode_closing(payload: bytes) -> tuple[Kind, Closing]:
     """
     if not payload or payload[0] not in (Kind.UPDATE, Kind.RECEIPT, Kind.FINGERPRINT):
         raise FrameError(f"closing of kind {payload[:1]!r}")
-    members, rest = decode_numbers(payload[1:])
-    majority, rest = decode_numbers(rest)
-    joined, rest = decode_numbers(rest)
-    if rest:
-        raise FrameError(f"{len(rest)} bytes follow the closing")
+    members, remaining = decode_numbers(payload[1:])
+    majority, remaining = decode_numbers(remaining)
+    joined, remaining = decode_numbers(remaining)
+    if remaining:
+        raise FrameError(f"{len(remaining)} bytes follow the closing")
     return Kind(payload[0]), Closing(members=members, majority=majority, joined=joined)
 
 

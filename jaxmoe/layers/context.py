@@ -302,9 +302,9 @@ class RecurrentMixer(MixerBase):
         Raises:
             ValueError: Quantised weights, or products in 8 bits.
         """
-        found = {"weights": (precision.weights, "floating")}
-        found["matmul"] = (precision.matmul.name, "full")
-        for field, (value, only) in found.items():
+        settings = {"weights": (precision.weights, "floating")}
+        settings["matmul"] = (precision.matmul.name, "full")
+        for field, (value, only) in settings.items():
             if value != only:
                 raise ValueError(
                     f"execution.precision.{field}={value} is not for {self.name} layers, whose"

@@ -29,7 +29,7 @@ def convolve(
         before: The K - 1 inputs before the first position, of its document; zeros when None.
     """
     reach, length = taps.shape[0] - 1, x.shape[1]
-    held = _after(before, x, reach)
+    inputs = _after(before, x, reach)
     y = jnp.zeros_like(x)
     if bias is not None:
         y = jnp.broadcast_to(bias.astype(x.dtype)[None, None], x.shape)
@@ -37,7 +37,7 @@ def convolve(
     if segment_ids is not None:  # the inputs before the first one are of its document
         ids = jnp.pad(segment_ids, ((0, 0), (reach, 0)), mode="edge")
     for tap in range(reach + 1):
-        part = held[:, tap : tap + length]
+        part = inputs[:, tap : tap + length]
         if ids is not None and tap < reach:
             is_same = ids[:, tap : tap + length] == segment_ids
             is_same = is_same.reshape(*is_same.shape, *(1,) * (x.ndim - 2))
@@ -59,10 +59,10 @@ def last_inputs(
         lengths: Number of positions of each row that are not padding, which stands behind them.
     """
     reach = before.shape[1]
-    held = _after(before, x, reach)
+    inputs = _after(before, x, reach)
     index = lengths[:, None] + jnp.arange(reach, dtype=jnp.int32)[None]
     index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
-    return jnp.take_along_axis(held, index, axis=1, mode="clip").astype(before.dtype)
+    return jnp.take_along_axis(inputs, index, axis=1, mode="clip").astype(before.dtype)
 
 
 def _after(before: Array | None, x: Array, reach: int) -> Array:

@@ -51,35 +51,35 @@ def gather_once(params: Tree, declarations: Tree, execution: ExecutionConfig) ->
     dtype, placement = execution.precision.compute_dtype, Placement(rules)
 
     def gather(leaf: Array, declaration: Declaration) -> Array:
-        used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
-        return placement.place(used, declaration.axes)
+        leaf_used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
+        return placement.place(leaf_used, declaration.axes)
 
     return jax.tree.map(gather, params, declarations)
 
 
-def use_outside_layers(params: Tree, whole: Tree, layers: Collection[str]) -> tuple[Tree, Tree]:
+def use_outside_layers(params: Tree, gathered: Tree, layers: Collection[str]) -> tuple[Tree, Tree]:
     """Return parameters with the gathered copies outside the layers, and the layers' copies.
 
     Args:
         params: Parameters as stored.
-        whole: Gathered parameters.
+        gathered: Gathered parameters.
         layers: Names of the scans of layers, which use their copies themselves.
     """
     used = {
-        name: params[name] if name in layers else use_copies(params[name], whole[name])
+        name: params[name] if name in layers else use_copies(params[name], gathered[name])
         for name in params
     }
-    return used, {name: whole[name] for name in layers}
+    return used, {name: gathered[name] for name in layers}
 
 
-def use_copies(params: Tree, whole: Tree) -> Tree:
+def use_copies(params: Tree, gathered: Tree) -> Tree:
     """Return gathered parameters whose gradients go to the parameters as stored.
 
     Args:
         params: Parameters as stored.
-        whole: The same, gathered.
+        gathered: The same, gathered.
     """
-    return jax.tree.map(_use, jax.lax.stop_gradient(whole), params)
+    return jax.tree.map(_use, jax.lax.stop_gradient(gathered), params)
 
 
 def use_whole(block: type[nn.Module]) -> type[nn.Module]:
@@ -102,8 +102,8 @@ def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module
     def gather(leaf: Array | Packed, declaration: Declaration) -> Any:
         if isinstance(leaf, Packed):
             return jax.tree.map(lambda part: gather_along(part, ax.REPLICA), leaf)
-        used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
-        return checkpoint_name(gather_along(used, ax.REPLICA), SECONDARY)
+        leaf_used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
+        return checkpoint_name(gather_along(leaf_used, ax.REPLICA), SECONDARY)
 
     return nn.map_variables(
         block,
@@ -121,14 +121,14 @@ def _as_used(leaf: Array, dtype: Any) -> Array:
 
 
 @jax.custom_vjp
-def _use(whole: Array, cut: Array) -> Array:
+def _use(gathered: Array, cut: Array) -> Array:
     """Return the gathered parameter, whose gradient goes to the sharded one."""
     del cut
-    return whole
+    return gathered
 
 
-def _use_forward(whole: Array, cut: Array) -> tuple[Array, Array]:
-    return whole, cut
+def _use_forward(gathered: Array, cut: Array) -> tuple[Array, Array]:
+    return gathered, cut
 
 
 def _use_backward(cut: Array, gradient: Array) -> tuple[None, Array]:

@@ -71,46 +71,46 @@ def probe_view(probes: Statistics, cycles: Sequence[str]) -> View:
         probes: Probes by path.
         cycles: Names of the scans over periods of layers.
     """
-    own: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for path, pair in probes.items():
-        scan, *rest = path.split("/")
-        node = own.setdefault(scan, {})
+        scan, *remaining = path.split("/")
+        node = arrays.setdefault(scan, {})
         if scan in cycles:
-            place, *rest = rest
+            place, *remaining = remaining
             node = node.setdefault(place, {})
-        node.setdefault(PROBES, {})["/".join(rest)] = pair
-    return View(rewrite=_attach, own=own)
+        node.setdefault(PROBES, {})["/".join(remaining)] = pair
+    return View(rewrite=_attach, own=arrays)
 
 
-def _attach(params: dict[str, Any], own: Any, part: str) -> dict[str, Any]:
+def _attach(params: dict[str, Any], arrays: Any, part: str) -> dict[str, Any]:
     """Return the parameters of a layer with probes at some of its matrices."""
     del part
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    for path, pair in own.get(PROBES, {}).items():
+    for path, pair in arrays.get(PROBES, {}).items():
         flat[path] = ProbedArray(values=flat[path], **pair)
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
-def mean_inputs(found: Statistics, path: str) -> Float[Array, "L n"]:
+def mean_inputs(statistics: Statistics, path: str) -> Float[Array, "L n"]:
     """Return the mean input of a matrix in each layer.
 
     Args:
-        found: Gradients of probes.
+        statistics: Gradients of probes.
         path: Path of the matrix.
     """
-    return means(_flat(found[path]["inputs"]))
+    return means(_flat(statistics[path]["inputs"]))
 
 
-def mean_gradients(found: Statistics, path: str) -> Float[Array, "L n"]:
+def mean_gradients(statistics: Statistics, path: str) -> Float[Array, "L n"]:
     """Return the mean over tokens of the gradient of a token's loss at the output of a matrix.
 
     The loss of a step is a mean, so that this is the number of tokens times the mean gradient.
 
     Args:
-        found: Gradients of probes, and the number of tokens.
+        statistics: Gradients of probes, and the number of tokens.
         path: Path of the matrix.
     """
-    return means(_flat(found[path]["outputs"])) * found[TOKENS]
+    return means(_flat(statistics[path]["outputs"])) * statistics[TOKENS]
 
 
 def _flat(probe: Array) -> Array:

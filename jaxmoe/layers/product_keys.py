@@ -69,10 +69,10 @@ def leading_directions(core: Float[Array, "2 2"]) -> tuple[Float[Array, " 2"], F
     squared = core.T @ core
     angle = 0.5 * jnp.arctan2(2.0 * squared[0, 1], squared[0, 0] - squared[1, 1])
     right = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-    left = core @ right
-    left = left / jnp.maximum(jnp.linalg.norm(left), jnp.finfo(jnp.float32).tiny)
-    sign = jnp.where(left.sum() + right.sum() < 0.0, -1.0, 1.0)
-    return sign * left, sign * right
+    row_factor = core @ right
+    row_factor = row_factor / jnp.maximum(jnp.linalg.norm(row_factor), jnp.finfo(jnp.float32).tiny)
+    sign = jnp.where(row_factor.sum() + right.sum() < 0.0, -1.0, 1.0)
+    return sign * row_factor, sign * right
 
 
 def choose_entries(
@@ -89,14 +89,14 @@ def choose_entries(
         core: C.
         top_k: K.
     """
-    num_keys, (left, right) = rows.shape[-2], leading_directions(jax.lax.stop_gradient(core))
+    num_keys, (row_factor, right) = rows.shape[-2], leading_directions(jax.lax.stop_gradient(core))
 
     def best(scores: Array, direction: Array) -> tuple[Array, Array]:
         first = jnp.einsum("...na,a->...n", jax.lax.stop_gradient(scores), direction)
         index = jax.lax.top_k(first, top_k)[1]
         return index, jnp.take_along_axis(scores, index[..., None], axis=-2)
 
-    (row_ids, rows), (column_ids, columns) = best(rows, left), best(columns, right)
+    (row_ids, rows), (column_ids, columns) = best(rows, row_factor), best(columns, right)
     scores, place = _largest(rows, columns, core, top_k)
     first = jnp.take_along_axis(row_ids, place // top_k, axis=-1)
     second = jnp.take_along_axis(column_ids, place % top_k, axis=-1)

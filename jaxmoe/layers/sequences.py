@@ -205,8 +205,8 @@ def lay_back(
     if order is None:
         return x
     inverse = np.argsort(order) if isinstance(order, np.ndarray) else jnp.argsort(order, axis=-1)
-    whole = _permute(x, (ax.ACT_BATCH, None, None), inverse, execution)
-    return execution.placement.place(whole, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+    gathered = _permute(x, (ax.ACT_BATCH, None, None), inverse, execution)
+    return execution.placement.place(gathered, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
 
 
 def places_of(order: Order | None, length: int) -> Int[Array, "#B S"]:
@@ -223,6 +223,6 @@ def _permute(arrays: Any, axes: Any, order: Any, execution: ExecutionConfig) -> 
         del batch_axes
         return jax.tree.map(lambda x: in_order(x, by_row.get("order", order)), arrays)
 
-    given = dict.fromkeys(by_row, (ax.ACT_BATCH, None))
-    island = execution.placement.island(run, in_axes=(axes, given), out_axes=axes)
+    axes_by_name = dict.fromkeys(by_row, (ax.ACT_BATCH, None))
+    island = execution.placement.island(run, in_axes=(axes, axes_by_name), out_axes=axes)
     return island(arrays, by_row)

@@ -66,7 +66,7 @@ def view_outside(params: Tree, view: View, layers: Collection[str]) -> tuple[Tre
             return params[name]
         return view.rewrite(params[name], view.own.get(name, {}), name)
 
-    of_layers = {name: own for name, own in view.own.items() if name in layers}
+    of_layers = {name: arrays for name, arrays in view.own.items() if name in layers}
     return {name: used(name) for name in params}, View(rewrite=view.rewrite, own=of_layers)
 
 
@@ -102,13 +102,13 @@ class SaveOutsideViews:
     def __init__(self, policy: Callable[..., Any]):
         self._policy, self._is_inside = policy, False
 
-    def __call__(self, primitive: Any, *avals: Any, **given: Any) -> Any:
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         """Return whether the result of an operation is stored."""
-        name = given.get("name") if primitive.name == "name" else None
+        name = params.get("name") if primitive.name == "name" else None
         if name in (VIEWING, VIEWED):
             self._is_inside = name == VIEWING
             return False
-        return not self._is_inside and self._policy(primitive, *avals, **given)
+        return not self._is_inside and self._policy(primitive, *avals, **params)
 
 
 def check_view(execution: ExecutionConfig) -> None:

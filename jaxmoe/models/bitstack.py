@@ -135,27 +135,27 @@ def decompose(
         is_positive = residual >= 0.0
         u, s, v = jnp.linalg.svd(jnp.abs(residual), full_matrices=False)
         root = jnp.sqrt(s[..., :rank])
-        left = (u[..., :rank] * root[..., None, :]).astype(jnp.float16)
+        row_factor = (u[..., :rank] * root[..., None, :]).astype(jnp.float16)
         right = (root[..., None] * v[..., :rank, :]).astype(jnp.float16)
         signs = jnp.packbits(is_positive.reshape(*groups, m * n), axis=-1)
-        residual = residual - _term(signs, left, right)
-        return residual, (signs, left, right, jnp.linalg.norm(residual.reshape(-1)))
+        residual = residual - _term(signs, row_factor, right)
+        return residual, (signs, row_factor, right, jnp.linalg.norm(residual.reshape(-1)))
 
-    _, (signs, left, right, norms) = jax.lax.scan(one, scaled, None, length=count)
+    _, (signs, row_factor, right, norms) = jax.lax.scan(one, scaled, None, length=count)
     none = jnp.zeros(count, jnp.int32)
-    blocks = Blocks(signs=signs, left=left, right=right, layers=none, places=none)
-    whole = jnp.linalg.norm(scaled.reshape(-1))
-    return blocks, norms / jnp.where(whole > 0.0, whole, 1.0)
+    blocks = Blocks(signs=signs, left=row_factor, right=right, layers=none, places=none)
+    norm = jnp.linalg.norm(scaled.reshape(-1))
+    return blocks, norms / jnp.where(norm > 0.0, norm, 1.0)
 
 
 def _term(
     signs: UInt8[Array, "*G packed"],
-    left: Float16[Array, "*G m r"],
+    row_factor: Float16[Array, "*G m r"],
     right: Float16[Array, "*G r n"],
 ) -> Float[Array, "*G m n"]:
     """Return the matrices of one block."""
     size = jnp.matmul(
-        left.astype(jnp.float32),
+        row_factor.astype(jnp.float32),
         right.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
@@ -199,10 +199,10 @@ def added(
     block = jax.tree.map(lambda leaf: leaf[number], stack.blocks)
     term = _term(block.signs, block.left, block.right)
     scales = stack.scales.reshape(shape[:-1])[block.layers]
-    whole = (
+    total = (
         value.reshape(shape).at[block.layers].add((term / scales[..., None]).astype(value.dtype))
     )
-    return whole.reshape(value.shape)
+    return total.reshape(value.shape)
 
 
 def prefix(stack: BitStack, count: int) -> BitStack:
@@ -214,8 +214,8 @@ def prefix(stack: BitStack, count: int) -> BitStack:
     """
     if stack.blocks is None:
         return stack
-    kept = int(np.sum(np.asarray(stack.blocks.places) < count))
-    blocks = jax.tree.map(lambda leaf: leaf[:kept], stack.blocks) if kept else None
+    num_kept = int(np.sum(np.asarray(stack.blocks.places) < count))
+    blocks = jax.tree.map(lambda leaf: leaf[:num_kept], stack.blocks) if num_kept else None
     return dataclasses.replace(stack, blocks=blocks)
 
 
@@ -229,14 +229,17 @@ def sort_blocks(
         order: Path and layer of each block of all parameters.
     """
     seen: dict[tuple[str, int], int] = dict.fromkeys(of_layers, 0)
-    found: dict[str, list[Blocks]] = {}
+    blocks_by_owner: dict[str, list[Blocks]] = {}
     for place, owner in enumerate(order):
         path, layer = owner
         block = jax.tree.map(lambda leaf, i=seen[owner]: leaf[i], of_layers[owner])
-        own = dataclasses.replace(block, layers=jnp.int32(layer), places=jnp.int32(place))
-        found.setdefault(path, []).append(own)
+        moved = dataclasses.replace(block, layers=jnp.int32(layer), places=jnp.int32(place))
+        blocks_by_owner.setdefault(path, []).append(moved)
         seen[owner] += 1
-    return {path: jax.tree.map(lambda *x: jnp.stack(x), *own) for path, own in found.items()}
+    return {
+        path: jax.tree.map(lambda *x: jnp.stack(x), *moved)
+        for path, moved in blocks_by_owner.items()
+    }
 
 
 def abstract_stacks(
@@ -252,8 +255,8 @@ def abstract_stacks(
     """
 
     def part(path: str) -> jax.ShapeDtypeStruct:
-        given, whole = arrays[path], NamedSharding(mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(tuple(given["shape"]), given["dtype"], sharding=whole)
+        array, replicated = arrays[path], NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(tuple(array["shape"]), array["dtype"], sharding=replicated)
 
     rows = stacked_rows(table)
 
@@ -282,11 +285,11 @@ def expanded_params(table: ParameterTable, params: Any, dtype: Any, mesh: Mesh) 
 
     rows = stacked_rows(table)
 
-    def one(row: ParameterSpec, held: Any) -> Array:
+    def one(row: ParameterSpec, stored: Any) -> Array:
         if row.path not in rows:
-            return held
+            return stored
         where = named_shardings(row.spec, mesh)
-        return jax.jit(lambda stack: expanded(row, stack, dtype), out_shardings=where)(held)
+        return jax.jit(lambda stack: expanded(row, stack, dtype), out_shardings=where)(stored)
 
     with jax.set_mesh(mesh):
         return jax.tree.map(one, table.tree(lambda row: row), params)

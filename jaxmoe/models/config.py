@@ -117,11 +117,11 @@ class ModelConfig:
                     f" model.attention.is_causal={self.attention.is_causal} must be equal"
                 )
             scale = self.multipliers.attention_scale
-            own, usual = (mixer or self.attention).head_dim, self.attention.head_dim
+            width, default_dim = (mixer or self.attention).head_dim, self.attention.head_dim
             attends = not (mixer or self.attention).is_recurrent
-            if attends and scale is not None and own != usual:
+            if attends and scale is not None and width != default_dim:
                 raise ValueError(
-                    f"{path}.mixer has heads of {own} and model.attention of {usual}, and"
+                    f"{path}.mixer has heads of {width} and model.attention of {default_dim}, and"
                     f" model.multipliers.attention_scale={scale} is for one width: make them"
                     " equal, or take a parameterisation that leaves the scale out (standard)"
                 )
@@ -130,10 +130,11 @@ class ModelConfig:
                     f"{path}.feed_forward must equal model.moe, whose statistics and balancers all"
                     " MoE layers share: leave it out"
                 )
-            named = [i for i in self.dense_layers if i % len(self.layers) == index]
-            if fed is not None and named:
+            numbers = [i for i in self.dense_layers if i % len(self.layers) == index]
+            if fed is not None and numbers:
                 raise ValueError(
-                    f"model.dense_layers={named} and {path}.feed_forward both name the feed-forward"
+                    f"model.dense_layers={numbers} and {path}.feed_forward both name the"
+                    f" feed-forward"
                     " of these layers: leave one of them out"
                 )
 
@@ -169,19 +170,19 @@ class ModelConfig:
     @property
     def mixers(self) -> tuple[MixerBase, ...]:
         """Distinct mixers, in the order of the layers."""
-        given = [layer.mixer or self.attention for layer in self.layers]
-        return tuple(dict.fromkeys(given or [self.attention]))
+        mixers = [layer.mixer or self.attention for layer in self.layers]
+        return tuple(dict.fromkeys(mixers or [self.attention]))
 
     @property
     def kinds(self) -> tuple[Layer, ...]:
         """Mixer and feed-forward of every layer, in order."""
         dense = DenseConfig(hidden_dim=self.dense_dim)
-        found = []
+        layer_kinds = []
         for index in range(self.num_layers):
-            given = self.layers[index % len(self.layers)] if self.layers else LayerConfig()
-            usual = dense if self.moe is None or index in self.dense_layers else self.moe
-            found.append(Layer(given.mixer or self.attention, given.feed_forward or usual))
-        return tuple(found)
+            layer = self.layers[index % len(self.layers)] if self.layers else LayerConfig()
+            default = dense if self.moe is None or index in self.dense_layers else self.moe
+            layer_kinds.append(Layer(layer.mixer or self.attention, layer.feed_forward or default))
+        return tuple(layer_kinds)
 
     def mixer_path(self, layer: int) -> str:
         """Return the dotted path of the mixer of a layer.

@@ -146,8 +146,8 @@ def stream(
         sizes = jax.sharding.get_abstract_mesh().shape
         axes = (ax.ACT_BATCH, None)
         execution.axis_rules.check_divides("prompt", (len(rows), len(rows[0])), axes, sizes)
-    given = model, params, rows, num_tokens, key, sampling, eos_ids, router_state, execution
-    return _stream(*given, at_once, programs or _compiled)
+    arguments = model, params, rows, num_tokens, key, sampling, eos_ids, router_state, execution
+    return _stream(*arguments, at_once, programs or _compiled)
 
 
 def _stream(
@@ -178,8 +178,8 @@ def _stream(
     done = 1
     while done < num_tokens and not (len(ends) and np.asarray(state.is_done).all()):
         count = min(at_once, _AT_ONCE, num_tokens - done)
-        given = (keys, np.int32(done), np.int32(count), limits, ends)
-        state, written = programs.write(params, router_state, state, *given)
+        arguments = (keys, np.int32(done), np.int32(count), limits, ends)
+        state, written = programs.write(params, router_state, state, *arguments)
         yield np.asarray(written)[:, :count]
         done += count
 
@@ -220,9 +220,11 @@ def _compiled(
     """Return the jitted programs for one model, cache size and kind of sampling."""
     pick = functools.partial(choose, is_greedy=is_greedy, has_filters=has_filters)
 
-    def logits_of(params: Any, tokens: Array, cache: Cache, router_state: Any, **given: Any) -> Any:
+    def logits_of(
+        params: Any, tokens: Array, cache: Cache, router_state: Any, **options: Any
+    ) -> Any:
         output = forward(
-            model, execution, params, tokens, router_state=router_state, cache=cache, **given
+            model, execution, params, tokens, router_state=router_state, cache=cache, **options
         )
         assert output.logits is not None  # asked for by default
         return output.logits, output.cache
@@ -244,8 +246,8 @@ def _compiled(
         cache = initial_cache(model, execution, batch=batch, length=capacity)
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         mask = places < lengths[:, None]
-        given = {"positions": places, "token_mask": mask, "logits_at": lengths - 1}
-        logits, cache = logits_of(params, tokens, cache, router_state, **given)
+        options = {"positions": places, "token_mask": mask, "logits_at": lengths - 1}
+        logits, cache = logits_of(params, tokens, cache, router_state, **options)
         token = pick(whole(logits[:, -1]), keys[0], limits)
         return DecodeState(token, lengths, jnp.isin(token, ends), cache)
 

@@ -163,8 +163,8 @@ def ancestral(
 
     def body(step: Array, tokens: Array) -> Array:
         now = rows._replace(tokens=tokens, done=jnp.broadcast_to(step, batch))
-        given = {"mask_token": mask_token, "budget": budget}
-        return reverse_step(denoise, head, now, **given).tokens
+        options = {"mask_token": mask_token, "budget": budget}
+        return reverse_step(denoise, head, now, **options).tokens
 
     return jax.lax.fori_loop(0, num_steps, body, rows.tokens)
 
@@ -189,9 +189,9 @@ def reverse_step(
     # Below 1/i, and always below 1: the last step leaves no mask.
     steps_left = (rows.num_steps - rows.done)[:, None].astype(jnp.float32)
     is_filled = is_masked & (noise * steps_left < 1.0)
-    hidden, about = denoise(rows.tokens, ratio)
+    hidden, logits = denoise(rows.tokens, ratio)
     tokens, logprobs = _fill(head, hidden, rows, is_filled, keys[:, :, 1], budget)
-    return Filled(tokens, logprobs, about)
+    return Filled(tokens, logprobs, logits)
 
 
 def make_denoiser(
@@ -228,11 +228,11 @@ def make_denoiser(
     def denoise(tokens: Array, ratio: Array) -> tuple[Array, Any]:
         if all(_is_rowwise(kind.feed_forward) for kind in model.kinds):
             return of_rows(tokens, ratio, is_real)
-        found = jax.lax.map(
+        results = jax.lax.map(
             lambda row: of_rows(*jax.tree.map(lambda array: array[None], row)),
             (tokens, ratio, is_real),
         )
-        return found[0][:, 0], jax.tree.map(lambda counts: counts.sum(0), found[1])
+        return results[0][:, 0], jax.tree.map(lambda counts: counts.sum(0), results[1])
 
     def head(hidden: Array) -> Array:
         logits = output_logits(hidden[None], head_weight(params, model), model, execution)
@@ -269,19 +269,21 @@ def _fill(
     """Return the tokens with some positions drawn anew, and the log-probabilities of these."""
     length, size = is_filled.shape[1], is_filled.size
     budget = min(budget, size)
-    whole = -(-size // budget) * budget
-    (places,) = jnp.nonzero(is_filled.reshape(-1), size=whole, fill_value=size)
+    num_padded = -(-size // budget) * budget
+    (places,) = jnp.nonzero(is_filled.reshape(-1), size=num_padded, fill_value=size)
     places, states, keys = places.astype(jnp.int32), hidden.reshape(size, -1), keys.reshape(-1)
 
-    def chunk(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+    def chunk(i: Array, result: tuple[Array, Array]) -> tuple[Array, Array]:
         at = jax.lax.dynamic_slice(places, (i * budget,), (budget,))
         read = jnp.minimum(at, size - 1)  # what lies behind the last one is drawn, and dropped
         logits = head(states[read])
         limits = Limits(*(jnp.asarray(limit)[read // length] for limit in rows.limits))
         drawn = choose_each(logits, keys[read], limits)
-        own = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), drawn[:, None], axis=-1)
-        tokens = found[0].at[at].set(drawn.astype(found[0].dtype), mode="drop")
-        return tokens, found[1].at[at].set(own[:, 0], mode="drop")
+        log_probs = jnp.take_along_axis(
+            jax.nn.log_softmax(logits, axis=-1), drawn[:, None], axis=-1
+        )
+        tokens = result[0].at[at].set(drawn.astype(result[0].dtype), mode="drop")
+        return tokens, result[1].at[at].set(log_probs[:, 0], mode="drop")
 
     number = is_filled.sum(dtype=jnp.int32)
     start = rows.tokens.reshape(-1), jnp.zeros(size, jnp.float32)

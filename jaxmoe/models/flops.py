@@ -32,7 +32,7 @@ def matmul_parameters(model: ModelConfig, table: ParameterTable) -> int:
 
 def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSpec, int]:
     """Return the values of each parameter in matrix products that one token meets."""
-    found = {}
+    sizes = {}
     for row in table:
         role, declaration = row.declaration.role, row.declaration
         turns = max((s.turns for s in model.stacks if row.path.startswith(f"{s.path}/")), default=1)
@@ -44,11 +44,11 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
             turns *= model.num_streams
-            found[row] = turns * row.size * model.moe.top_k // model.moe.num_experts
+            sizes[row] = turns * row.size * model.moe.top_k // model.moe.num_experts
         else:
             turns *= model.num_streams if declaration.is_stacked else 1
-            found[row] = turns * round(row.size * declaration.share)
-    return found
+            sizes[row] = turns * round(row.size * declaration.share)
+    return sizes
 
 
 def _product_flops(model: ModelConfig, table: ParameterTable) -> float:
@@ -56,8 +56,8 @@ def _product_flops(model: ModelConfig, table: ParameterTable) -> float:
     adapter trains values of it."""
     sizes, rewritten = _matmul_sizes(model, table), set()
     if model.adapter is not None and model.adapter.has_view:
-        own = [row for row in table.trained_rows if row.declaration.matrix is None]
-        rewritten = {row.path.partition(":")[0] for row in own if ":" in row.path}
+        rows = [row for row in table.trained_rows if row.declaration.matrix is None]
+        rewritten = {row.path.partition(":")[0] for row in rows if ":" in row.path}
     return sum(
         size * (4.0 if row.is_frozen and row.path not in rewritten else 6.0)
         for row, size in sizes.items()
@@ -78,13 +78,13 @@ def flops_per_token(
     mixing = sum(stack_mixing_flops(model, stack, sequence_length) for stack in model.stacks)
     if model.loop is not None:
         mixing += model.loop.flops_per_token(model.embed_dim)
-    whole = _product_flops(model, table) + mixing
+    flops = _product_flops(model, table) + mixing
     if not left_out:
-        return whole
+        return flops
     (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
     rows = ParameterTable(tuple(row for row in table if ax.LAYERS in row.declaration.axes))
     mixing = sum(stack_mixing_flops(model, stack, sequence_length) for stack in scan.stacks)
-    return whole - left_out * (_product_flops(model, rows) + mixing)
+    return flops - left_out * (_product_flops(model, rows) + mixing)
 
 
 def stack_mixing_flops(model: ModelConfig, stack: LayerStack, sequence_length: int) -> float:

@@ -207,19 +207,19 @@ def _connected(
 ) -> Any:
     """Return the flow after all turns of a block, with a connection around each."""
     is_halved = isinstance(flow, tuple)
-    given = flow if is_halved else (flow,)
-    streams = [spread(half.x, connections[0].streams) for half in given]
+    halves = flow if is_halved else (flow,)
+    streams = [spread(half.x, connections[0].streams) for half in halves]
     for turn, connection in enumerate(connections):
         read = [connection.read(x) for x in streams]
-        inputs = tuple(_with_x(half, x) for half, (x, _) in zip(given, read, strict=True))
+        inputs = tuple(_with_x(half, x) for half, (x, _) in zip(halves, read, strict=True))
         after = once(block, inputs if is_halved else inputs[0], turn)
-        given = after if is_halved else (after,)
+        halves = after if is_halved else (after,)
         streams = [
             write_streams(x, new.x - old, *maps)
-            for x, new, (old, maps) in zip(streams, given, read, strict=True)
+            for x, new, (old, maps) in zip(streams, halves, read, strict=True)
         ]
-    ended = tuple(_with_x(half, mean_stream(x)) for half, x in zip(given, streams, strict=True))
-    return ended if is_halved else ended[0]
+    merged = tuple(_with_x(half, mean_stream(x)) for half, x in zip(halves, streams, strict=True))
+    return merged if is_halved else merged[0]
 
 
 def _with_x(stream: Stream, x: Array) -> Stream:
@@ -231,7 +231,7 @@ def _summed(before: Any, output: Any) -> Any:
     if before is None:
         return output
     if isinstance(output, dict):  # by place in a period
-        return {place: _summed(before[place], own) for place, own in output.items()}
+        return {place: _summed(before[place], addend) for place, addend in output.items()}
     return LayerOutputs(
         statistics=_sum(before.statistics, output.statistics),
         losses=output.losses,  # of weights: the same in every turn; of gates: of the last one
@@ -239,5 +239,5 @@ def _summed(before: Any, output: Any) -> Any:
     )
 
 
-def _sum(one: Any, other: Any) -> Any:
-    return other if one is None else one + other
+def _sum(x: Any, y: Any) -> Any:
+    return y if x is None else x + y

@@ -204,11 +204,11 @@ def abstract_params(
     """
 
     def one(row: ParameterSpec) -> Any:
-        given = {"value": jax.ShapeDtypeStruct(row.shape, row.stored_dtype(dtype))}
+        leaves = {"value": jax.ShapeDtypeStruct(row.shape, row.stored_dtype(dtype))}
         if (channels := channels_shape(row)) is not None and form == MIXED:
             _check_uncut(row, rules, mesh.shape)
-            given["largest"] = jax.ShapeDtypeStruct(channels, jnp.float32)
-        parts = jax.eval_shape(partial(quantize_parameter, row, form=form, mixed=mixed), **given)
+            leaves["largest"] = jax.ShapeDtypeStruct(channels, jnp.float32)
+        parts = jax.eval_shape(partial(quantize_parameter, row, form=form, mixed=mixed), **leaves)
 
         def place(part: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             where = NamedSharding(mesh, spec)
@@ -252,7 +252,9 @@ def quantized_params(
         return table.tree(lambda row: quantize_parameter(row, flat[row.path], form))
 
     with jax.set_mesh(mesh):
-        return jax.jit(rounded, out_shardings=jax.tree.map(lambda one: one.sharding, shapes))(flat)
+        return jax.jit(rounded, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes))(
+            flat
+        )
 
 
 def _check_uncut(row: ParameterSpec, rules: LogicalAxisRules, sizes: Mapping[str, int]) -> None:
@@ -280,15 +282,15 @@ def _spec(
 ) -> PartitionSpec:
     """Return the spec of a parameter, or of its scales, which are fewer along one dimension."""
     names: list[str | None] = []
-    for name, whole, size in zip(row.declaration.axes, row.shape, shape, strict=True):
+    for name, length, size in zip(row.declaration.axes, row.shape, shape, strict=True):
         shards = math.prod(sizes[axis] for axis in rules.mesh_axes(name))
-        if size == whole or size % shards == 0:
+        if size == length or size % shards == 0:
             names.append(name)
         elif size == 1 or name in _GATHERED:
             names.append(None)
         else:
             raise ValueError(
-                f"{row.path}: {size} blocks of {whole // size} inputs share a scale each, and the"
+                f"{row.path}: {size} blocks of {length // size} inputs share a scale each, and the"
                 f" mesh cuts the dimension {name!r} into {shards}: set mesh.tensor to a divisor of"
                 f" {size}"
             )

@@ -72,8 +72,8 @@ class SamplingConfig:
     @property
     def has_filters(self) -> bool:
         """Whether some tokens are left out."""
-        given = (self.top_k, self.top_p, self.min_p)
-        return not self.is_greedy and any(value is not None for value in given)
+        limits = (self.top_k, self.top_p, self.min_p)
+        return not self.is_greedy and any(value is not None for value in limits)
 
     def limits(self, vocab_size: int) -> Limits:
         """Return the numbers that a compiled program takes; values that leave out nothing for None.
@@ -110,12 +110,14 @@ def filter_logits(logits: Float[Array, "B V"], limits: Limits) -> Float[Array, "
     """
     ranked = -jnp.sort(-logits, axis=-1)
     place = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    left = jnp.where(place < limits.top_k, ranked, -jnp.inf)
-    probs = jax.nn.softmax(left, axis=-1)
+    among_top_k = jnp.where(place < limits.top_k, ranked, -jnp.inf)
+    probs = jax.nn.softmax(among_top_k, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
     # Rounded sums may exceed 1: top_p = 1 leaves out nothing.
     is_kept = (before < limits.top_p) | (limits.top_p >= 1.0)
-    is_kept &= jnp.isfinite(left) & (left - left[:, :1] >= jnp.log(limits.min_p))
+    is_kept &= jnp.isfinite(among_top_k) & (
+        among_top_k - among_top_k[:, :1] >= jnp.log(limits.min_p)
+    )
     last = jnp.max(jnp.where(is_kept, place, 0), axis=-1, keepdims=True)
     least = jnp.take_along_axis(ranked, last, axis=-1)
     return jnp.where(logits >= least, logits, -jnp.inf)
@@ -163,7 +165,9 @@ def choose_each(
     filters = (limits.top_k < logits.shape[-1]) | (limits.top_p < 1.0) | (limits.min_p > 0.0)
 
     def filtered(scaled: Array) -> Array:
-        return jax.vmap(lambda row, own: filter_logits(row[None], own)[0])(scaled, limits)
+        return jax.vmap(lambda row, row_limits: filter_logits(row[None], row_limits)[0])(
+            scaled, limits
+        )
 
     needs_filters = jnp.any(filters & ~is_greedy)
     scaled = jax.lax.cond(needs_filters, filtered, lambda scaled: scaled, scaled)

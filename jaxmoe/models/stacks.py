@@ -141,9 +141,9 @@ def group_layers(
     while start < len(kinds):
         is_looped = start in looped
         end = looped.stop if is_looped else looped.start if start < looped.start else len(kinds)
-        given = kinds[start:end]
-        period = _period(given) if has_cycles else 1
-        repeats = _repeats(given, period)
+        run_kinds = kinds[start:end]
+        period = _period(run_kinds) if has_cycles else 1
+        repeats = _repeats(run_kinds, period)
         scan = _scan(kinds[start : start + period], start, repeats, num_moe)
         if is_looped:
             stacks = tuple(dataclasses.replace(stack, turns=turns) for stack in scan.stacks)

@@ -69,8 +69,8 @@ class StreamedScan(nn.Module):
             )
         layer = self.build()
 
-        def apply(held: Any, stream: Stream, own: Any, tokens: TokenInputs) -> tuple[Stream, Any]:
-            return layer.apply({"params": held}, stream, own, tokens)
+        def apply(params: Any, stream: Stream, own: Any, tokens: TokenInputs) -> tuple[Stream, Any]:
+            return layer.apply({"params": params}, stream, own, tokens)
 
         run = stream_layers(apply, self.length, unroll=self.unroll, offloads=self.offloads)
         return run(self.variables["params"], stream, inputs, tokens)
@@ -98,17 +98,17 @@ def stream_layers(
     def forward(
         params: Any, stream: Stream, inputs: Any, tokens: TokenInputs, *, keeps: bool
     ) -> tuple[Stream, Any, Any, Any]:
-        def body(carry: Any, given: Any) -> tuple[Any, Any]:
-            (stream, held), (number, own) = carry, given
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            (stream, fetched), (number, own) = carry, xs
             coming = _fetch(params, jnp.minimum(number + 1, length - 1))
-            after, outputs = layer(held, stream, own, tokens)
-            kept = _moved(_floats(stream), _HOST if offloads else _DEVICE) if keeps else None
-            return (after, coming), (outputs, kept, _others(stream) if keeps else None)
+            after, outputs = layer(fetched, stream, own, tokens)
+            saved = _moved(_floats(stream), _HOST if offloads else _DEVICE) if keeps else None
+            return (after, coming), (outputs, saved, _others(stream) if keeps else None)
 
-        begun = (stream, _fetch(params, jnp.int32(0)))
-        given = (layer_numbers(), inputs)
-        (stream, last), (outputs, *kept) = jax.lax.scan(body, begun, given, unroll=unroll)
-        return stream, outputs, last, kept
+        first_carry = (stream, _fetch(params, jnp.int32(0)))
+        xs = (layer_numbers(), inputs)
+        (stream, last), (outputs, *saved) = jax.lax.scan(body, first_carry, xs, unroll=unroll)
+        return stream, outputs, last, saved
 
     @jax.custom_vjp
     def run(params: Any, stream: Stream, inputs: Any, tokens: TokenInputs) -> tuple[Stream, Any]:
@@ -117,29 +117,29 @@ def stream_layers(
     def run_forward(
         params: Any, stream: Stream, inputs: Any, tokens: TokenInputs
     ) -> tuple[tuple[Stream, Any], Any]:
-        after, outputs, last, kept = forward(params, stream, inputs, tokens, keeps=True)
-        return (after, outputs), (params, last, kept, stream, inputs, tokens)
+        after, outputs, last, saved = forward(params, stream, inputs, tokens, keeps=True)
+        return (after, outputs), (params, last, saved, stream, inputs, tokens)
 
     def run_backward(residuals: Any, gradients: Any) -> tuple[Any, Any, None, None]:
-        params, last, kept, first, inputs, tokens = residuals
+        params, last, saved, first, inputs, tokens = residuals
 
-        def body(carry: Any, given: Any) -> tuple[Any, Any]:
-            (gradient, held), (number, own, floats, others, of_outputs) = carry, given
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            (gradient, fetched), (number, own, floats, integers, of_outputs) = carry, xs
             coming = _fetch(params, jnp.maximum(number - 1, 0))
             floats = _moved(floats, _DEVICE)
 
-            def recompute(held: Any, floats: list[Array]) -> Any:
-                after, outputs = layer(held, _merged(first, floats, others), own, tokens)
+            def recompute(fetched: Any, floats: list[Array]) -> Any:
+                after, outputs = layer(fetched, _merged(first, floats, integers), own, tokens)
                 return _floats(after), _floats(outputs)
 
-            _, transposed = jax.vjp(recompute, held, floats)
+            _, transposed = jax.vjp(recompute, fetched, floats)
             of_params, gradient = transposed((gradient, of_outputs))
             return (gradient, coming), jax.tree.map(_put_like, of_params, params)
 
         after, outputs = gradients
-        begun = (_gradients_of_floats(after), last)
-        given = (layer_numbers(), inputs, *kept, _gradients_of_floats(outputs))
-        (gradient, _), of_params = jax.lax.scan(body, begun, given, reverse=True, unroll=unroll)
+        first_carry = (_gradients_of_floats(after), last)
+        xs = (layer_numbers(), inputs, *saved, _gradients_of_floats(outputs))
+        (gradient, _), of_params = jax.lax.scan(body, first_carry, xs, reverse=True, unroll=unroll)
         of_stream = _merged(first, gradient, [None] * len(_others(first)))
         return of_params, of_stream, None, None
 
@@ -182,9 +182,9 @@ def _gradients_of_floats(gradients: Any) -> list[Array]:
     return [leaf for leaf in jax.tree.leaves(gradients) if leaf.dtype != jax.dtypes.float0]
 
 
-def _merged(like: Any, floats: list[Any], others: list[Any]) -> Any:
+def _merged(like: Any, floats: list[Any], integers: list[Any]) -> Any:
     """Return a tree with the structure of another, from its floats and its other leaves."""
-    floats_left, others_left = iter(floats), iter(others)
+    floats_left, others_left = iter(floats), iter(integers)
     leaves = [
         next(floats_left if _is_float(leaf) else others_left) for leaf in jax.tree.leaves(like)
     ]

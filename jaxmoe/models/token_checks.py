@@ -36,8 +36,10 @@ def check_tokens(
             f" give jax.numpy.asarray({name}), with rows of one length"
         )
     if len(shape) != 2:
-        one = f": give {name}[None, :] for one row" if len(shape) == 1 else ""
-        raise ValueError(f"{name} has shape {tuple(shape)}, which must be [B, S], rows of ids{one}")
+        hint = f": give {name}[None, :] for one row" if len(shape) == 1 else ""
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}, which must be [B, S], rows of ids{hint}"
+        )
     if not jax.numpy.issubdtype(tokens.dtype, jax.numpy.integer):
         raise ValueError(
             f"{name} has dtype {tokens.dtype}, which must be an integer type: convert it where it"

@@ -66,8 +66,8 @@ class MKORConfig(AdamWConfig):
     def transformation(self, members: Members) -> optax.GradientTransformation:
         """Return MKOR and AdamW for the group."""
         rows = probed_rows(members.table)
-        given = {"decay": self.decay, "interval": self.interval, "largest": self.largest}
-        chained = optax.chain(scale_by_mkor(rows, **given), adamw_group(members, self))
+        settings = {"decay": self.decay, "interval": self.interval, "largest": self.largest}
+        chained = optax.chain(scale_by_mkor(rows, **settings), adamw_group(members, self))
         return ProbingTransformation(*chained)
 
 
@@ -171,9 +171,9 @@ def updated(
     along = jnp.sum(mean * moved, axis=-1)
     factor = (1.0 - decay) / (decay + (1.0 - decay) * along)
     outer = moved[:, :, None] * moved[:, None, :]
-    found = (inverse - factor[:, None, None] * outer) / decay
-    is_large = jnp.max(jnp.abs(found), axis=(1, 2), keepdims=True) > largest
-    return jnp.where(is_large, 0.9 * found + 0.1 * jnp.eye(inverse.shape[-1])[None], found)
+    update = (inverse - factor[:, None, None] * outer) / decay
+    is_large = jnp.max(jnp.abs(update), axis=(1, 2), keepdims=True) > largest
+    return jnp.where(is_large, 0.9 * update + 0.1 * jnp.eye(inverse.shape[-1])[None], update)
 
 
 def directions(
@@ -202,11 +202,11 @@ def directions(
 def _between(num_inputs: int, gradient: Array, inputs: Array, outputs: Array) -> Array:
     sizes = math.prod(gradient.shape[1 : 1 + num_inputs]), -1
     flat = gradient.reshape(gradient.shape[0], *sizes)
-    found = jnp.einsum("lij,ljo->lio", inputs, flat, preferred_element_type=jnp.float32)
-    found = jnp.einsum("lio,lop->lip", found, outputs, preferred_element_type=jnp.float32)
+    product = jnp.einsum("lij,ljo->lio", inputs, flat, preferred_element_type=jnp.float32)
+    product = jnp.einsum("lio,lop->lip", product, outputs, preferred_element_type=jnp.float32)
 
     def norm(x: Array) -> Array:
         return jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True))
 
-    scale = norm(flat) / jnp.maximum(norm(found), 1e-30)
-    return (found * scale).reshape(gradient.shape)
+    scale = norm(flat) / jnp.maximum(norm(product), 1e-30)
+    return (product * scale).reshape(gradient.shape)

@@ -194,14 +194,14 @@ def scale_by_muon(
         ValueError: A momentum outside [0, 1), or an unknown name.
     """
     check_numbers(momentum=momentum)
-    for field, value, known in (
+    for field, value, choices in (
         ("form", form, get_args(Form)),
         ("coefficients", coefficients, get_args(Coefficients)),
         ("scale", scale, (*get_args(Scale), None)),
         ("layout", layout, get_args(MatrixLayout)),
     ):
-        if value not in known:
-            raise ValueError(f"{field}={value!r} must be one of {', '.join(map(str, known))}")
+        if value not in choices:
+            raise ValueError(f"{field}={value!r} must be one of {', '.join(map(str, choices))}")
 
     def init(params: Any) -> MuonState:
         matrices_of(params, matrix_axes, name)  # refuses vectors
@@ -211,13 +211,13 @@ def scale_by_muon(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         del params
         count = state.count + 1
-        kept = 1.0 if form == "sum" else 1.0 - momentum
-        sums = jax.tree.map(lambda m, g: momentum * m + kept * g, state.momentum, updates)
-        ahead, now = 1.0, kept
+        gradient_share = 1.0 if form == "sum" else 1.0 - momentum
+        sums = jax.tree.map(lambda m, g: momentum * m + gradient_share * g, state.momentum, updates)
+        ahead, now = 1.0, gradient_share
         if form == "ema":
             steps = count.astype(jnp.float32)
             ahead = 1.0 / (1.0 - momentum ** (steps + (1.0 if nesterov else 0.0)))
-            now = kept / (1.0 - momentum**steps)
+            now = gradient_share / (1.0 - momentum**steps)
         compute = PrecisionPolicy(compute=dtype).compute_dtype
         orthogonalise = partial(
             newton_schulz, coefficients=coefficients, epsilon=epsilon, dtype=compute
@@ -225,17 +225,17 @@ def scale_by_muon(
 
         def direction(m: Array, g: Array, matrix: Matrix) -> Array:
             seen = momentum * ahead * m + now * g if nesterov else ahead * m
-            whole = map_matrices(
+            orthogonal = map_matrices(
                 orthogonalise,
                 jnp.asarray(seen, compute),  # before it travels
                 inputs=matrix.inputs,
                 outputs=matrix.outputs,
                 layout=layout,
             )
-            return shape_scale(scale, matrix) * whole.astype(jnp.float32)
+            return shape_scale(scale, matrix) * orthogonal.astype(jnp.float32)
 
-        found = matrices_of(updates, matrix_axes, name)
-        steps = jax.tree.map(direction, sums, updates, found)
+        matrices = matrices_of(updates, matrix_axes, name)
+        steps = jax.tree.map(direction, sums, updates, matrices)
         return steps, MuonState(count=count, momentum=sums)
 
     return optax.GradientTransformation(init, update)

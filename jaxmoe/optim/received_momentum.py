@@ -87,5 +87,5 @@ def received_moments(opt_state: Any) -> ReceivedMoments:
     def is_it(node: Any) -> bool:
         return isinstance(node, ReceivedMoments)
 
-    (found,) = (node for node in jax.tree.leaves(opt_state, is_leaf=is_it) if is_it(node))
-    return found
+    (state,) = (node for node in jax.tree.leaves(opt_state, is_leaf=is_it) if is_it(node))
+    return state

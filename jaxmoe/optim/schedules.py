@@ -60,14 +60,14 @@ class ScheduleBase:
 
         return factor
 
-    def fitted(self: Fitted, steps: int, given: Collection[str] = ()) -> Fitted:
+    def fitted(self: Fitted, steps: int, fields: Collection[str] = ()) -> Fitted:
         """Return the schedule with a warm-up that fits a run; unchanged if it fits already.
 
         Args:
             steps: Total number of optimiser steps.
-            given: Names of fields that must stay as they are.
+            fields: Names of fields that must stay as they are.
         """
-        if "warmup_steps" in given or self.warmup_steps < steps:
+        if "warmup_steps" in fields or self.warmup_steps < steps:
             return self
         return dataclasses.replace(self, warmup_steps=steps // 5)
 
@@ -123,19 +123,19 @@ class WarmupStableDecayConfig(ScheduleBase):
                 f"schedule.decay_fraction={self.decay_fraction} must lie above 0 and at most 1"
             )
 
-    def fitted(self, steps: int, given: Collection[str] = ()) -> WarmupStableDecayConfig:
+    def fitted(self, steps: int, fields: Collection[str] = ()) -> WarmupStableDecayConfig:
         """Return the schedule with a warm-up, or else a decay, that fits a run.
 
         Args:
             steps: Total number of optimiser steps.
-            given: Names of fields that must stay as they are.
+            fields: Names of fields that must stay as they are.
         """
         first = steps - round(self.decay_fraction * steps)
         if self.warmup_steps <= first and self.warmup_steps < steps:
             return self
-        if "warmup_steps" not in given:
+        if "warmup_steps" not in fields:
             return dataclasses.replace(self, warmup_steps=min(steps // 5, first))
-        if "decay_fraction" not in given and self.warmup_steps < steps:
+        if "decay_fraction" not in fields and self.warmup_steps < steps:
             return dataclasses.replace(self, decay_fraction=1 - self.warmup_steps / steps)
         return self
 

@@ -132,14 +132,14 @@ class DoesNotFit:
         text = str(error)
         if not is_for_memory(error):
             raise error
-        found = _SIZES.search(text)
-        used, limit = (
-            (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])
-            if found
+        match = _SIZES.search(text)
+        need, limit = (
+            (float(match[1]) * _UNITS[match[2]], float(match[3]) * _UNITS[match[4]])
+            if match
             else (None, None)
         )
         line = next((line for line in text.splitlines() if "Used" in line), text.splitlines()[0])
-        return cls(needed=used, available=limit, text=line.strip()[:300])
+        return cls(needed=need, available=limit, text=line.strip()[:300])
 
 
 def is_for_memory(error: Exception) -> bool:
@@ -257,8 +257,8 @@ def _for_other_python(environment: dict[str, str]) -> dict[str, str]:
     changed = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     spec = importlib.util.find_spec("libtpu")
     if spec is not None and spec.origin is not None:
-        own = os.path.join(os.path.dirname(spec.origin), "libtpu.so")
-        if changed.get("TPU_LIBRARY_PATH") == own:
+        library = os.path.join(os.path.dirname(spec.origin), "libtpu.so")
+        if changed.get("TPU_LIBRARY_PATH") == library:
             del changed["TPU_LIBRARY_PATH"]
     return changed
 

@@ -49,15 +49,15 @@ def stage_times(plan: StepPlan, chip: Chip) -> StageTimes:
         chip: Properties of each device.
     """
     sizes = Sizes.of(plan)
-    found = counts(plan.execution.pipeline, plan.execution.mesh.stage, plan.accumulation)
-    (sent,) = [one for one in step_traffic(plan) if one.reason == "activations"]
+    pipeline_counts = counts(plan.execution.pipeline, plan.execution.mesh.stage, plan.accumulation)
+    (sent,) = [traffic for traffic in step_traffic(plan) if traffic.reason == "activations"]
     rate = chip.flops * chip.efficiency * plan.mesh.size
     forward = backward = 0.0
     for stack in ModelParts.of(plan.model).staged.stacks:
         once = stack_flops(plan, stack) / 3 * plan.tokens / plan.accumulation / rate
         forward += once
         backward += once * (4 if sizes.remat(stack) in ("full", "offload") else 3)
-    ticks = found.forward + found.backward
+    ticks = pipeline_counts.forward + pipeline_counts.backward
     return StageTimes(
         forward=forward, backward=backward, send=seconds_of(sent, sizes.mesh, chip) / ticks
     )
@@ -74,9 +74,9 @@ def tick_seconds(
         micro_batches: Micro-batches of a step (m).
         times: Seconds of one stage.
     """
-    found = counts(pipeline, stages, micro_batches)
+    pipeline_counts = counts(pipeline, stages, micro_batches)
     forward, backward = times.forward + times.send, times.backward + times.send
-    return found.forward * forward + found.backward * backward
+    return pipeline_counts.forward * forward + pipeline_counts.backward * backward
 
 
 def critical_seconds(stages: int, micro_batches: int, times: StageTimes) -> float:
@@ -87,8 +87,8 @@ def critical_seconds(stages: int, micro_batches: int, times: StageTimes) -> floa
         micro_batches: Micro-batches of a step (m).
         times: Seconds of one stage.
     """
-    both = times.forward + times.backward
-    round_trip = stages * both + 2 * (stages - 1) * times.send
+    seconds = times.forward + times.backward
+    round_trip = stages * seconds + 2 * (stages - 1) * times.send
     if micro_batches < stages:
-        return round_trip + (micro_batches - 1) * both
-    return micro_batches / stages * round_trip + (stages - 1) * both
+        return round_trip + (micro_batches - 1) * seconds
+    return micro_batches / stages * round_trip + (stages - 1) * seconds

@@ -65,5 +65,5 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
 def _tiled(rows: int, columns: int) -> Fraction:
     """Return the stored values per value of two tiled dimensions."""
     sublanes = min(8, 1 << (rows - 1).bit_length())
-    taken = -(-rows // sublanes) * sublanes * -(-columns // _LANES) * _LANES
-    return Fraction(taken, rows * columns)
+    tile_bytes = -(-rows // sublanes) * sublanes * -(-columns // _LANES) * _LANES
+    return Fraction(tile_bytes, rows * columns)

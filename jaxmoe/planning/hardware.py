@@ -164,8 +164,8 @@ class Chip:
         Args:
             axes: Mesh axes.
         """
-        known = [rate for axis, rate in self.rates if axis in axes]
-        return slowest(known) if known and len(known) == len(axes) else None
+        rates = [rate for axis, rate in self.rates if axis in axes]
+        return slowest(rates) if rates and len(rates) == len(axes) else None
 
     def bandwidth(self, reach: int) -> float:
         """Return the bytes per second that a device sends within a group.
@@ -328,8 +328,8 @@ def parse_topology(text: str) -> Topology:
     Raises:
         ValueError: The text is not a known topology; names the nearest one.
     """
-    platform, _, rest = text.partition(":")
-    kind, _, size = rest.partition(":") if platform != "cpu" else ("cpu", "", rest)
+    platform, _, size_text = text.partition(":")
+    kind, _, size = size_text.partition(":") if platform != "cpu" else ("cpu", "", size_text)
     names = [name for name, chip in CHIPS.items() if chip.platform == platform]
     if not names:
         raise ValueError(
@@ -342,12 +342,12 @@ def parse_topology(text: str) -> Topology:
             f"topology={text!r}: there is no {platform.upper()} {kind!r}{near}; known are"
             f" {', '.join(names)}, such as {platform}:{_example(names[1])}"
         )
-    wanted = CHIPS[kind].torus or 1
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or size.count("x") + 1 != wanted:
-        given = f"has the size {size!r}" if size else "has no size"
+    num_dims = CHIPS[kind].torus or 1
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or size.count("x") + 1 != num_dims:
+        fault = f"has the size {size!r}" if size else "has no size"
         raise ValueError(
-            f"topology={text!r} {given}: give {wanted} whole"
-            f" number{'s joined by x' if wanted > 1 else ''}, such as"
+            f"topology={text!r} {fault}: give {num_dims} whole"
+            f" number{'s joined by x' if num_dims > 1 else ''}, such as"
             f" {f'{platform}:' if kind != platform else ''}{_example(kind)}"
         )
     shape = tuple(map(int, size.split("x")))

@@ -94,12 +94,12 @@ def _state(plan: StepPlan) -> Iterator[HostTraffic]:
     if not away:
         return
     lengths = {scan.name: scan.length for scan in plan.model.scans}
-    held = {name: _bytes(jax.tree.leaves(state.params[name])) for name in away}
+    bytes_by_name = {name: _bytes(jax.tree.leaves(state.params[name])) for name in away}
     layers = {name: _bytes(jax.tree.leaves(trained[name])) for name in away}
     once = sum(layers.values())
     yield HostTraffic(
         reason="layers",
-        to_device=again * sum(held[name] * (2 + 1 / lengths[name]) for name in away),
+        to_device=again * sum(bytes_by_name[name] * (2 + 1 / lengths[name]) for name in away),
         to_host=0.0,
     )
     yield HostTraffic(
@@ -126,7 +126,7 @@ def _inputs(plan: StepPlan) -> Iterator[HostTraffic]:
     if "offload" not in (execution.remat, execution.remat_dense):
         return
     sizes = Sizes.of(plan)
-    layers = sum(one.num_layers for one in sizes.stacks if sizes.remat(one) == "offload")
+    layers = sum(stack.num_layers for stack in sizes.stacks if sizes.remat(stack) == "offload")
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize * plan.model.residual.arrays
     moved = plan.accumulation * layers * stream
     if moved:

@@ -114,13 +114,18 @@ class MemoryEstimate:
     @property
     def phases(self) -> dict[str, float]:
         """Temporaries in each phase of the step."""
-        held = self.gradients + self.copies + self.streams
+        resident = self.gradients + self.copies + self.streams
         # A pipeline has the activations of a group in its backward pass alone.
         saved = self.after if self.streams else self.saved + self.masks
         return {
-            "layers": held + self.arriving + self.saved + self.masks + self.layer + self.experts,
-            "head": held + saved + self.logits,
-            "embedding": held + self.embedding + self.before,
+            "layers": resident
+            + self.arriving
+            + self.saved
+            + self.masks
+            + self.layer
+            + self.experts,
+            "head": resident + saved + self.logits,
+            "embedding": resident + self.embedding + self.before,
             "update": self.gradients + self.update,
         }
 
@@ -147,22 +152,22 @@ class MemoryEstimate:
             "batch and counters": self.batch + self.other_state,
             "gradients": self.gradients,
         }
-        held = {"parameters for products": self.copies}
+        copies = {"parameters for products": self.copies}
         saved = {"saved activations": self.saved, "attention masks": self.masks}
         before, after = {}, saved
         if self.streams:
-            held |= {"streams of the pipeline": self.streams}
+            copies |= {"streams of the pipeline": self.streams}
             before = {"layers before the stages": self.before}
             after = {"layers after the stages": self.after}
         match self.peak_phase:
             case "layers":
-                one = {"layers from host memory": self.arriving} if self.arriving else {}
-                one |= {"experts": self.experts, "one layer": self.layer}
-                return state | held | saved | one
+                arriving = {"layers from host memory": self.arriving} if self.arriving else {}
+                arriving |= {"experts": self.experts, "one layer": self.layer}
+                return state | copies | saved | arriving
             case "head":
-                return state | held | after | {"logits and head": self.logits}
+                return state | copies | after | {"logits and head": self.logits}
             case "embedding":
-                return state | held | before | {"embedding": self.embedding}
+                return state | copies | before | {"embedding": self.embedding}
             case _:
                 return state | {"update": self.update}
 
@@ -237,15 +242,15 @@ def estimate_memory(
 def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     """Return the fields about layers of a step that passes through all of them at once."""
     plan = sizes.plan
-    held = [Held(stack, stack.num_calls) for stack in plan.model.stacks]
+    shares = [Held(stack, stack.num_calls) for stack in plan.model.stacks]
     names = layers_on_host(plan.model, plan.execution)
     rows = [row for row in plan.table.trained_rows if row.path.split("/")[0] not in names]
     gradients = _gradients(sizes, rows, platform)
-    layer, experts = _largest_layer(sizes, held)
+    layer, experts = _largest_layer(sizes, shares)
     return {
         "gradients": gradients * (2 if plan.accumulation > 1 else 1),
         "copies": _copies(sizes),
-        "saved": _saved(sizes, held),
+        "saved": _saved(sizes, shares),
         "masks": _masks(sizes, plan.model.scans, platform),
         "layer": layer,
         "experts": experts,
@@ -258,7 +263,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     execution, parts = plan.execution, ModelParts.of(plan.model)
     stages, chunks = execution.mesh.stage, execution.pipeline.chunks
     number = stages * chunks
-    group = [Held(one, one.num_layers / number, 1 / chunks) for one in parts.staged.stacks]
+    group = [Held(stack, stack.num_layers / number, 1 / chunks) for stack in parts.staged.stacks]
     staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
     trained = [row for row in staged if not row.is_frozen]
     gradients = _gradients(sizes, plan.table.trained_rows, platform)
@@ -268,10 +273,19 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
         width = jnp.dtype(execution.precision.parameter_dtype).itemsize
         values, size = (sizes.copied, sizes.itemsize) if is_whole else (sizes.local, width)
         copies += sum(map(values, staged)) * size
-    found = counts(execution.pipeline, stages, plan.accumulation, plan.paths)
-    slots = found.inputs + found.gradients + (found.heads + 1 if found.heads else 0) + 2
+    pipeline_counts = counts(execution.pipeline, stages, plan.accumulation, plan.paths)
+    slots = (
+        pipeline_counts.inputs
+        + pipeline_counts.gradients
+        + (pipeline_counts.heads + 1 if pipeline_counts.heads else 0)
+        + 2
+    )
     stream = plan.model.residual.arrays * sizes.tokens * plan.model.embed_dim * sizes.itemsize
-    deferred = (found.deferred + 1) * _deferred(sizes, group, platform) if found.deferred else 0.0
+    deferred = (
+        (pipeline_counts.deferred + 1) * _deferred(sizes, group, platform)
+        if pipeline_counts.deferred
+        else 0.0
+    )
     return {
         "gradients": gradients + _gradients(sizes, trained, platform) / chunks,
         "copies": copies,
@@ -285,13 +299,13 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     }
 
 
-def _deferred(sizes: Sizes, held: Sequence[Held], platform: Platform) -> float:
+def _deferred(sizes: Sizes, shares_of_stacks: Sequence[Held], platform: Platform) -> float:
     """Return what B leaves for W: inputs of products, and gradients of their results."""
     width, total = sizes.plan.model.embed_dim, 0.0
     # The fused experts of the XLA implementation, which CPUs use, are not split.
     is_fused = platform == "cpu" and sizes.plan.execution.kernels.grouped_swiglu in (None, "xla")
-    for one in held:
-        mixer, fed = sizes.activations(one.stack), one.stack.kind.feed_forward.sizes
+    for share in shares_of_stacks:
+        mixer, fed = sizes.activations(share.stack), share.stack.kind.feed_forward.sizes
         values = (mixer.projected + mixer.output) / sizes.itemsize + 2 * width
         if fed.dense_dim:
             values += 2 * width + 3 * fed.dense_dim / sizes.shards(ax.ACT_MLP)
@@ -300,17 +314,17 @@ def _deferred(sizes: Sizes, held: Sequence[Held], platform: Platform) -> float:
             layer += sizes.tokens * (width + fed.num_experts)
             if not is_fused:
                 layer += sizes.places(fed) * (2 * width + 3 * fed.expert_dim)
-        total += one.layers * layer
+        total += share.layers * layer
     return total * sizes.itemsize
 
 
 def _outside(sizes: Sizes, scans: tuple[Scan, ...], platform: Platform) -> float:
     """Return the activations and the working set of layers that no stage has alone."""
-    held = [Held(stack, stack.num_layers) for scan in scans for stack in scan.stacks]
-    if not held:
+    shares_of_stacks = [Held(stack, stack.num_layers) for scan in scans for stack in scan.stacks]
+    if not shares_of_stacks:
         return 0.0
-    needed = _saved(sizes, held) + _masks(sizes, scans, platform)
-    return needed + sum(_largest_layer(sizes, held))
+    needed = _saved(sizes, shares_of_stacks) + _masks(sizes, scans, platform)
+    return needed + sum(_largest_layer(sizes, shares_of_stacks))
 
 
 def _copies(sizes: Sizes) -> float:
@@ -337,7 +351,7 @@ def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) 
     return 4.0 * total
 
 
-def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
+def _saved(sizes: Sizes, shares_of_stacks: Sequence[Held]) -> float:
     plan = sizes.plan
     model, execution = plan.model, plan.execution
     token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
@@ -345,15 +359,15 @@ def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
     secondary = 0.0
     if execution.state_layout.gathered == "replica":
         copies = sizes.devices(sizes.pieces(ax.REPLICA))
-        secondary = _of_held(plan, held, sizes.local) * copies * sizes.itemsize
+        secondary = _of_held(plan, shares_of_stacks, sizes.local) * copies * sizes.itemsize
     total = secondary
-    for one in held:
-        remat, num_layers = sizes.remat(one.stack), one.layers
+    for share in shares_of_stacks:
+        remat, num_layers = sizes.remat(share.stack), share.layers
         if remat in ("full", "offload"):  # "offload" keeps them on the host
             inputs = model.residual.arrays * stream
             total += num_layers * inputs if remat == "full" else 0.0
             continue
-        mixer, fed = sizes.activations(one.stack), one.stack.kind.feed_forward.sizes
+        mixer, fed = sizes.activations(share.stack), share.stack.kind.feed_forward.sizes
         total += num_layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
         if remat == "dots":
             streams = 1 + model.residual.arrays
@@ -363,22 +377,22 @@ def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
         rows = sizes.places(fed) * sizes.itemsize * width + token * fed.read_dim
         streams = 3 + model.residual.arrays
         total += num_layers * (streams * stream + sizes.inner_tokens * mixer.kept + rows)
-        total += _of_held(plan, [one], sizes.in_use, ax.EXPERTS) * sizes.itemsize
+        total += _of_held(plan, [share], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total
 
 
 def _of_held(
     plan: StepPlan,
-    held: Sequence[Held],
+    shares_of_stacks: Sequence[Held],
     values: Callable[[ParameterSpec], int],
     axis: str | None = None,
 ) -> float:
     """Return the values of the parameters of layers; with an axis, of those that have it."""
     return sum(
-        one.share * values(row)
-        for one in held
+        share.share * values(row)
+        for share in shares_of_stacks
         for row in plan.table
-        if row.path.startswith(f"{one.stack.path}/")
+        if row.path.startswith(f"{share.stack.path}/")
         and (axis is None or axis in row.declaration.axes)
     )
 
@@ -398,9 +412,11 @@ def _masks(sizes: Sizes, scans: Sequence[Scan], platform: Platform) -> float:
     return sizes.sequences * heads * plan.sequence_length**2 * _MASK_SHARE / parts
 
 
-def _largest_layer(sizes: Sizes, held: Sequence[Held]) -> tuple[float, float]:
+def _largest_layer(sizes: Sizes, shares_of_stacks: Sequence[Held]) -> tuple[float, float]:
     """Return the working set of the layer that needs most, without its experts and of them."""
-    pairs = [(_layer(sizes, one.stack), _experts(sizes, one.stack)) for one in held]
+    pairs = [
+        (_layer(sizes, share.stack), _experts(sizes, share.stack)) for share in shares_of_stacks
+    ]
     return max(pairs, key=sum)
 
 
@@ -418,8 +434,8 @@ def _experts(sizes: Sizes, stack: LayerStack) -> float:
     width = 4 * plan.model.embed_dim + 4 * experts.expert_dim
     narrow = sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     travelling = 2 * sizes.itemsize if narrow else 0
-    held = sizes.places(experts) * width * sizes.itemsize
-    return weights * (sizes.itemsize + 4 + travelling) + held
+    num_bytes = sizes.places(experts) * width * sizes.itemsize
+    return weights * (sizes.itemsize + 4 + travelling) + num_bytes
 
 
 def _logits(sizes: Sizes) -> float:
@@ -456,8 +472,8 @@ def _update(sizes: Sizes) -> float:
     spread = max(map(sizes.local, matrices), default=0)
     names = layers_on_host(sizes.plan.model, sizes.plan.execution)
     shares = {name: _share_at_once(sizes.plan) for name in names}
-    held = sum(sizes.local(row) * shares.get(row.path.split("/")[0], 1.0) for row in rows)
-    return 4.0 * (2 * held + 4 * spread)
+    num_bytes = sum(sizes.local(row) * shares.get(row.path.split("/")[0], 1.0) for row in rows)
+    return 4.0 * (2 * num_bytes + 4 * spread)
 
 
 def _share_at_once(plan: StepPlan) -> float:

@@ -50,24 +50,24 @@ def axes_of_groups(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
         return ()
     shape = tuple(mesh.values())
     places = zip(np.unravel_index(members, shape), np.unravel_index(firsts, shape), strict=True)
-    differs = [bool((own != first).any()) for own, first in places]
+    differs = [bool((place != first).any()) for place, first in places]
     return tuple(axis for axis, differ in zip(mesh, differs, strict=True) if differ)
 
 
-def bytes_by_axes(found: Iterable[Collective], mesh: Mapping[str, int]) -> list[AxisBytes]:
+def bytes_by_axes(collectives: Iterable[Collective], mesh: Mapping[str, int]) -> list[AxisBytes]:
     """Return the collectives of a program summed by kind and axes, most bytes first.
 
     Args:
-        found: Result of `collectives`.
+        collectives: Result of `collectives`.
         mesh: Size by axis, in the order of the devices.
     """
     sums: dict[tuple[str, tuple[str, ...]], list[float]] = collections.defaultdict(lambda: [0] * 3)
-    for one in found:
-        times = 1 if one.trip_count is None else one.trip_count
-        total = sums[one.kind, axes_of_groups(one.groups, mesh)]
+    for collective in collectives:
+        times = 1 if collective.trip_count is None else collective.trip_count
+        total = sums[collective.kind, axes_of_groups(collective.groups, mesh)]
         total[0] += times
-        total[1] += times * one.result_bytes
-        total[2] += times * one.wire_bytes
+        total[1] += times * collective.result_bytes
+        total[2] += times * collective.wire_bytes
     rows = [
         AxisBytes(
             kind=kind, axes=axes, count=int(t[0]), result_bytes=int(t[1]), wire_bytes=float(t[2])

@@ -58,7 +58,7 @@ class NestedSharding:
             itemsize: Bytes per value in products (b).
             devices: Devices of the run (n).
         """
-        whole = parameters * itemsize
+        num_bytes = parameters * itemsize
         w, g, o = self.weights, self.gradients, self.state
         parts = [
             (w, 2 * (1 - 1 / w)),
@@ -67,11 +67,11 @@ class NestedSharding:
             (devices, 2 * (1 - o / devices) / o),
             (o, 1 / w - 1 / o),
         ]
-        found: dict[int, float] = {}
+        bytes_by_size: dict[int, float] = {}
         for reach, share in parts:
             if share:
-                found[reach] = found.get(reach, 0.0) + share * whole
-        return found
+                bytes_by_size[reach] = bytes_by_size.get(reach, 0.0) + share * num_bytes
+        return bytes_by_size
 
     def seconds(self, parameters: float, itemsize: int, devices: int, chip: Chip) -> float:
         """Return the seconds of the bytes that a device sends in a step.
@@ -110,12 +110,16 @@ def best_nested(
         chip: Properties of each device.
         room: Bytes of one device for training state.
     """
-    fitting = [one for one in nested_shardings(devices) if one.memory(parameters, itemsize) <= room]
+    fitting = [
+        sharding
+        for sharding in nested_shardings(devices)
+        if sharding.memory(parameters, itemsize) <= room
+    ]
     return min(
         fitting,
-        key=lambda one: (
-            one.seconds(parameters, itemsize, devices, chip),
-            one.memory(parameters, itemsize),
+        key=lambda sharding: (
+            sharding.seconds(parameters, itemsize, devices, chip),
+            sharding.memory(parameters, itemsize),
         ),
         default=None,
     )

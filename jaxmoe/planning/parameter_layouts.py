@@ -61,7 +61,7 @@ def parameter_layouts(
     """
     has_head = any(row.declaration.role == "head" for row in table)
     routed = {_stack_of(row.path) for row in table if ax.EXPERTS in row.declaration.axes}
-    found = []
+    layouts = []
     for row in table:
         # The gradient of a look-up does not read the table; layers that are not recomputed keep
         # what they gathered.
@@ -69,14 +69,14 @@ def parameter_layouts(
         is_kept = row.declaration.is_stacked and remat == "none"
         is_read_once = is_kept or (row.declaration.role == "embedding" and has_head)
         uses = 1 if is_read_once else 2
-        found.append(_layouts(row, execution, mesh, row.size * itemsize, uses))
-    return found
+        layouts.append(_layouts(row, execution, mesh, row.size * itemsize, uses))
+    return layouts
 
 
 def _stack_of(path: str) -> str:
     """Return the path of the layers that a parameter belongs to: `layers`, or `layers/0`."""
-    first, *rest = path.split("/")
-    return f"{first}/{rest[0]}" if rest and rest[0].isdigit() else first
+    first, *remaining = path.split("/")
+    return f"{first}/{remaining[0]}" if remaining and remaining[0].isdigit() else first
 
 
 def _layouts(
@@ -86,15 +86,17 @@ def _layouts(
     stored = ArrayLayout.of_spec(layout.parameters.resolve(axes))
     updated = ArrayLayout.of_spec(layout.optimizer.resolve(axes))
     copy = ArrayLayout.of_spec((layout.copies or layout.parameters).resolve(axes))
-    kept = kept_axes(row, execution, mesh)
-    splits = tuple(tuple(axis for axis in split if axis in kept) for split in stored.splits)
-    used = ArrayLayout(splits)
+    stored_axes = kept_axes(row, execution, mesh)
+    splits = tuple(tuple(axis for axis in split if axis in stored_axes) for split in stored.splits)
+    compute_layout = ArrayLayout(splits)
     # Every stage computes the layers alike that are not split over stages.
     alike = (ax.STAGE,) if row.declaration.is_stacked else ()
-    left = tuple(a for a, n in mesh.items() if n > 1 and a not in used.split_axes() + alike)
-    gradient = ArrayLayout(splits, partial=left)
+    replicated_axes = tuple(
+        a for a, n in mesh.items() if n > 1 and a not in compute_layout.split_axes() + alike
+    )
+    gradient = ArrayLayout(splits, partial=replicated_axes)
     sent = [(change, 1) for change in changes(stored, copy, mesh, size)]
-    for change in changes(copy, used, mesh, size):
+    for change in changes(copy, compute_layout, mesh, size):
         is_once = layout.gathered == "replica" and change.axis == ax.REPLICA
         sent.append((change, 1 if is_once else uses))
     if not row.is_frozen:
@@ -103,7 +105,7 @@ def _layouts(
     return ParameterLayouts(
         path=row.path,
         stored=stored,
-        used=used,
+        used=compute_layout,
         gradient=gradient,
         updated=updated,
         sent=tuple((change, times) for change, times in sent if change.collective),

@@ -86,9 +86,9 @@ def counts(
     few = 4 * stages
     if micro_batches <= few + stages or paths is not None:
         return _count(pipeline, stages, micro_batches, paths)
-    one, two = _count(pipeline, stages, few), _count(pipeline, stages, few + stages)
+    first, two = _count(pipeline, stages, few), _count(pipeline, stages, few + stages)
     more = micro_batches - few
-    return Counts(*(a + (b - a) * more // stages for a, b in zip(one, two, strict=True)))
+    return Counts(*(a + (b - a) * more // stages for a, b in zip(first, two, strict=True)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -123,8 +123,8 @@ def idle_over_useful(
     """
     if stages == 1:
         return 0.0
-    found = counts(pipeline, stages, micro_batches, paths)
-    time = Passes(found.forward, found.backward, found.weights).time
+    pipeline_counts = counts(pipeline, stages, micro_batches, paths)
+    time = Passes(pipeline_counts.forward, pipeline_counts.backward, pipeline_counts.weights).time
     works = pipeline.chunks * micro_batches
     if paths is not None:
         works = sum(map(len, paths)) / stages
@@ -156,9 +156,9 @@ def passes(
         return Passes(0.0, once, once)
     parts = ModelParts.of(model)
     if name == parts.staged.name:
-        found = counts(pipeline, stages, accumulation, paths)
+        pipeline_counts = counts(pipeline, stages, accumulation, paths)
         group = layers / (stages * pipeline.chunks)
-        ticks = found.forward, found.backward, found.weights
+        ticks = pipeline_counts.forward, pipeline_counts.backward, pipeline_counts.weights
         return Passes(*(number * group for number in ticks))
     once = float(accumulation * layers)
     return Passes(once if name in _names(parts.before) else 0.0, once, once)

@@ -55,14 +55,14 @@ class LayoutCost:
 def choices(plan: StepPlan) -> list[StepPlan]:
     """Return the plan with every schedule to compare that its layers and micro-batches allow."""
     own = plan.execution.pipeline
-    usual: list[PipelineOrder] = [GPipeConfig()]
-    usual += [
+    orders: list[PipelineOrder] = [GPipeConfig()]
+    orders += [
         InterleavedConfig(chunks=chunks, weight_gradients=when)
         for when in ("at_once", "deferred")
         for chunks in (1, 2, 4)
     ]
-    found = []
-    for pipeline in [*usual, *([] if own in usual else [own])]:
+    candidates = []
+    for pipeline in [*orders, *([] if own in orders else [own])]:
         execution = dataclasses.replace(plan.execution, pipeline=pipeline)
         choice = dataclasses.replace(plan, execution=execution)
         try:
@@ -70,8 +70,8 @@ def choices(plan: StepPlan) -> list[StepPlan]:
             choice.gradients.check(choice)
         except ValueError:
             continue
-        found.append(choice)
-    return found
+        candidates.append(choice)
+    return candidates
 
 
 def compare_schedules(plan: StepPlan, chip: Chip) -> list[ScheduleCost]:
@@ -81,21 +81,21 @@ def compare_schedules(plan: StepPlan, chip: Chip) -> list[ScheduleCost]:
         plan: Step on a mesh with stages.
         chip: Properties of each device.
     """
-    found = []
-    for one in choices(plan):
-        pipeline, stages = one.execution.pipeline, one.execution.mesh.stage
-        bubble = idle_over_useful(pipeline, stages, one.accumulation, one.paths)
-        found.append(
+    rows = []
+    for order in choices(plan):
+        pipeline, stages = order.execution.pipeline, order.execution.mesh.stage
+        bubble = idle_over_useful(pipeline, stages, order.accumulation, order.paths)
+        rows.append(
             ScheduleCost(
                 pipeline=pipeline,
                 idle=bubble / (1.0 + bubble),
-                inputs=counts(pipeline, stages, one.accumulation, one.paths).inputs,
-                memory=estimate_memory(one, chip.platform).total,
-                sent=sum(each.bytes for each in step_traffic(one) if each.axes == (ax.STAGE,)),
-                seconds=predict_time(one, chip).step,
+                inputs=counts(pipeline, stages, order.accumulation, order.paths).inputs,
+                memory=estimate_memory(order, chip.platform).total,
+                sent=sum(each.bytes for each in step_traffic(order) if each.axes == (ax.STAGE,)),
+                seconds=predict_time(order, chip).step,
             )
         )
-    return found
+    return rows
 
 
 def compare_layouts(plan: StepPlan, chip: Chip) -> LayoutCost | None:
@@ -107,16 +107,16 @@ def compare_layouts(plan: StepPlan, chip: Chip) -> LayoutCost | None:
     """
     if plan.execution.state_layout.gathered == "step":
         return None
-    other = plan.on(dataclasses.replace(plan.execution, rules="zero2"))
-    always, once = _weights(plan), _weights(other)
+    zero2_plan = plan.on(dataclasses.replace(plan.execution, rules="zero2"))
+    always, once = _weights(plan), _weights(zero2_plan)
     if always == 0.0:
         return None
-    memory = estimate_memory(other, chip.platform).total
+    memory = estimate_memory(zero2_plan, chip.platform).total
     return LayoutCost(always=always, once=once, memory=memory)
 
 
 def _weights(plan: StepPlan) -> float:
-    return sum(one.bytes for one in step_traffic(plan) if one.reason == "weights")
+    return sum(traffic.bytes for traffic in step_traffic(plan) if traffic.reason == "weights")
 
 
 def schedule_in_words(pipeline: PipelineOrder) -> str:

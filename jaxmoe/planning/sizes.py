@@ -78,10 +78,10 @@ class Sizes:
             heads: Heads of its mixer; when None those by which the form is chosen.
         """
         plan = self.plan
-        found = attention_sizes(
+        sizes = attention_sizes(
             plan.model.context, plan.execution, plan.sequence_length, self.mesh, heads
         )
-        return dataclasses.replace(found, sequences=self.sequences)
+        return dataclasses.replace(sizes, sequences=self.sequences)
 
     def heads(self, heads: AttentionHeads) -> float:
         """Return N of a mixer on one device."""
@@ -108,8 +108,8 @@ class Sizes:
         leaves of it.
         """
         sources = self.devices(self.expert_axes)
-        held = experts.num_experts / self.shards(ax.EXPERTS)
-        worst = sources * self.tokens * min(experts.top_k, held)
+        num_local = experts.num_experts / self.shards(ax.EXPERTS)
+        worst = sources * self.tokens * min(experts.top_k, num_local)
         return self.plan.execution.dispatcher.arriving_places(sent=self.rows(experts), worst=worst)
 
     @property
@@ -152,8 +152,8 @@ class Sizes:
 
     def gathered_axes(self, row: ParameterSpec) -> tuple[str, ...]:
         """Return the axes over which a parameter is gathered for use."""
-        kept = self.kept_axes(row)
-        return tuple(axis for axis in self.axes_of(row) if axis not in kept)
+        stored_axes = self.kept_axes(row)
+        return tuple(axis for axis in self.axes_of(row) if axis not in stored_axes)
 
     def local(self, row: ParameterSpec) -> int:
         """Return the values of a parameter stored on one device."""
@@ -188,7 +188,7 @@ class Sizes:
 
     def stack_of(self, row: ParameterSpec) -> LayerStack | None:
         """Return the stack of layers of a parameter; None outside of layers."""
-        return next((one for one in self.stacks if row.path.startswith(f"{one.path}/")), None)
+        return next((stack for stack in self.stacks if row.path.startswith(f"{stack.path}/")), None)
 
     def row_passes(self, row: ParameterSpec) -> Passes:
         """Return how often a step uses the parameters of one layer, or one that is not stacked."""
@@ -203,8 +203,8 @@ class Sizes:
     def _passes(self, path: str, layers: int) -> Passes:
         plan, key = self.plan, (path.partition("/")[0], layers)
         if key not in self._known_passes:
-            given = plan.model, plan.execution, plan.accumulation
-            self._known_passes[key] = passes(*given, *key, plan.paths)
+            arguments = plan.model, plan.execution, plan.accumulation
+            self._known_passes[key] = passes(*arguments, *key, plan.paths)
         return self._known_passes[key]
 
     @functools.cached_property

@@ -106,16 +106,16 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     compute = executed_flops(sizes) / num_devices / (chip.flops * chip.efficiency)
     memory = moved / chip.memory_bandwidth
     communication, hideable = {}, 0.0
-    for one in step_traffic(plan):
-        seconds = seconds_of(one, sizes.mesh, chip)
-        communication[f"{one.reason} over {' x '.join(one.axes)}"] = seconds
-        hideable += seconds * (one.reason in HIDEABLE)
+    for entry in step_traffic(plan):
+        seconds = seconds_of(entry, sizes.mesh, chip)
+        communication[f"{entry.reason} over {' x '.join(entry.axes)}"] = seconds
+        hideable += seconds * (entry.reason in HIDEABLE)
     return StepTime(
         compute=compute,
         memory=memory,
         communication=communication,
         hidden=min(hideable, chip.overlap * max(compute, memory)),
-        host={one.reason: one.seconds(chip) for one in host_traffic(plan)},
+        host={entry.reason: entry.seconds(chip) for entry in host_traffic(plan)},
         disk=disk_bytes(plan) / chip.disk_bandwidth,
     )
 
@@ -131,15 +131,15 @@ def executed_flops(sizes: Sizes) -> float:
     total = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens
     for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.
-        own = stack_flops(plan, stack) * plan.tokens
+        flops = stack_flops(plan, stack) * plan.tokens
         again = 1 / 3 if sizes.remat(stack) in ("full", "offload") else 0.0
         if stages == 1:
-            total += own * again
+            total += flops * again
             continue
         passes = sizes.stack_passes(stack)
         useful = plan.accumulation * stack.num_layers
         executed = passes.time / 3 + passes.trained * again
-        total += own * (stages * executed / useful - 1)
+        total += flops * (stages * executed / useful - 1)
     return total
 
 
@@ -155,24 +155,24 @@ def stack_flops(plan: StepPlan, stack: LayerStack) -> float:
     return 6.0 * matmul_parameters(plan.model, ParameterTable(tuple(rows))) + mixing
 
 
-def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:
+def seconds_of(traffic: Traffic, mesh: dict[str, int], chip: Chip) -> float:
     """Return the seconds of the messages of one reason in sequence.
 
     Args:
-        one: Bytes and messages to send.
+        traffic: Bytes and messages to send.
         mesh: Size by axis.
         chip: Properties of each device.
     """
-    measured = chip.measured_rate(one.axes)
+    measured = chip.measured_rate(traffic.axes)
     if measured is not None:
-        return one.messages * measured.latency + one.bytes / measured.bandwidth
-    reach = _reach(one.axes, mesh)
+        return traffic.messages * measured.latency + traffic.bytes / measured.bandwidth
+    reach = _reach(traffic.axes, mesh)
     bandwidth = chip.bandwidth(reach)
     if chip.host_links:
-        link = slowest_link(one.axes, tuple(mesh.items()), chip.host_links)
+        link = slowest_link(traffic.axes, tuple(mesh.items()), chip.host_links)
         bandwidth = chip.bandwidth(min(reach, chip.domain or reach)) if link is None else link
-    hops = one.messages * chip.hops(one.num_devices) / (one.num_devices - 1)
-    return hops * chip.link_latency + one.bytes / bandwidth
+    hops = traffic.messages * chip.hops(traffic.num_devices) / (traffic.num_devices - 1)
+    return hops * chip.link_latency + traffic.bytes / bandwidth
 
 
 def _reach(axes: Iterable[str], mesh: dict[str, int]) -> int:

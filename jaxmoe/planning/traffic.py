@@ -79,18 +79,18 @@ def step_traffic(plan: StepPlan) -> list[Traffic]:
         plan: Step to estimate.
     """
     sizes = Sizes.of(plan)
-    found = [*_weights(sizes), *_tensor(sizes), *_attention(sizes)]
-    found += [*_rows(sizes), *_whole_matrices(sizes), *_stages(sizes)]
+    entries = [*_weights(sizes), *_tensor(sizes), *_attention(sizes)]
+    entries += [*_rows(sizes), *_whole_matrices(sizes), *_stages(sizes)]
     sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
-    for one in found:
-        key = one.reason, one.axes
+    for entry in entries:
+        key = entry.reason, entry.axes
         if key in sums:
-            one = dataclasses.replace(
-                one,
-                bytes=sums[key].bytes + one.bytes,
-                messages=sums[key].messages + one.messages,
+            entry = dataclasses.replace(
+                entry,
+                bytes=sums[key].bytes + entry.bytes,
+                messages=sums[key].messages + entry.messages,
             )
-        sums[key] = one
+        sums[key] = entry
     return list(sums.values())
 
 
@@ -239,8 +239,8 @@ def _stages(sizes: Sizes) -> Iterator[Traffic]:
     if stages == 1:
         return
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
-    found, axes = counts(pipeline, stages, plan.accumulation, plan.paths), (ax.STAGE,)
-    sent = (found.forward + found.backward) * found.hops
+    pipeline_counts, axes = counts(pipeline, stages, plan.accumulation, plan.paths), (ax.STAGE,)
+    sent = (pipeline_counts.forward + pipeline_counts.backward) * pipeline_counts.hops
     yield Traffic(
         reason="activations",
         axes=axes,
@@ -254,9 +254,9 @@ def _stages(sizes: Sizes) -> Iterator[Traffic]:
     is_whole = plan.execution.state_layout.gathered == "step"
     staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
     width = jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
-    held = width * sum(map(sizes.local, staged))
+    num_bytes = width * sum(map(sizes.local, staged))
     if is_whole:
-        held = sizes.itemsize * sum(map(sizes.copied, staged))
-    yield from _traffic(sizes, "chunks", axes, held, 1)
+        num_bytes = sizes.itemsize * sum(map(sizes.copied, staged))
+    yield from _traffic(sizes, "chunks", axes, num_bytes, 1)
     trained = [row for row in staged if not row.is_frozen]
     yield from _traffic(sizes, "chunks", axes, 4.0 * sum(map(sizes.local, trained)), 1)

@@ -78,7 +78,7 @@ def prepare(
         directory.checkpoints_directory,
         keep=config.checkpoint.keep,
         verify=config.checkpoint.verify,
-        kept=assembly.plan.kept_steps,
+        pinned_steps=assembly.plan.kept_steps,
         fence=directory.fence if is_first else None,
         base=None if assembly.plan.model.adapter is None else base_of(assembly),
     )

@@ -104,7 +104,7 @@ def reason_against(
             h % 8 != 0 or h > widest
         ),
     }
-    return next((words for words, holds in refusals.items() if holds), None)
+    return next((reason for reason, holds in refusals.items() if holds), None)
 
 
 def reason_against_default(*arguments: Any) -> str | None:
@@ -214,19 +214,21 @@ def _differentiate(
 ) -> tuple[Array, ...]:
     """Return d_q, d_k and d_v where lse has no gradient."""
     q, k, v, *_ = operands
-    given = q, k, v, lse, d_out, out
+    residuals = q, k, v, lse, d_out, out
     results = [
         _Result((b, heads, s, h), x.dtype) for x in (q, k, v) for b, s, heads, h in (x.shape,)
     ]
-    found = _call("__cudnn$fmhaSoftmaxBackward", _PRODUCTS_BACKWARD, operands, given, results)
-    return tuple(jnp.swapaxes(x, 1, 2) for x in found)
+    gradients = _call(
+        "__cudnn$fmhaSoftmaxBackward", _PRODUCTS_BACKWARD, operands, residuals, results
+    )
+    return tuple(jnp.swapaxes(x, 1, 2) for x in gradients)
 
 
 def _call(
     target: str,
     products: dict[str, Any],
     operands: Operands,
-    given: Sequence[Array],
+    arrays: Sequence[Array],
     results: Sequence[_Result],
 ) -> list[Array]:
     """Return the results of a custom call of XLA, without its workspace."""
@@ -241,7 +243,7 @@ def _call(
         custom_call_api_version=2,
         legacy_backend_config=_configuration(operands, products),
     )
-    return match_varying(call(*match_varying(tuple(given), *given))[:-1], *given)
+    return match_varying(call(*match_varying(tuple(arrays), *arrays))[:-1], *arrays)
 
 
 def _configuration(operands: Operands, products: dict[str, Any]) -> str:

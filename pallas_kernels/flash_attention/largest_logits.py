@@ -86,8 +86,8 @@ def largest_logits(
         )
         return jnp.max(jnp.where(is_visible[None, None], logits * rules.scale, -jnp.inf), axis=-1)
 
-    def one_sequence(given: tuple[dict[str, Array], dict[str, Array]]) -> Array:
-        queries, keys = given
+    def one_sequence(sides: tuple[dict[str, Array], dict[str, Array]]) -> Array:
+        queries, keys = sides
         return jax.lax.map(functools.partial(one_block, keys), queries)
 
     top = jax.lax.map(one_sequence, (queries, keys))  # B, blocks, M, g, block

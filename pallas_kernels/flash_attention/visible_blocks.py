@@ -98,10 +98,10 @@ def listed(kinds: Any) -> BlockLists:
 
 
 def _bounds(
-    given: Array | np.ndarray | None, length: int, block: int, np_or_jnp: ModuleType
+    positions: Array | np.ndarray | None, length: int, block: int, np_or_jnp: ModuleType
 ) -> tuple[Any, Any]:
     """Return the lowest and highest value of every block [b blocks]; None counts from 0."""
-    values: Any = np_or_jnp.arange(length, dtype=np.int32) if given is None else given
+    values: Any = np_or_jnp.arange(length, dtype=np.int32) if positions is None else positions
     values = (values[None] if values.ndim == 1 else values).astype(np.int32)
     # Padding repeats the last value, which moves no bound.
     values = np_or_jnp.pad(values, ((0, 0), (0, -length % block)), mode="edge")

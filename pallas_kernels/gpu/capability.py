@@ -59,6 +59,6 @@ def device_capability(operation: str) -> tuple[int, int] | None:
             f"{operation}: the kernels of 'pallas_gpu' need a gpu, and this program is for a "
             f"{platform()}: choose 'xla', or describe a GPU by the mesh in context."
         )
-    words = getattr(jax.devices()[0], "compute_capability", "")
-    major, _, minor = str(words).partition(".")
+    version = getattr(jax.devices()[0], "compute_capability", "")
+    major, _, minor = str(version).partition(".")
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None

@@ -40,12 +40,12 @@ def choose_kernel(
         hopper: Name of the Hopper kernel.
         because: Reason for it, after "compute capability 9.0".
     """
-    words = f"compute capability {capability[0]}.{capability[1]}"
+    description = f"compute capability {capability[0]}.{capability[1]}"
     if capability[0] != 9:
-        return KernelChoice("triton", f"{words} has no WGMMA, which only 9.0 has")
+        return KernelChoice("triton", f"{description} has no WGMMA, which only 9.0 has")
     if against_hopper is not None:
         return KernelChoice("triton", against_hopper)
-    return KernelChoice(hopper, f"{words} {because}")
+    return KernelChoice(hopper, f"{description} {because}")
 
 
 def reason_against_gpu(capability: tuple[int, int] | None) -> str | None:

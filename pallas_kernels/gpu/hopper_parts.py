@@ -57,8 +57,8 @@ class Registers:
         """Cast a matrix, or one number per row, to the arrangement of WGMMA."""
         if self.is_interpreted:
             return x
-        whole = plgpu.Layout.WGMMA
-        return plgpu.layout_cast(x, whole if x.ndim == 2 else whole.reduce(1))
+        layout = plgpu.Layout.WGMMA
+        return plgpu.layout_cast(x, layout if x.ndim == 2 else layout.reduce(1))
 
     def constant(self, shape: tuple[int, ...], value: float) -> Array:
         """Return a constant matrix, or one constant per row."""
@@ -299,7 +299,7 @@ class Stores:
         x: Array,
         out: Any,
         place: tuple[Array, Array],
-        some: tuple[Array, Array] | None = None,
+        bounds: tuple[Array, Array] | None = None,
     ) -> None:
         """Store x, or rows of it.
 
@@ -307,7 +307,7 @@ class Stores:
             x: [64, columns] in registers.
             out: [rows, columns] in global memory.
             place: Row and column of `out` where x begins.
-            some: First row of x to store, and last + 1, which may be out of range.
+            bounds: First row of x to store, and last + 1, which may be out of range.
         """
         row, column = place
         wide = self.cut.shape[-1]
@@ -324,9 +324,9 @@ class Stores:
                 rows = pl.ds(pl.multiple_of(row, 8), ROWS)
                 plgpu.copy_smem_to_gmem(slot, out.at[rows, pl.ds(column + i, wide)])
 
-        if some is None:
+        if bounds is None:
             return whole()
-        low, high = (jnp.clip(x, 0, ROWS) for x in some)
+        low, high = (jnp.clip(x, 0, ROWS) for x in bounds)
         is_whole = high - low == ROWS
         pl.when(is_whole)(whole)
 
@@ -366,10 +366,10 @@ def walk_tiles(total: Array | int, number: int, tile: Callable[[Array, Array], A
     Returns:
         The steps of all of them.
     """
-    own = jax.lax.axis_index("program")
-    turns = jax.lax.div(total - own + (number - 1), jnp.int32(number))
+    program = jax.lax.axis_index("program")
+    turns = jax.lax.div(total - program + (number - 1), jnp.int32(number))
     return jax.lax.fori_loop(
-        0, turns, lambda turn, steps: tile(own + turn * number, steps), jnp.int32(0)
+        0, turns, lambda turn, steps: tile(program + turn * number, steps), jnp.int32(0)
     )
 
 
@@ -425,17 +425,17 @@ def call(
     interpret: Any,
 ) -> tuple[Array, ...]:
     """Run a kernel whose scratch may contain None."""
-    found = [i for i, kind in enumerate(scratch) if kind is not None]
+    indices = [i for i, kind in enumerate(scratch) if kind is not None]
 
     def body(*refs):
-        named, last = refs[: len(refs) - len(found)], refs[len(refs) - len(found) :]
-        filled = dict(zip(found, last, strict=True))
-        kernel(*named, *(filled.get(i) for i in range(len(scratch))))
+        arguments, last = refs[: len(refs) - len(indices)], refs[len(refs) - len(indices) :]
+        filled = dict(zip(indices, last, strict=True))
+        kernel(*arguments, *(filled.get(i) for i in range(len(scratch))))
 
     results = plgpu.kernel(
         body,
         out_type=list(out_type),
-        scratch_types=[scratch[i] for i in found],
+        scratch_types=[scratch[i] for i in indices],
         grid=grid,
         grid_names=grid_names,
         num_threads=COMPUTING + 1,

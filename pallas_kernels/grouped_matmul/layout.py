@@ -114,12 +114,12 @@ class Block(NamedTuple):
     def new_of(self, rows: Shaped[Array, "R k"]) -> Shaped[Array, "size k"]:
         """Return the rows of the block, 0 for those of the block before."""
         is_new = (jnp.arange(self.size) >= self.num_seen)[:, None]
-        own = self.of(rows)
-        return jnp.where(is_new, own, jnp.zeros_like(own))
+        block = self.of(rows)
+        return jnp.where(is_new, block, jnp.zeros_like(block))
 
-    def put(self, rows: Shaped[Array, "R n"], own: Shaped[Array, "size n"]) -> Array:
+    def put(self, rows: Shaped[Array, "R n"], block: Shaped[Array, "size n"]) -> Array:
         """Return rows with those of the block replaced."""
-        return jax.lax.dynamic_update_slice_in_dim(rows, own, self.start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, block, self.start, 0)
 
 
 def matrix_of(weights: Shaped[Array, "G k n"], group: Int[Array, ""]) -> Shaped[Array, "1 k n"]:
@@ -141,8 +141,8 @@ def over_blocks(layout: Layout, body: Callable[..., Any], carry: Any) -> Any:
     done = jnp.minimum(layout.sizes, head)
     blocks = [min(block, head) for block in BLOCKS]
     for block, next_block in zip(blocks, [*blocks[1:], 0], strict=True):
-        left = jnp.maximum(layout.sizes - done - next_block, 0)
-        counts = -(-left // block)
+        remaining = jnp.maximum(layout.sizes - done - next_block, 0)
+        counts = -(-remaining // block)
         ends = jnp.cumsum(counts)
 
         def step(i, carry, block=block, counts=counts, ends=ends, done=done):

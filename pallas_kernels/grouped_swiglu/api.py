@@ -78,14 +78,14 @@ def grouped_swiglu(
     Raises:
         ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
-    whole: Any = gate_up
+    joined: Any = gate_up
     if isinstance(gate_up, tuple):
-        whole = jax.eval_shape(_joined, *gate_up)
+        joined = jax.eval_shape(_joined, *gate_up)
         if not reads_halves(implementation):
             gate_up = _joined(*gate_up)
-    _check(rows, whole, down, group_sizes)
+    _check(rows, joined, down, group_sizes)
     arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
-    if 0 in (*rows.shape, *whole.shape):
+    if 0 in (*rows.shape, *joined.shape):
         return match_varying(jnp.zeros_like(rows), arrays)
     function = OPERATION.function(implementation, rows, gate_up)
     return function(*match_varying(arrays, arrays), down_is_turned=down_is_turned)

@@ -114,9 +114,12 @@ def _backward(residuals, d_out):
     layout, w_in = lay_out(rows.shape[0], group_sizes), _flat(gate_up)
 
     def add_block(sums: tuple[Array, ...], group: Array, block: Block) -> tuple[Array, ...]:
-        own, matrices = block.of(rows)[None], (matrix_of(w_in, group), matrix_of(down, group))
-        z = _dot("crk,ckz->crz", own, matrices[0]).astype(rows.dtype)
-        d_own, *d_matrices = _gradients(own, z, block.new_of(d_out)[None], *matrices)
+        block_rows, matrices = (
+            block.of(rows)[None],
+            (matrix_of(w_in, group), matrix_of(down, group)),
+        )
+        z = _dot("crk,ckz->crz", block_rows, matrices[0]).astype(rows.dtype)
+        d_own, *d_matrices = _gradients(block_rows, z, block.new_of(d_out)[None], *matrices)
         # Rows of the block before have their gradient already.
         is_new = (jnp.arange(block.size) >= block.num_seen)[:, None]
         d_own = jnp.where(is_new, d_own[0], block.of(sums[0]))

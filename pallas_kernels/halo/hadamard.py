@@ -82,8 +82,8 @@ def rotated_together(width: int, most: int | None = None) -> int:
     """
     if width < 1:
         return 1
-    found = (size for size in _divisors(width) if most is None or size <= most)
-    return max(size for size in found if _factors(size) is not None)
+    sizes = (size for size in _divisors(width) if most is None or size <= most)
+    return max(size for size in sizes if _factors(size) is not None)
 
 
 @functools.cache

@@ -74,10 +74,10 @@ def project(
         into_activations=partial(_into_tokens, halo=halo, implementation=implementation),
         into_weight=partial(_dense, implementation=implementation),
     )
-    kept, width = x.ndim - weight.contracted, weight.carrier.shape[0]
-    rows = x.reshape(math.prod(x.shape[:kept]), width)
+    num_batch_dims, width = x.ndim - weight.contracted, weight.carrier.shape[0]
+    rows = x.reshape(math.prod(x.shape[:num_batch_dims]), width)
     y = _multiplied(rows, weight, None, halo, dtype or x.dtype, products)
-    return y.reshape(*x.shape[:kept], *weight.outputs)
+    return y.reshape(*x.shape[:num_batch_dims], *weight.outputs)
 
 
 def project_groups(
@@ -138,8 +138,8 @@ def _multiplied(
     ) -> tuple[Array, tuple[Codes, Codes, Array | None]]:
         del carrier
         rotated = hadamard(_within(x.astype(jnp.float32), sizes), axis=-1, block=block)
-        own = _quantized(rotated, halo)
-        return products.forward(own, codes, sizes, out_dtype=dtype), (own, codes, sizes)
+        x_codes = _quantized(rotated, halo)
+        return products.forward(x_codes, codes, sizes, out_dtype=dtype), (x_codes, codes, sizes)
 
     @jax.custom_vjp
     def multiply(x: Array, codes: Codes, carrier: Array, sizes: Array | None) -> Array:
@@ -148,12 +148,12 @@ def _multiplied(
     def backward(
         residuals: tuple[Codes, Codes, Array | None], e: Array
     ) -> tuple[Array, None, Array, None]:
-        own, codes, sizes = residuals
+        x_codes, codes, sizes = residuals
         e = _within(e.astype(jnp.float32), sizes)
         d_x = products.into_activations(e, codes, sizes)
         d_x = hadamard(d_x, axis=-1, block=block, is_inverse=True).astype(dtypes[0])
-        left = own if sizes is not None else _turned(own)
-        d_weight = products.into_weight(left, _quantized(e, halo), sizes, out_dtype=dtypes[1])
+        operand = x_codes if sizes is not None else _turned(x_codes)
+        d_weight = products.into_weight(operand, _quantized(e, halo), sizes, out_dtype=dtypes[1])
         return d_x, None, d_weight, None
 
     multiply.defvjp(forward, backward)
@@ -162,10 +162,10 @@ def _multiplied(
 
 
 def _dense(
-    one: Codes, other: Codes, sizes: None, *, out_dtype: Any, implementation: Implementation | None
+    x: Codes, w: Codes, sizes: None, *, out_dtype: Any, implementation: Implementation | None
 ) -> Array:
     del sizes
-    return quantized_matmul(one, other, implementation=implementation, out_dtype=out_dtype)
+    return quantized_matmul(x, w, implementation=implementation, out_dtype=out_dtype)
 
 
 def _into_tokens(
@@ -180,15 +180,15 @@ def _into_tokens(
 
 
 def _by_group(
-    one: Codes, other: Codes, sizes: Array, *, out_dtype: Any, implementation: Implementation | None
+    x: Codes, w: Codes, sizes: Array, *, out_dtype: Any, implementation: Implementation | None
 ) -> Array:
-    return grouped_matmul(one, other, sizes, implementation=implementation, out_dtype=out_dtype)
+    return grouped_matmul(x, w, sizes, implementation=implementation, out_dtype=out_dtype)
 
 
 def _outer_by_group(
-    one: Codes, other: Codes, sizes: Array, *, out_dtype: Any, implementation: Implementation | None
+    x: Codes, y: Codes, sizes: Array, *, out_dtype: Any, implementation: Implementation | None
 ) -> Array:
-    return grouped_outer(one, other, sizes, implementation=implementation, out_dtype=out_dtype)
+    return grouped_outer(x, y, sizes, implementation=implementation, out_dtype=out_dtype)
 
 
 def _into_rows(

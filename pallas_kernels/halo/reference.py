@@ -30,9 +30,9 @@ def product(
     """
     turn = rotation(x.shape[1], block if level else 1)
     tokens = rotation(x.shape[0], block if level == 2 else 1)
-    own, codes = rounded(x @ turn), rounded(turn.T @ w)
+    x_codes, codes = rounded(x @ turn), rounded(turn.T @ w)
     d_x = tokens.T @ (rounded(tokens @ e) @ codes.T) @ turn.T
-    return own @ codes, d_x, turn @ (own.T @ rounded(e))
+    return x_codes @ codes, d_x, turn @ (x_codes.T @ rounded(e))
 
 
 def rotation(width: int, most: int | None) -> np.ndarray:

@@ -111,13 +111,13 @@ def _without_gradient(
     return attend(q, pool, layer, tables, positions, rules)
 
 
-def _forward(*given: Any) -> Any:
+def _forward(*arguments: Any) -> Any:
     raise ValueError(
         "paged_attention has no gradient: it serves requests. Train with flash_attention."
     )
 
 
-def _backward(*given: Any) -> Any:
+def _backward(*arguments: Any) -> Any:
     raise AssertionError("the forward pass has raised")
 
 

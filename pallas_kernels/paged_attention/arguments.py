@@ -40,7 +40,7 @@ def rules_of(
     window: int | None,
     softcap: float | None,
     scale: float | None,
-    asked: Implementation | None,
+    implementation: Implementation | None,
 ) -> Rules:
     """Return the rules of a call.
 
@@ -49,7 +49,7 @@ def rules_of(
         window: Argument of paged_attention.
         softcap: Argument of paged_attention.
         scale: Argument of paged_attention; None is 1 / sqrt(H).
-        asked: Argument `implementation` of paged_attention.
+        implementation: Argument `implementation` of paged_attention.
 
     Raises:
         ValueError: The window is less than 1, or the cap not above 0.
@@ -62,7 +62,7 @@ def rules_of(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"paged_attention: softcap={softcap} must be above 0, or None for no cap.")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return Rules(window=window, softcap=softcap, scale=factor, asked=asked)
+    return Rules(window=window, softcap=softcap, scale=factor, asked=implementation)
 
 
 def check_arguments(q: Array, pool: Pool, tables: Tables, positions: Array) -> None:
@@ -89,13 +89,13 @@ def check_arguments(q: Array, pool: Pool, tables: Tables, positions: Array) -> N
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"paged_attention: q must be floating, not {q.dtype}: cast with .astype.")
-    (singles, width), (pieces, other) = tables.singles.shape, tables.pieces.shape
-    rest = q.shape[0] - singles
-    if singles and pieces and width != other:
+    (singles, width), (pieces, piece_width) = tables.singles.shape, tables.pieces.shape
+    num_pieces = q.shape[0] - singles
+    if singles and pieces and width != piece_width:
         raise ValueError(
-            f"paged_attention: singles and pieces must be as wide, not {width} and {other}."
+            f"paged_attention: singles and pieces must be as wide, not {width} and {piece_width}."
         )
-    if positions.shape != q.shape[:1] or (rest % pieces if pieces else rest):
+    if positions.shape != q.shape[:1] or (num_pieces % pieces if pieces else num_pieces):
         raise ValueError(
             f"paged_attention: {singles} singles and {pieces} pieces of equal length do not make "
             f"the {q.shape[0]} queries and {positions.shape} positions."

@@ -156,7 +156,7 @@ def paged_attention(
             "choose 'xla'"
         )
     count = tables.singles.shape[0]
-    given = (
+    operands = (
         (tables.singles, q[:count], positions[:count]),
         (
             tables.pieces,
@@ -166,7 +166,7 @@ def paged_attention(
     )
     parts = [
         _attend(queries, pool, layer, table, where, rules, interpret)
-        for table, queries, where in given
+        for table, queries, where in operands
         if table.shape[0]
     ]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -35,20 +35,20 @@ def _part(
     q: Array, pool: Pool, layer: Array, table: Array, positions: Array, rules: Rules
 ) -> Array:
     rows, (heads, width) = table.shape[0], q.shape[1:]
-    held = jax.tree.map(lambda array: array[layer, table], pool)  # [B W G M 2 H]
-    held = dequantize(held, jnp.float32) if isinstance(held, QuantizedArray) else held
-    held = held.astype(jnp.float32)
-    held = held.reshape(rows, -1, *held.shape[3:])
+    pages = jax.tree.map(lambda array: array[layer, table], pool)  # [B W G M 2 H]
+    pages = dequantize(pages, jnp.float32) if isinstance(pages, QuantizedArray) else pages
+    pages = pages.astype(jnp.float32)
+    pages = pages.reshape(rows, -1, *pages.shape[3:])
     queries = q.astype(jnp.float32).reshape(rows, -1, heads, width)
-    slots = jnp.arange(held.shape[1], dtype=jnp.int32)
+    slots = jnp.arange(pages.shape[1], dtype=jnp.int32)
     distance = positions.reshape(rows, -1, 1) - slots[None, None]
     sees = distance >= 0
     if rules.window is not None:
         sees &= distance < rules.window
     # What no query sees may be anything, NaN included.
-    held = jnp.where(sees.any(1)[:, :, None, None, None], held, 0.0)
-    held = jnp.repeat(held, heads // held.shape[2], axis=2)
-    k, v = held[..., 0, :], held[..., 1, :]
+    pages = jnp.where(sees.any(1)[:, :, None, None, None], pages, 0.0)
+    pages = jnp.repeat(pages, heads // pages.shape[2], axis=2)
+    k, v = pages[..., 0, :], pages[..., 1, :]
     logits = rules.scale * jnp.einsum("bsnh,bunh->bnsu", queries, k, precision="highest")
     if rules.softcap is not None:
         logits = rules.softcap * jnp.tanh(logits / rules.softcap)

@@ -31,8 +31,8 @@ def reason_against(*arrays: Any) -> str | None:
     combined, packing = 2 * pool.shape[3], 4 // pool.dtype.itemsize
     if q.shape[-1] % 128:
         return f"heads of width {q.shape[-1]}, which must be a multiple of 128"
-    rows, rest = divmod(combined, packing)
-    if rest or (rows not in (1, 2, 4, 8) and rows % 8):
+    rows, remainder = divmod(combined, packing)
+    if remainder or (rows not in (1, 2, 4, 8) and rows % 8):
         return f"{pool.shape[3]} key heads on a device, which fill no tile of {pool.dtype}"
     return None
 

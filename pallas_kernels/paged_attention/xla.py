@@ -42,12 +42,12 @@ def attend_gathered(
         def gather(array: Array) -> Array:
             # From all layers at once: taking the layer first would copy its pages.
             flat = array.reshape(-1, *array.shape[2:])
-            held = flat.at[layer * jnp.int32(pages) + table].get(mode="clip")
-            return held.reshape(rows, width * size, *array.shape[3:])
+            gathered = flat.at[layer * jnp.int32(pages) + table].get(mode="clip")
+            return gathered.reshape(rows, width * size, *array.shape[3:])
 
-        held = jax.tree.map(gather, pool)
-        is_few = isinstance(held, QuantizedArray)
-        k, v = split(dequantize(held, q.dtype) if is_few else held.astype(q.dtype))
+        gathered = jax.tree.map(gather, pool)
+        is_few = isinstance(gathered, QuantizedArray)
+        k, v = split(dequantize(gathered, q.dtype) if is_few else gathered.astype(q.dtype))
         out, _ = flash_attention(
             q.reshape(rows, -1, *q.shape[1:]),
             k,
@@ -80,7 +80,7 @@ def paged_attention(
 ) -> Float[Array, "T N H"]:
     """Return what `pallas_kernels.paged_attention` returns."""
 
-    def halves(held: Array) -> tuple[Array, Array]:
-        return held[..., 0, :], held[..., 1, :]
+    def halves(pages: Array) -> tuple[Array, Array]:
+        return pages[..., 0, :], pages[..., 1, :]
 
     return attend_gathered(q, pool, layer, tables, positions, rules, halves)

@@ -34,26 +34,26 @@ class Passes(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def attend(held: Held, ring: Any, passes: Passes) -> Float[Array, "B S N Hv"]:
+def attend(inputs: Held, ring: Any, passes: Passes) -> Float[Array, "B S N Hv"]:
     """Return attention of this rank's queries to the keys of all ranks.
 
     Args:
-        held: Arrays of this rank.
+        inputs: Arrays of this rank.
         ring: Static part of the call.
         passes: Both passes.
     """
-    return passes.attend(held, ring)[0]
+    return passes.attend(inputs, ring)[0]
 
 
-def _forward(held, ring, passes):
-    out, lse = passes.attend(held, ring)
-    return out, (held, out, lse)
+def _forward(inputs, ring, passes):
+    out, lse = passes.attend(inputs, ring)
+    return out, (inputs, out, lse)
 
 
 def _backward(ring, passes, residuals, d_out):
-    held, *_ = residuals
+    inputs, *_ = residuals
     gradients = passes.differentiate(*residuals, d_out, ring)
-    d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(gradients, held[:3], strict=True))
+    d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(gradients, inputs[:3], strict=True))
     return (Held(d_q, d_k, d_v, None),)
 
 

@@ -113,10 +113,10 @@ def ring_attention(
         is_by_position=positions is not None or window is not None,
         links=call.links,
     )
-    given = (q, k, v, positions, segment_ids, jax.lax.axis_index(axis_name))
-    q, k, v = match_varying((q, k, v), given)
+    operands = (q, k, v, positions, segment_ids, jax.lax.axis_index(axis_name))
+    q, k, v = match_varying((q, k, v), operands)
     ids = _ids(positions, segment_ids, ring, layout, (q.shape[0], q.shape[1]))
-    return attend(Held(q, k, v, match_varying(ids, given)), ring, PASSES)
+    return attend(Held(q, k, v, match_varying(ids, operands)), ring, PASSES)
 
 
 def _form(
@@ -149,5 +149,5 @@ def _ids(
         return Ids(None, segments)
     if positions is not None:
         return Ids(gather(positions), segments)
-    known = layout_positions(ring.schedule.ranks, shape[1], layout)
-    return Ids(jnp.broadcast_to(known[:, None], (len(known), *shape)), segments)
+    layout_ids = layout_positions(ring.schedule.ranks, shape[1], layout)
+    return Ids(jnp.broadcast_to(layout_ids[:, None], (len(layout_ids), *shape)), segments)

@@ -29,18 +29,18 @@ from pallas_kernels.ring_attention.shards import Cut, Ring
 
 
 def differentiate(
-    given: Held, out: Array, lse: Array, d_out: Array, ring: Ring
+    inputs: Held, out: Array, lse: Array, d_out: Array, ring: Ring
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of a rank's queries, keys and values, in float32.
 
     Args:
-        given: Arrays of this rank; positions and segments of all ranks.
+        inputs: Arrays of this rank; positions and segments of all ranks.
         out: Output of the forward pass.
         lse: Log-sum-exp of the forward pass.
         d_out: Gradient of the output.
         ring: Static part of the call.
     """
-    q, k, v, ids = given
+    q, k, v, ids = inputs
     # Without the barrier the compiler sees that the forward pass has received the same keys, and
     # keeps those of all ranks until now instead of sending them again.
     q, k, v, d_out = jax.lax.optimization_barrier((q, k, v, d_out))
@@ -65,28 +65,31 @@ def differentiate(
             queries = shards.by_block(ring, step, rank, "q", own_q)
         q_, *gradient = queries
         operands = Operands(q_, *keys, tokens, ring.rules_at(step))
-        found, arrived = differentiate_and_send(
+        gradients, arrived = differentiate_and_send(
             operands, OutGradient(*gradient), parcels, ring.links
         )
         if step == 0:
-            return (shards.cut(found[0], ring), shards.cut(shards.pack(*found[1:]), ring)), arrived
-        return found, arrived
+            return (
+                shards.cut(gradients[0], ring),
+                shards.cut(shards.pack(*gradients[1:]), ring),
+            ), arrived
+        return gradients, arrived
 
-    def absorb(step: int, found: Any, taken: Iterator[Array]) -> None:
+    def absorb(step: int, gradients: Any, incoming: Iterator[Array]) -> None:
         nonlocal sums
         if step == 0:
-            d_q.extend(found[0])
-            d_own.extend(found[1])
+            d_q.extend(gradients[0])
+            d_own.extend(gradients[1])
             return
-        sums = _arrived_sums(ring, step, taken, d_own)
-        _add_blocks(d_q, sums, found, ring, step, rank)
+        sums = _arrived_sums(ring, step, incoming, d_own)
+        _add_blocks(d_q, sums, gradients, ring, step, rank)
 
     rotate_keys(k, v, ids, ring, compute, absorb, lambda step: _parcels(ring, step, sums))
     if ring.schedule.num_steps > 1:
         last = ring.schedule.num_steps
         axis_name, transport, _ = ring.links
-        taken = iter(send(_parcels(ring, last, sums), axis_name, transport))
-        _arrived_sums(ring, last, taken, d_own)
+        incoming = iter(send(_parcels(ring, last, sums), axis_name, transport))
+        _arrived_sums(ring, last, incoming, d_own)
 
     return shards.join(d_q), *shards.unpack(shards.join(d_own), k.shape[-1])
 
@@ -95,19 +98,19 @@ def _parcels(ring: Ring, step: int, sums: Cut) -> list[Parcel]:
     return [Parcel(sums[at][hop.piece], hop.pairs) for at, hop in shards.gradient_hops(ring, step)]
 
 
-def _arrived_sums(ring: Ring, step: int, taken: Iterator[Array], d_own: Cut) -> Cut:
+def _arrived_sums(ring: Ring, step: int, parcels: Iterator[Array], d_own: Cut) -> Cut:
     """Return the sums to which this rank adds next; sums that have come home go to `d_own`."""
     sums = shards.nothing(ring)
     for at, hop in shards.gradient_hops(ring, step):
-        shards.add(d_own if hop.is_at_home else sums, at, hop.piece, next(taken))
+        shards.add(d_own if hop.is_at_home else sums, at, hop.piece, next(parcels))
     return sums
 
 
 def _add_blocks(
-    d_q: Cut, sums: Cut, found: tuple[Array, ...], ring: Ring, step: int, rank: Array
+    d_q: Cut, sums: Cut, gradients: tuple[Array, ...], ring: Ring, step: int, rank: Array
 ) -> None:
     """Add the blocks of a step to the pieces of queries and keys that they belong to."""
-    for at, block, (one_q, *one_keys) in shards.blocks_of(ring, step, *found):
+    for at, block, (one_q, *one_keys) in shards.blocks_of(ring, step, *gradients):
         pairs = list(zip(block.q, block.k, strict=True))
         for piece in sorted(set(block.q)):
             sees = [q == piece and k is not None for q, k in pairs]

@@ -26,17 +26,17 @@ from pallas_kernels.ring_attention.rotate import rotate_keys
 from pallas_kernels.ring_attention.shards import Cut, Ring
 
 
-def attend(given: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return attention of a rank's queries to the keys of all ranks.
 
     Args:
-        given: Arrays of this rank; positions and segments of all ranks.
+        inputs: Arrays of this rank; positions and segments of all ranks.
         ring: Static part of the call.
 
     Returns:
         The output in the dtype of q, and the log-sum-exp in float32.
     """
-    q, k, v, ids = given
+    q, k, v, ids = inputs
     rank = jax.lax.axis_index(ring.axis_name)
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
@@ -50,11 +50,11 @@ def attend(given: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float[Arr
         state, arrived = attend_and_send(operands, parcels, ring.links)
         return (_by_piece(state, ring) if step == 0 else state), arrived
 
-    def absorb(step: int, found: Any, taken: Any) -> None:
+    def absorb(step: int, block_states: Any, incoming: Any) -> None:
         if step == 0:
-            states.extend(found)
+            states.extend(block_states)
         else:
-            _merge_blocks(states, found, ring, step, rank)
+            _merge_blocks(states, block_states, ring, step, rank)
 
     rotate_keys(k, v, ids, ring, compute, absorb)
     out = shards.join([[piece.out for piece in route] for route in states])

@@ -45,17 +45,17 @@ def rotate_keys(
         passengers: Parcels that travel beside the keys in a step.
     """
     rank = jax.lax.axis_index(ring.axis_name)
-    own = shards.cut(shards.pack(k, v), ring)
-    held = shards.nothing(ring)
+    local = shards.cut(shards.pack(k, v), ring)
+    remote = shards.nothing(ring)
     for step in range(ring.schedule.num_steps):
         if step == 0:
             keys, tokens = (k, v), shards.own_tokens(ids, ring, rank)
         else:
-            keys = shards.unpack(shards.by_block(ring, step, rank, "k", held), k.shape[-1])
+            keys = shards.unpack(shards.by_block(ring, step, rank, "k", remote), k.shape[-1])
             tokens = shards.block_tokens(ids, ring, step, rank)
-        parcels = shards.key_parcels(ring, step, own, held) + passengers(step)
-        found, arrived = compute(step, keys, tokens, parcels)
-        arrived, found = shards.paced(arrived, found)
-        taken = iter(arrived)
-        held = shards.arrived_keys(ring, step, taken)
-        absorb(step, found, taken)
+        parcels = shards.key_parcels(ring, step, local, remote) + passengers(step)
+        results, arrived = compute(step, keys, tokens, parcels)
+        arrived, results = shards.paced(arrived, results)
+        incoming = iter(arrived)
+        remote = shards.arrived_keys(ring, step, incoming)
+        absorb(step, results, incoming)

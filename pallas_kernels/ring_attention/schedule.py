@@ -137,7 +137,10 @@ def _steps(ranks: int, form: Form, direction: int, reach: int) -> tuple[Step, ..
         seen = [_seen(form, r, (r - direction * s) % ranks, reach) for r in all_ranks]
         by_block = zip(*seen, strict=True)
         blocks.append(
-            tuple(Block(q=tuple(q for q, _ in one), k=tuple(k for _, k in one)) for one in by_block)
+            tuple(
+                Block(q=tuple(q for q, _ in block_pairs), k=tuple(k for _, k in block_pairs))
+                for block_pairs in by_block
+            )
         )
         for r in all_ranks:
             for piece in {k for _, k in seen[r]} - {None}:
@@ -159,10 +162,10 @@ def _steps(ranks: int, form: Form, direction: int, reach: int) -> tuple[Step, ..
             before = (s, r)
         gradients[before[0] + 1].setdefault((piece, True), []).append((before[1], owner))
 
-    def hops(found: dict) -> tuple[Hop, ...]:
+    def hops(pairs_by_piece: dict) -> tuple[Hop, ...]:
         return tuple(
             Hop(piece=piece, is_at_home=is_at_home, pairs=tuple(sorted(pairs)))
-            for (piece, is_at_home), pairs in sorted(found.items())
+            for (piece, is_at_home), pairs in sorted(pairs_by_piece.items())
         )
 
     return tuple(

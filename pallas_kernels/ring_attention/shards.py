@@ -98,11 +98,11 @@ def where_rank(table: Sequence[bool], rank: Array, x: Array, fill: float) -> Arr
 
 def by_block(ring: Ring, step: int, rank: Array, side: Literal["q", "k"], parts: Cut) -> Any:
     """Return the queries or keys of all blocks of a step, stacked in the batch."""
-    found: list[Any] = []
+    blocks: list[Any] = []
     for route, pieces in zip(ring.schedule.routes, parts, strict=True):
         for block in route.steps[step].blocks:
-            found.append(_pick(pieces, getattr(block, side), rank))
-    return found[0] if len(found) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *found)
+            blocks.append(_pick(pieces, getattr(block, side), rank))
+    return blocks[0] if len(blocks) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *blocks)
 
 
 def blocks_of(ring: Ring, step: int, *results: Array) -> Iterator[tuple[int, Any, list[Array]]]:
@@ -182,20 +182,20 @@ def gradient_hops(ring: Ring, step: int) -> list[tuple[int, Hop]]:
     return [(at, hop) for at, route in routes for hop in route.steps[step].gradients]
 
 
-def key_parcels(ring: Ring, step: int, own: Cut, held: Cut) -> list[Parcel]:
+def key_parcels(ring: Ring, step: int, local: Cut, remote: Cut) -> list[Parcel]:
     """Return the keys that leave at a step: a rank's own, or those received in the step before."""
     return [
-        Parcel((own if hop.is_at_home else held)[at][hop.piece], hop.pairs)
+        Parcel((local if hop.is_at_home else remote)[at][hop.piece], hop.pairs)
         for at, hop in key_hops(ring, step)
     ]
 
 
 def arrived_keys(ring: Ring, step: int, arrived: Iterator[Array]) -> Cut:
     """Take the keys that arrived during a step off `arrived`."""
-    found = nothing(ring)
+    keys = nothing(ring)
     for at, hop in key_hops(ring, step):
-        add(found, at, hop.piece, next(arrived))
-    return found
+        add(keys, at, hop.piece, next(arrived))
+    return keys
 
 
 def nothing(ring: Ring) -> Cut:
@@ -209,12 +209,12 @@ def add(total: Cut, route: int, piece: int, more: Array) -> None:
     total[route][piece] = more if so_far is None else so_far + more
 
 
-def paced(arrived: tuple[Array, ...], found: Any) -> tuple[tuple[Array, ...], Any]:
+def paced(arrived: tuple[Array, ...], results: Any) -> tuple[tuple[Array, ...], Any]:
     """Return the same values behind a barrier, so that a hop waits for the step before it.
 
     Without it all hops could run first, with the keys of every owner in memory at once.
     """
-    return jax.lax.optimization_barrier((arrived, found))
+    return jax.lax.optimization_barrier((arrived, results))
 
 
 def _of_rank(x: Array, rank: Array) -> Array:
@@ -224,8 +224,8 @@ def _of_rank(x: Array, rank: Array) -> Array:
 def _pick(pieces: list[Any], table: Sequence[int | None], rank: Array) -> Any:
     """Return the piece that the table names for this rank; any piece where it names none."""
     names = sorted({piece for piece in table if piece is not None})
-    found = pieces[names[0]]
+    array = pieces[names[0]]
     for piece in names[1:]:
         is_this = jnp.asarray([name == piece for name in table])[rank]
-        found = jax.tree.map(functools.partial(jnp.where, is_this), pieces[piece], found)
-    return found
+        array = jax.tree.map(functools.partial(jnp.where, is_this), pieces[piece], array)
+    return array

@@ -156,9 +156,9 @@ def _run(
     x, dt, decay, b, c = arrays
     segments = find_segments(x.shape[:2], segment_ids)
     dt = segments.where_token(dt)
-    given = (x, dt, decay, b, c, segments.index, initial)
-    given = match_varying(given, given)
+    operands = (x, dt, decay, b, c, segments.index, initial)
+    operands = match_varying(operands, operands)
     if x.shape[1] == 0:
-        return given[0], given[-1]
-    y, state = run(*given, chunk=min(chunk, x.shape[1]))
+        return operands[0], operands[-1]
+    y, state = run(*operands, chunk=min(chunk, x.shape[1]))
     return segments.where_token(y), state

@@ -27,13 +27,13 @@ def check_arrays(
         array = arrays[name]
         expected = [sizes.get(letter) for letter in letters]
         if array.ndim != len(letters) or any(
-            size not in (None, found) for size, found in zip(expected, array.shape, strict=False)
+            size not in (None, dtypes) for size, dtypes in zip(expected, array.shape, strict=False)
         ):
-            wanted = " ".join(
+            rule = " ".join(
                 letter if size is None else f"{letter}={size}"
                 for letter, size in zip(letters, expected, strict=True)
             )
-            raise ValueError(f"{operation}: {name} must be [{wanted}], not {list(array.shape)}.")
+            raise ValueError(f"{operation}: {name} must be [{rule}], not {list(array.shape)}.")
         sizes.update(zip(letters, array.shape, strict=True))
     for name in ("dt", "decay"):
         if arrays[name].dtype != jnp.float32:
@@ -41,10 +41,10 @@ def check_arrays(
                 f"{operation}: {name} must be float32, not {arrays[name].dtype}: decays multiply "
                 "over the sequence. Convert it."
             )
-    found = {name: str(arrays[name].dtype) for name in ("x", "b", "c")}
-    if len(set(found.values())) > 1 or not jnp.issubdtype(arrays["x"].dtype, jnp.floating):
+    dtypes = {name: str(arrays[name].dtype) for name in ("x", "b", "c")}
+    if len(set(dtypes.values())) > 1 or not jnp.issubdtype(arrays["x"].dtype, jnp.floating):
         raise ValueError(
-            f"{operation}: x, b and c must have one floating dtype, not {found}: convert them."
+            f"{operation}: x, b and c must have one floating dtype, not {dtypes}: convert them."
         )
     return sizes
 

@@ -35,11 +35,11 @@ def selective_scan(
 
     def step(carry, token):
         state, segment = carry
-        x, dt, b, c, own = token
-        state = jnp.where((own == segment)[:, None, None], state, 0.0)
+        x, dt, b, c, token_segment = token
+        state = jnp.where((token_segment == segment)[:, None, None], state, 0.0)
         state = jnp.exp(dt[:, :, None] * decay[None]) * state
         state = state + (dt * x)[:, :, None] * b[:, None, :]
-        return (state, own), jnp.einsum("bdp,bp->bd", state, c)
+        return (state, token_segment), jnp.einsum("bdp,bp->bd", state, c)
 
     return _over_tokens(step, (x, dt, b, c), segments, initial)
 
@@ -61,12 +61,12 @@ def state_space_dual(
 
     def step(carry, token):
         state, segment = carry
-        x, dt, b, c, own = token
+        x, dt, b, c, token_segment = token
         b, c = (jnp.repeat(each, heads_per_group, axis=1) for each in (b, c))
-        state = jnp.where((own == segment)[:, None, None, None], state, 0.0)
+        state = jnp.where((token_segment == segment)[:, None, None, None], state, 0.0)
         state = jnp.exp(dt * decay[None])[:, :, None, None] * state
         state = state + (dt[:, :, None] * x)[:, :, :, None] * b[:, :, None, :]
-        return (state, own), jnp.einsum("bnhp,bnp->bnh", state, c)
+        return (state, token_segment), jnp.einsum("bnhp,bnp->bnh", state, c)
 
     return _over_tokens(step, (x, dt, b, c), segments, initial)
 

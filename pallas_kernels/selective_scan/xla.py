@@ -79,10 +79,10 @@ def state_space_dual(
         carried = jnp.exp(sums) * _as_factor(segments == before[:, None])
         read = jnp.einsum("bimp,bmghp->bimgh", c.astype(jnp.float32), state)
         y = carried[..., None] * read + _within(x, dt, b, c, sums, segments)
-        kept = jnp.exp(sums[:, -1:] - sums) * _as_factor(segments == last) * dt
+        to_end = jnp.exp(sums[:, -1:] - sums) * _as_factor(segments == last) * dt
         added = jnp.einsum(
             "bjmgh,bjmp->bmghp",
-            kept[..., None] * x.astype(jnp.float32),
+            to_end[..., None] * x.astype(jnp.float32),
             b.astype(jnp.float32),
         )
         state = carried[:, -1, :, :, None, None] * state + added
@@ -116,16 +116,16 @@ def _as_factor(mask: Array) -> Array:
 
 
 def _over_chunks(
-    one: Callable[..., Any],
+    chunk_step: Callable[..., Any],
     arrays: tuple[Array, ...],
     segments: Array,
     initial: Array,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """Return y and the last state of `one` chunk after the other.
+    """Return y and the last state of `chunk_step`, chunk after chunk.
 
     Args:
-        one: From the state, the segment of the token before, and arrays and segments of a chunk, to
+        chunk_step: From the state, the segment of the token before, and a chunk, to
             the next state and y in float32.
         arrays: Arrays [B S ...]; x comes first.
         segments: Segment of each token.
@@ -134,16 +134,16 @@ def _over_chunks(
     """
     batch, length = segments.shape
     number = -(-length // chunk)
-    rest = number * chunk - length
+    padding = number * chunk - length
 
     def cut(x: Array, mode: str) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, rest)) + ((0, 0),) * (x.ndim - 2), mode=mode)
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2), mode=mode)
         return jnp.moveaxis(x.reshape(batch, number, chunk, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
     def step(carry, chunk_of):
         (state, before), (arrays, segments) = carry, chunk_of
-        state, y = one(state, before, arrays, segments)
+        state, y = chunk_step(state, before, arrays, segments)
         return (state, segments[:, -1]), y.astype(arrays[0].dtype)
 
     chunks = (tuple(cut(x, "constant") for x in arrays), cut(segments, "edge"))

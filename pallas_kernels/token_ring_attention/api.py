@@ -112,7 +112,7 @@ def token_ring_attention(
         positions = layout_positions(call.ranks, q.shape[1], layout)[rank]
     if positions is not None:
         positions = jnp.broadcast_to(positions, q.shape[:2])
-    held = Held(q, k, v, Shard(positions, segment_ids))
+    inputs = Held(q, k, v, Shard(positions, segment_ids))
     schedule = Schedule(ranks=call.ranks, visits=visits, form=form)
     ring = Ring(schedule=schedule, rules=call.rules, links=call.links)
-    return attend(match_varying(held, held, rank), ring, PASSES)
+    return attend(match_varying(inputs, inputs, rank), ring, PASSES)

@@ -23,18 +23,18 @@ from pallas_kernels.token_ring_attention.messages import pack, unpack
 
 
 def differentiate(
-    given: Held, out: Array, lse: Array, d_out: Array, ring: Ring
+    inputs: Held, out: Array, lse: Array, d_out: Array, ring: Ring
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of the local shards, in float32.
 
     Args:
-        given: Arrays of this rank; positions and segments of its own.
+        inputs: Arrays of this rank; positions and segments of its own.
         out: Output of the forward pass.
         lse: Log-sum-exp of the forward pass.
         d_out: Gradient of the output.
         ring: Static part of the call.
     """
-    q, k, v, shard = given
+    q, k, v, shard = inputs
     pieces = len(ring.schedule.pieces)
     length = q.shape[1] // pieces
     delta = softmax_delta(out, d_out)
@@ -44,8 +44,8 @@ def differentiate(
     def pack_queries(q: Array, lse: Array, d_out: Array, delta: Array) -> tuple[Array, ...]:
         if not is_joint:
             return pack(q, lse), pack(d_out, delta)
-        both = jnp.concatenate([q, d_out], axis=1), jnp.concatenate([lse, delta], axis=2)
-        return (pack(*both),)
+        stacked = jnp.concatenate([q, d_out], axis=1), jnp.concatenate([lse, delta], axis=2)
+        return (pack(*stacked),)
 
     def unpack_queries(messages: Sequence[Array]) -> tuple[Array, Array, Array, Array]:
         if not is_joint:
@@ -56,7 +56,7 @@ def differentiate(
         return q_, lse_, d_out_, delta_
 
     split = [jnp.split(x, pieces, axis=a) for x, a in ((q, 1), (lse, 2), (d_out, 1), (delta, 2))]
-    held = [
+    query_pieces = [
         (*pack_queries(*queries), *tokens.arrays)
         for queries, tokens in zip(zip(*split, strict=True), shard.split(pieces), strict=True)
     ]
@@ -64,8 +64,8 @@ def differentiate(
 
     def work(
         step: int,
-        held: Sequence[tuple[Array, ...]],
-        kept: Any,
+        query_pieces: Sequence[tuple[Array, ...]],
+        key_sums: Any,
         parcels: Sequence[Parcel],
     ):
         if step == 0:
@@ -75,9 +75,9 @@ def differentiate(
             )
             return d_q, d_keys, arrived
         block = Block.at(ring, step)
-        queries = [unpack_queries(x[:messages]) for x in held]
+        queries = [unpack_queries(x[:messages]) for x in query_pieces]
         heads, lse_, d_out_, delta_ = zip(*queries, strict=True)
-        tokens = [shard.like(x[messages:]) for x in held]
+        tokens = [shard.like(x[messages:]) for x in query_pieces]
         gradient = (block.queries(x) for x in (d_out_, lse_, delta_))
         (d_q, *d_keys), arrived = differentiate_and_send(
             block.operands(heads, k, v, tokens, shard),
@@ -85,7 +85,7 @@ def differentiate(
             parcels,
             ring.links,
         )
-        sums = [a + block.summed_keys(b) for a, b in zip(kept, d_keys, strict=True)]
+        sums = [a + block.summed_keys(b) for a, b in zip(key_sums, d_keys, strict=True)]
         return d_q, sums, arrived
 
     def by_piece(step: int, d_q: Array) -> list[Array]:
@@ -94,5 +94,5 @@ def differentiate(
         return jnp.split(d_q, pieces, axis=1)
 
     plain = Results(by_piece, jnp.add, pack=lambda x: x, unpack=lambda x, is_reached: x)
-    d_q, (d_k, d_v) = circulate(ring, held, work, plain)
+    d_q, (d_k, d_v) = circulate(ring, query_pieces, work, plain)
     return jnp.concatenate(d_q, axis=1), d_k, d_v

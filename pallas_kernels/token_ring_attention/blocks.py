@@ -44,8 +44,8 @@ class Shard(NamedTuple):
 
     def like(self, arrays: Sequence[Array]) -> "Shard":
         """Return the shard of other tokens, from their `arrays`."""
-        rest = iter(arrays)
-        return Shard(*(None if x is None else next(rest) for x in self))
+        leaves = iter(arrays)
+        return Shard(*(None if x is None else next(leaves) for x in self))
 
     @property
     def tokens(self) -> Tokens:
@@ -90,7 +90,7 @@ class Block(NamedTuple):
         return half_blocks.stack_keys(halves(x), self.is_earlier)
 
     def operands(
-        self, queries: Sequence[Array], k: Array, v: Array, tokens: Sequence[Shard], own: Shard
+        self, queries: Sequence[Array], k: Array, v: Array, tokens: Sequence[Shard], shard: Shard
     ) -> Operands:
         """Return what the block computes.
 
@@ -99,28 +99,28 @@ class Block(NamedTuple):
             k: Keys of this rank.
             v: Values of this rank.
             tokens: Shards of the queries, by piece.
-            own: Shard of the keys.
+            shard: Shard of the keys.
         """
         return Operands(
             self.queries(queries),
             self.keys(k),
             self.keys(v),
-            self.tokens(tokens, own),
+            self.tokens(tokens, shard),
             self.rules,
         )
 
-    def tokens(self, pieces: Sequence[Shard], own: Shard) -> Tokens:
+    def tokens(self, pieces: Sequence[Shard], shard: Shard) -> Tokens:
         """Return positions and segments of the block.
 
         Args:
             pieces: Shards of the queries, by piece.
-            own: Shard of the keys.
+            shard: Shard of the keys.
         """
-        both = [
+        sides = [
             (None, None) if keys is None else (self.queries(queries), self.keys(keys))
-            for queries, keys in zip(zip(*pieces, strict=True), own, strict=True)
+            for queries, keys in zip(zip(*pieces, strict=True), shard, strict=True)
         ]
-        (q_positions, kv_positions), (q_segment_ids, kv_segment_ids) = both
+        (q_positions, kv_positions), (q_segment_ids, kv_segment_ids) = sides
         return Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
 
     def merged(self, state: SoftmaxState) -> list[SoftmaxState]:

@@ -62,13 +62,13 @@ Work = Callable[
 
 
 def circulate(
-    ring: Ring, held: Sequence[tuple[Array, ...]], work: Work, results: Results
+    ring: Ring, query_pieces: Sequence[tuple[Array, ...]], work: Work, results: Results
 ) -> tuple[list[Any], Any]:
     """Run all steps, so that every rank works on all queries.
 
     Args:
         ring: Static part of the call.
-        held: Arrays that travel, for every piece of this rank's queries.
+        query_pieces: Arrays that travel, for every piece of this rank's queries.
         work: Arithmetic of a step; at step 0 on this rank's own queries.
         results: How results are split, joined and sent.
 
@@ -78,7 +78,7 @@ def circulate(
     schedule = ring.schedule
     is_direct = schedule.form == "direct"
     home: list[Any] = []
-    kept: Any = None
+    carry: Any = None
     homeward: list[Parcel] = []
 
     def receive(messages: Sequence[Array]) -> list[Any]:
@@ -88,23 +88,25 @@ def circulate(
             for message, ways in zip(messages, pairs, strict=True)
         ]
 
-    def join(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        return [results.join(a, b) for a, b in zip(some, others, strict=True)]
+    def join(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+        return [results.join(a, b) for a, b in zip(first, second, strict=True)]
 
     for step in range(schedule.ranks):
         hops = [
             Parcel(x, pairs)
             for piece in schedule.pieces
             if (pairs := schedule.hop(step, piece))
-            for x in held[piece]
+            for x in query_pieces[piece]
         ]
-        found, kept, arrived = work(step, held, kept, [*hops, *homeward])
+        partial, carry, arrived = work(step, query_pieces, carry, [*hops, *homeward])
         if arrived:
-            here = found, kept, arrived, home
-            found, kept, arrived, home = jax.lax.optimization_barrier(here)
-        made = list(results.by_piece(step, found))
+            outcome = partial, carry, arrived, home
+            partial, carry, arrived, home = jax.lax.optimization_barrier(outcome)
+        made = list(results.by_piece(step, partial))
         queries, back = iter(arrived[: len(hops)]), receive(arrived[len(hops) :])
-        held = [tuple(next(queries) for _ in piece) for piece in held] if hops else []
+        query_pieces = (
+            [tuple(next(queries) for _ in piece) for piece in query_pieces] if hops else []
+        )
         if step == 0:
             home = made
         elif is_direct and back:
@@ -113,12 +115,14 @@ def circulate(
             made = join(back, made)
         ways = [schedule.homeward(step, piece) for piece in schedule.pieces]
         homeward = [
-            Parcel(results.pack(one), pairs) for one, pairs in zip(made, ways, strict=True) if pairs
+            Parcel(results.pack(result), pairs)
+            for result, pairs in zip(made, ways, strict=True)
+            if pairs
         ]
     if not homeward:
-        return home, kept
+        return home, carry
     back = receive(send(homeward, ring.axis_name, ring.links.transport))
-    return join(home, back) if is_direct else back, kept
+    return join(home, back) if is_direct else back, carry
 
 
 def _is_reached(pairs: Pairs, ring: Ring) -> Bool[Array, ""] | None:

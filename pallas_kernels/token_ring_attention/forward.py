@@ -22,31 +22,37 @@ from pallas_kernels.token_ring_attention.circulate import Results, Ring, circula
 from pallas_kernels.token_ring_attention.messages import pack, unpack
 
 
-def attend(given: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
+def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
     """Return attention of the local queries to the keys of all ranks, and the log-sum-exp.
 
     Args:
-        given: Arrays of this rank; positions and segments of its own.
+        inputs: Arrays of this rank; positions and segments of its own.
         ring: Static part of the call.
     """
-    q, k, v, shard = given
+    q, k, v, shard = inputs
     pieces = len(ring.schedule.pieces)
-    held = [
+    query_pieces = [
         (x, *tokens.arrays)
         for x, tokens in zip(jnp.split(q, pieces, axis=1), shard.split(pieces), strict=True)
     ]
 
-    def work(step: int, held: Sequence[tuple[Array, ...]], kept: None, parcels: Sequence[Parcel]):
+    def work(
+        step: int, query_pieces: Sequence[tuple[Array, ...]], carry: None, parcels: Sequence[Parcel]
+    ):
         if step == 0:
             operands = Operands(q, k, v, shard.tokens, ring.rules)
         else:
             operands = Block.at(ring, step).operands(
-                [x for x, *_ in held], k, v, [shard.like(rest) for _, *rest in held], shard
+                [x for x, *_ in query_pieces],
+                k,
+                v,
+                [shard.like(leaves) for _, *leaves in query_pieces],
+                shard,
             )
         state, arrived = attend_and_send(operands, parcels, ring.links)
-        return state, kept, arrived
+        return state, carry, arrived
 
-    states, _ = circulate(ring, held, work, _results(q, ring))
+    states, _ = circulate(ring, query_pieces, work, _results(q, ring))
     out = jnp.concatenate([x.out for x in states], axis=1).astype(q.dtype)
     return out, jnp.concatenate([x.lse for x in states], axis=2)
 

@@ -23,14 +23,14 @@ def pack(x: Float[Array, "B S N H"], numbers: Float32[Array, "B N S"]) -> Shaped
         numbers: One float32 number per query and head.
     """
     b, s, n, h = x.shape
-    words = max(1, 4 // x.dtype.itemsize)
+    per_word = max(1, 4 // x.dtype.itemsize)
     bits = _bits(x)
     # [B N S], [B S N], and with words last where there are several.
     numbers = numbers.swapaxes(1, 2)
-    tail = numbers.astype(x.dtype) if words == 1 else _cast(numbers, bits.dtype)
-    tail = jnp.moveaxis(tail.reshape(b, s, n, words), 3, 2).reshape(b, s * words, n)
+    tail = numbers.astype(x.dtype) if per_word == 1 else _cast(numbers, bits.dtype)
+    tail = jnp.moveaxis(tail.reshape(b, s, n, per_word), 3, 2).reshape(b, s * per_word, n)
     rows = statistic_rows(s, h, x.dtype.itemsize)
-    tail = jnp.pad(tail, ((0, 0), (0, rows * h - s * words), (0, 0)))
+    tail = jnp.pad(tail, ((0, 0), (0, rows * h - s * per_word), (0, 0)))
     return jnp.concatenate([bits, tail.reshape(b, rows, h, n).swapaxes(2, 3)], axis=1)
 
 
@@ -45,12 +45,12 @@ def unpack(
         dtype: Dtype of the activations.
     """
     b, _, n, h = message.shape
-    words = max(1, 4 // dtype.itemsize)
-    tail = message[:, length:].swapaxes(2, 3).reshape(b, -1, n)[:, : length * words]
-    tail = jnp.moveaxis(tail.reshape(b, length, words, n), 2, 3)
-    numbers = tail[..., 0].astype(jnp.float32) if words == 1 else _cast(tail, jnp.float32)
+    per_word = max(1, 4 // dtype.itemsize)
+    tail = message[:, length:].swapaxes(2, 3).reshape(b, -1, n)[:, : length * per_word]
+    tail = jnp.moveaxis(tail.reshape(b, length, per_word, n), 2, 3)
+    numbers = tail[..., 0].astype(jnp.float32) if per_word == 1 else _cast(tail, jnp.float32)
     x = message[:, :length]
-    return x if words == 1 else _cast(x, dtype), numbers.swapaxes(1, 2)
+    return x if per_word == 1 else _cast(x, dtype), numbers.swapaxes(1, 2)
 
 
 def _bits(x: Array) -> Array:

@@ -65,8 +65,8 @@ class Schedule:
         if step == self.ranks - 1:
             return ()
         ranks = range(self.ranks)
-        left = [(rank, (rank - 1) % self.ranks) for rank in ranks]
-        return tuple(pair for pair in left if self.holds(pair[1], step + 1, piece))
+        leftward = [(rank, (rank - 1) % self.ranks) for rank in ranks]
+        return tuple(pair for pair in leftward if self.holds(pair[1], step + 1, piece))
 
     def homeward(self, step: int, piece: int) -> Pairs:
         """Return the pairs between which the results of a step move, during the step after it."""

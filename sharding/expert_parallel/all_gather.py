@@ -38,10 +38,12 @@ class AllGatherConfig(Dispatcher):
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Sort, from the rows of all devices, those of the experts held here."""
         axes = outgoing.axes
-        held = axes.experts_held(outgoing.num_experts)
-        mine = outgoing.expert_ids.astype(jnp.int32) - jax.lax.axis_index(axes.expert) * held
-        order = sort_by_expert(jnp.where((mine >= 0) & (mine < held), mine, held), held)
-        most = outgoing.most_for_groups(held)
+        num_local = axes.experts_held(outgoing.num_experts)
+        mine = outgoing.expert_ids.astype(jnp.int32) - jax.lax.axis_index(axes.expert) * num_local
+        order = sort_by_expert(
+            jnp.where((mine >= 0) & (mine < num_local), mine, num_local), num_local
+        )
+        most = outgoing.most_for_groups(num_local)
         read = order.group_sizes.sum()
         places = jnp.arange(most, dtype=jnp.int32)
         sources = jnp.where(places < read, order.order[:most], mine.shape[0])

@@ -90,22 +90,22 @@ class AllToAllConfig(Dispatcher):
         """Check that the tables are those of this model on so many devices."""
         if self.token_tables is None or num_devices == 1:
             return
-        wanted = {
+        required = {
             "num_devices": num_devices,
             "num_layers": num_layers,
             "num_experts": num_experts,
             "vocab_size": vocab_size,
         }
-        load_tables(self.token_tables).check(self.token_tables, wanted)
+        load_tables(self.token_tables).check(self.token_tables, required)
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send each row to the device of its expert."""
-        held = outgoing.axes.experts_held(outgoing.num_experts)
+        num_local = outgoing.axes.experts_held(outgoing.num_experts)
         sent = exchange(
             outgoing.rows,
             outgoing.expert_ids,
             num_experts=outgoing.num_experts,
-            most=outgoing.most_for_groups(held),
+            most=outgoing.most_for_groups(num_local),
             axes=outgoing.axes,
             transport=self.transport,
         )

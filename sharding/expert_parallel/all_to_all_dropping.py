@@ -71,21 +71,21 @@ class AllToAllDroppingConfig(Dispatcher):
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send the first rows for each device to it, and drop the others."""
-        given, num_experts = outgoing.expert_ids, outgoing.num_experts
+        expert_ids, num_experts = outgoing.expert_ids, outgoing.num_experts
         devices = jax.lax.axis_size(outgoing.axes.expert)
-        held = outgoing.axes.experts_held(num_experts)
-        share = math.ceil(self.capacity_factor * given.shape[0] / devices)
-        most = min(share, outgoing.most_for_groups(held))
-        kept = first_of_each_device(given, num_experts, devices, most)
+        num_local = outgoing.axes.experts_held(num_experts)
+        share = math.ceil(self.capacity_factor * expert_ids.shape[0] / devices)
+        most = min(share, outgoing.most_for_groups(num_local))
+        is_kept = first_of_each_device(expert_ids, num_experts, devices, most)
         sent = exchange(
             outgoing.rows,
-            kept,
+            is_kept,
             num_experts=num_experts,
             most=most,
             axes=outgoing.axes,
             transport=self.transport,
         )
-        dropped = loads(given, num_experts) - loads(kept, num_experts)
+        dropped = loads(expert_ids, num_experts) - loads(is_kept, num_experts)
         return sent.dispatched(outgoing.weights, dropped.astype(jnp.float32))
 
     def transport_choice(self) -> TransportChoice:

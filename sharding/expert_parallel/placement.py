@@ -37,11 +37,12 @@ class ExpertPlacement:
         share = self.num_experts // self.num_devices
         for layer, devices in enumerate(self.device_of):
             inside = devices[(devices >= 0) & (devices < self.num_devices)]
-            held = np.bincount(inside, minlength=self.num_devices)
-            if (held != share).any():
-                device = int(np.argmax(held != share))
+            totals = np.bincount(inside, minlength=self.num_devices)
+            if (totals != share).any():
+                device = int(np.argmax(totals != share))
                 raise ValueError(
-                    f"placement: device {device} holds {held[device]} experts of layer {layer}, and"
+                    f"placement: device {device} holds {totals[device]} experts of layer"
+                    f" {layer}, and"
                     f" every one of the {self.num_devices} must hold {share} of"
                     f" {self.num_experts}: the mesh cuts the experts into equal parts"
                 )

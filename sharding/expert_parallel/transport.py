@@ -127,12 +127,12 @@ def exchange(
         axes: Mesh axes over which experts are sharded.
         transport: Transport; see `choose_transport`.
     """
-    held = axes.experts_held(num_experts)
+    num_local = axes.experts_held(num_experts)
     order = sort_by_expert(expert_ids, num_experts)
     sizes = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
     travel = _ragged if choose_transport(transport).transport == "ragged" else _equal
     ids = expert_ids.astype(jnp.int32)
-    return travel(_Trip(rows, ids, order, sizes, held, most, axes.expert))
+    return travel(_Trip(rows, ids, order, sizes, num_local, most, axes.expert))
 
 
 class _Trip(NamedTuple):
@@ -149,44 +149,46 @@ class _Trip(NamedTuple):
 
 
 def _ragged(trip: _Trip) -> Exchanged:
-    rows, _, order, sizes, held, most, axes = trip
+    rows, _, order, sizes, num_local, most, axes = trip
     devices = sizes.shape[0]
-    by_receiver = sizes.sum(0).reshape(devices, held)
+    by_receiver = sizes.sum(0).reshape(devices, num_local)
     # Where the rows of each pair of sender and expert start: at the sender, at the receiver.
     leaves = _starts(sizes)
     lands = _starts(by_receiver).reshape(1, -1) + jnp.cumsum(sizes, 0) - sizes
     (sent, received), (leave_here, left_there), (land_there, landed_here) = (
-        _of_this_device(table, held, axes) for table in (sizes, leaves, lands)
+        _of_this_device(table, num_local, axes) for table in (sizes, leaves, lands)
     )
-    there = _Slices(leave_here, sent, land_there, received, num_rows=devices * most)
+    outward = _Slices(leave_here, sent, land_there, received, num_rows=devices * most)
     back = _Slices(landed_here, received, left_there, sent, num_rows=rows.shape[0])
     return Exchanged(
-        rows=_travel(permute_rows(rows, order.order, order.inverse), there, back, axes),
-        group_sizes=received.reshape(devices, held).sum(0),
+        rows=_travel(permute_rows(rows, order.order, order.inverse), outward, back, axes),
+        group_sizes=received.reshape(devices, num_local).sum(0),
         undo=lambda outputs: permute_rows(
-            _travel(outputs, back, there, axes), order.inverse, order.order
+            _travel(outputs, back, outward, axes), order.inverse, order.order
         ),
     )
 
 
 def _equal(trip: _Trip) -> Exchanged:
-    rows, expert_ids, order, sizes, held, most, axes = trip
+    rows, expert_ids, order, sizes, num_local, most, axes = trip
     devices, nowhere = sizes.shape[0], sizes.shape[0] * most
-    sent, received = (part.reshape(devices, held) for part in _of_this_device(sizes, held, axes))
+    sent, received = (
+        part.reshape(devices, num_local) for part in _of_this_device(sizes, num_local, axes)
+    )
     # Rows sorted by expert are sorted by receiver: its block holds them from `starts` on.
     starts = _starts(sent.sum(1)[None])[0]
     places = jnp.arange(most, dtype=jnp.int32)[None, :]
     slots = order.order.at[starts[:, None] + places].get(mode="clip")
     slots = jnp.where(places < sent.sum(1)[:, None], slots, rows.shape[0]).reshape(-1)
-    receiver = jnp.minimum(expert_ids // held, devices - 1)
+    receiver = jnp.minimum(expert_ids // num_local, devices - 1)
     targets = receiver * most + order.inverse - starts[receiver]
     targets = jnp.where(expert_ids < sizes.shape[1], targets, nowhere)
 
     # On arrival every block is sorted by expert, and the missing of its C rows are in no group.
     missing = most - received.sum(1, keepdims=True)
     runs = jnp.concatenate([received, missing], 1).reshape(-1)
-    owners = jnp.tile(jnp.arange(held + 1, dtype=jnp.int32), devices)
-    regroup = sort_by_expert(jnp.repeat(owners, runs, total_repeat_length=nowhere), held)
+    owners = jnp.tile(jnp.arange(num_local + 1, dtype=jnp.int32), devices)
+    regroup = sort_by_expert(jnp.repeat(owners, runs, total_repeat_length=nowhere), num_local)
 
     def swap(blocks: Array) -> Array:
         return jax.lax.all_to_all(blocks, axes, split_axis=0, concat_axis=0, tiled=True)
@@ -210,11 +212,11 @@ def _starts(sizes: Int[Array, "n m"]) -> Int[Array, "n m"]:
 
 
 def _of_this_device(
-    table: Int[Array, "P E"], held: int, axes: tuple[str, ...]
+    table: Int[Array, "P E"], num_local: int, axes: tuple[str, ...]
 ) -> tuple[Int[Array, " E"], Int[Array, " n"]]:
     """Return what this device sends and receives, from a table by sender and expert."""
     device = jax.lax.axis_index(axes).astype(jnp.int32)
-    received = jax.lax.dynamic_slice_in_dim(table, device * jnp.int32(held), held, axis=1)
+    received = jax.lax.dynamic_slice_in_dim(table, device * jnp.int32(num_local), num_local, axis=1)
     return jax.lax.dynamic_index_in_dim(table, device, keepdims=False), received.reshape(-1)
 
 
@@ -235,29 +237,29 @@ class _Slices:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _travel(
-    rows: Float[Array, "n D"], there: _Slices, back: _Slices, axes: tuple[str, ...]
+    rows: Float[Array, "n D"], outward: _Slices, back: _Slices, axes: tuple[str, ...]
 ) -> Float[Array, "m D"]:
     """Return the rows of these slices, and 0 between them; the gradient takes the way back."""
     del back
-    empty = match_varying(jnp.zeros((there.num_rows, rows.shape[1]), rows.dtype), rows)
+    empty = match_varying(jnp.zeros((outward.num_rows, rows.shape[1]), rows.dtype), rows)
     return jax.lax.ragged_all_to_all(
         rows,
         empty,
-        there.input_offsets,
-        there.send_sizes,
-        there.output_offsets,
-        there.recv_sizes,
+        outward.input_offsets,
+        outward.send_sizes,
+        outward.output_offsets,
+        outward.recv_sizes,
         axis_name=axes,
     )
 
 
-def _travel_forward(rows, there, back, axes):
-    return _travel(rows, there, back, axes), (there, back)
+def _travel_forward(rows, outward, back, axes):
+    return _travel(rows, outward, back, axes), (outward, back)
 
 
 def _travel_backward(axes, ways, gradient):
-    there, back = ways
-    return _travel(gradient, back, there, axes), None, None
+    outward, back = ways
+    return _travel(gradient, back, outward, axes), None, None
 
 
 _travel.defvjp(_travel_forward, _travel_backward)

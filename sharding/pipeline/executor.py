@@ -148,7 +148,7 @@ class _Executor:
         """Return the carry before the first tick: zeros."""
         slots, number = self.slots, jax.ShapeDtypeStruct((), jnp.int32)
         of_stream, sums = partial(zeros, self.stream), self.arguments[4]
-        left, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
+        results, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
         _, entered = jax.eval_shape(self.parts.enter, number)
         gradients = None
         if self.schedule.has_backward:
@@ -164,7 +164,7 @@ class _Executor:
             sums=PipelineSums(
                 stages=zeros(sums, self.schedule.chunks),
                 gradients=gradients,
-                left=zeros(left),
+                left=zeros(results),
                 entered=zeros(entered),
             ),
         )
@@ -247,21 +247,21 @@ class _Executor:
         """Return the gradient of the head, or None where it waits in the carry."""
         gradient = None
 
-        def stay(result: Stream, left: Any) -> tuple[Any, Stream | None]:
+        def stay(result: Stream, results: Any) -> tuple[Any, Stream | None]:
             del result
-            return left, zeros(self.stream) if self.schedule.has_backward else None
+            return results, zeros(self.stream) if self.schedule.has_backward else None
 
         for hop, micro in enumerate(row["leaves"], 1):
             last, _ = self.schedule.place(self.schedule.num_groups - hop)
 
             def leave(
-                result: Stream, left: Any, micro: Number = micro, last: int = last
+                result: Stream, results: Any, micro: Number = micro, last: int = last
             ) -> tuple[Any, Stream | None]:
-                sums, gradient = self.parts.leave(_from_stage(result, last), micro, left)
-                return jax.tree.map(operator.add, left, sums), gradient
+                sums, gradient = self.parts.leave(_from_stage(result, last), micro, results)
+                return jax.tree.map(operator.add, results, sums), gradient
 
-            left, gradient = jax.lax.cond(micro >= 0, leave, stay, result, carry.sums.left)
-            carry = replace(carry, sums=replace(carry.sums, left=left))
+            results, gradient = jax.lax.cond(micro >= 0, leave, stay, result, carry.sums.left)
+            carry = replace(carry, sums=replace(carry.sums, left=results))
             if carry.heads is not None:
                 slot = row["head_in"][hop - 1]
                 carry = replace(carry, heads=store(carry.heads, gradient, slot))
@@ -363,5 +363,5 @@ def _is_of_matrix(results: tuple[Any, Stream, Any]) -> Any:
     Those have three dimensions, layers included. Gradients of vectors are cheap, and their inputs
     are not.
     """
-    d_group, *others = results
-    return jax.tree.map(lambda x: x.ndim >= 3, d_group), *jax.tree.map(lambda _: False, others)
+    d_group, *gradients = results
+    return jax.tree.map(lambda x: x.ndim >= 3, d_group), *jax.tree.map(lambda _: False, gradients)

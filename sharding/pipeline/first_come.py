@@ -79,12 +79,12 @@ class _Waiting:
     @classmethod
     def of(cls, ways: list[list[_Step]]) -> _Waiting:
         """Return all micro-batches in the order of their numbers."""
-        found: dict[Hashable, collections.deque[int]] = collections.defaultdict(collections.deque)
+        queues: dict[Hashable, collections.deque[int]] = collections.defaultdict(collections.deque)
         for micro, way in enumerate(ways):
             for step in way:
                 for turn in step.turns:
-                    found[turn].append(micro)
-        return cls(found, {})
+                    queues[turn].append(micro)
+        return cls(queues, {})
 
     def take(self, micro: int, step: _Step, tick: int) -> bool:
         """Take the turns of a work, if the micro-batch has all of them; return whether it has."""

@@ -100,12 +100,12 @@ class Schedule:
     @functools.cached_property
     def _neighbours(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """{(micro-batch, group): group before, group after}, on the path of the micro-batch."""
-        found = {}
+        neighbours = {}
         for micro in range(self.micro_batches):
             path = (-1, *self.path(micro), self.num_groups)
             for before, group, after in zip(path, path[1:], path[2:], strict=False):
-                found[micro, group] = before, after
-        return MappingProxyType(found)
+                neighbours[micro, group] = before, after
+        return MappingProxyType(neighbours)
 
     def passes(self, group: int, micro: int) -> bool:
         """Return whether a micro-batch passes through a group."""
@@ -149,13 +149,13 @@ class Schedule:
         Raises:
             ValueError: A work stands in the table twice.
         """
-        found: dict[tuple[Kind, int, int], int] = {}
+        steps: dict[tuple[Kind, int, int], int] = {}
         for tick, stage, work in self.works():
             key = (work.kind, self.group(stage, work.chunk), work.micro)
-            if key in found:
-                raise ValueError(f"{self._say(key)} is in ticks {found[key]} and {tick}")
-            found[key] = tick
-        return MappingProxyType(found)
+            if key in steps:
+                raise ValueError(f"{self._say(key)} is in ticks {steps[key]} and {tick}")
+            steps[key] = tick
+        return MappingProxyType(steps)
 
     @functools.cached_property
     def has_backward(self) -> bool:
@@ -288,8 +288,8 @@ class Schedule:
 
     def bubble(self, forward: float = 1.0, backward: float = 3.0, weights: float = 1.0) -> float:
         """Return idle over useful time; the arguments are those of `seconds`."""
-        whole = len(self._neighbours) / self.num_groups  # micro-batches through all groups
-        useful = whole * (forward + (backward if self.has_backward else 0.0))
+        num_passes = len(self._neighbours) / self.num_groups  # micro-batches through all groups
+        useful = num_passes * (forward + (backward if self.has_backward else 0.0))
         return self.seconds(forward, backward, weights) / useful - 1.0
 
     @property
@@ -354,12 +354,12 @@ class Schedule:
             )
             for row in self.ticks
         )
-        found, first = [], 0
+        runs, first = [], 0
         for kinds, same in itertools.groupby(present):
             length = len(list(same))
-            found.append(Run(kinds, first, length))
+            runs.append(Run(kinds, first, length))
             first += length
-        return tuple(found)
+        return tuple(runs)
 
     def text(self) -> str:
         """Return the timetable as text: a line for each stage, a column for each tick.

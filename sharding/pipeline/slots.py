@@ -119,7 +119,9 @@ def colour(stays: Iterable[Stay]) -> dict[tuple[int, int], int]:
 def _colour_stages(stays: list[list[Stay]]) -> _Colours:
     """Return the slots of a buffer that every stage has, from the stays on each stage."""
     slots = {
-        (stage, *key): slot for stage, own in enumerate(stays) for key, slot in colour(own).items()
+        (stage, *key): slot
+        for stage, stays_of_stage in enumerate(stays)
+        for key, slot in colour(stays_of_stage).items()
     }
     return _Colours(slots, max(slots.values(), default=-1) + 1)
 
@@ -142,14 +144,14 @@ def _head_stays(schedule: Schedule) -> list[list[Stay]]:
     With several hops they are kept as well, because two may come in one tick.
     """
     when = schedule.when
-    found: list[list[Stay]] = [[] for _ in range(schedule.stages)]
+    stays_of_stages: list[list[Stay]] = [[] for _ in range(schedule.stages)]
     for micro in range(schedule.micro_batches if schedule.has_backward else 0):
         group = schedule.path(micro)[-1]
         stage, chunk = schedule.place(group)
         first, last = 2 * when["F", group, micro], 2 * when["B", group, micro]
-        found[stage].append(Stay(first, last, chunk, micro))
-    waits = any(stay.last > stay.first for stays in found for stay in stays)
-    return found if waits or schedule.num_hops > 1 else [[] for _ in found]
+        stays_of_stages[stage].append(Stay(first, last, chunk, micro))
+    waits = any(stay.last > stay.first for stays in stays_of_stages for stay in stays)
+    return stays_of_stages if waits or schedule.num_hops > 1 else [[] for _ in stays_of_stages]
 
 
 def plan_slots(schedule: Schedule) -> Slots:
@@ -179,9 +181,9 @@ def plan_slots(schedule: Schedule) -> Slots:
                 fields["leaves"][hop_out][tick] = micro
                 fields["head_in"][hop_out][tick, stage] = heads.slots.get(key, -1)
             else:
-                there, its_chunk = schedule.place(after)
+                target, its_chunk = schedule.place(after)
                 place = schedule.hops.index(schedule.hop(group, after))
-                fields["arrives"][place][tick, there] = inputs.slots[there, its_chunk, micro]
+                fields["arrives"][place][tick, target] = inputs.slots[target, its_chunk, micro]
         elif kind == "W":
             fields["w_chunk"][tick, stage] = chunk
             fields["w_out"][tick, stage] = deferred.slots[key]
@@ -195,10 +197,10 @@ def plan_slots(schedule: Schedule) -> Slots:
             if before < 0:
                 fields["returns"][hop_in][tick] = micro
             else:
-                there, its_chunk = schedule.place(before)
-                slot = gradients.slots[there, its_chunk, micro]
+                target, its_chunk = schedule.place(before)
+                slot = gradients.slots[target, its_chunk, micro]
                 place = schedule.hops.index(schedule.hop(before, group))
-                fields["g_arrives"][place][tick + 1, there] = slot
+                fields["g_arrives"][place][tick + 1, target] = slot
     return Slots(
         **fields,
         num_inputs=inputs.size,

@@ -69,20 +69,21 @@ def split(
         is_late: From the shapes of the results to a tree of bool like them.
     """
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    inner, given = open_program(program)
-    wanted = jax.tree.leaves(is_late(shapes))
-    steps = _split(inner, wanted)
+    inner, constants = open_program(program)
+    is_wanted = jax.tree.leaves(is_late(shapes))
+    steps = _split(inner, is_wanted)
     late = tuple(
-        want and name in steps.made_late for want, name in zip(wanted, inner.outvars, strict=True)
+        want and name in steps.made_late
+        for want, name in zip(is_wanted, inner.outvars, strict=True)
     )
     early_results = [name for name, is_late in zip(inner.outvars, late, strict=True) if not is_late]
     late_results = [name for name, is_late in zip(inner.outvars, late, strict=True) if is_late]
     counts = [len(jax.tree.leaves(argument)) for argument in arguments]
     keeps = [keep for keep, count in zip(is_kept, counts, strict=True) for _ in range(count)]
     again = [name for name, keep in zip(inner.invars, keeps, strict=True) if keep]
-    handed = [name for name in steps.crossing if name not in {*again, *given}]
-    first = function_of(steps.early, inner.invars, [*early_results, *handed], given)
-    second = function_of(steps.late, [*handed, *again], late_results, given)
+    handed = [name for name in steps.crossing if name not in {*again, *constants}]
+    first = function_of(steps.early, inner.invars, [*early_results, *handed], constants)
+    second = function_of(steps.late, [*handed, *again], late_results, constants)
 
     def join(made: Iterable[Array], of: bool) -> Any:
         values = iter(made)
@@ -147,7 +148,7 @@ def _split_equation(equation: Any, are_late: list[bool | None]) -> tuple[list[St
 
 def _split_call(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
     """Return the halves of a call, without the call."""
-    inner, given = open_program(equation.params["jaxpr"])
+    inner, constants = open_program(equation.params["jaxpr"])
     # A rematerialised call whose products XLA might merge with those of the forward pass.
     has_barrier = equation.params.get("prevent_cse", False)
 
@@ -156,13 +157,13 @@ def _split_call(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
             return half
         return lambda *values: half(*jax.lax.optimization_barrier(values))
 
-    return _split_inside(equation, inner, given, are_late, around)
+    return _split_inside(equation, inner, constants, are_late, around)
 
 
 def _split_island(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
     """Return the halves of a `shard_map`; what is handed over is stacked over its devices."""
     params = equation.params
-    inner, given = open_program(params["jaxpr"])
+    inner, constants = open_program(params["jaxpr"])
     in_specs = dict(zip(inner.invars, params["in_specs"], strict=True))
     out_specs = dict(zip(inner.outvars, params["out_specs"], strict=True))
     axes = params["newly_manual_axes"]
@@ -189,13 +190,13 @@ def _split_island(equation: Any, are_late: list[bool | None]) -> tuple[list[Step
             check_vma=params["check_vma"],
         )
 
-    return _split_inside(equation, inner, given, are_late, around)
+    return _split_inside(equation, inner, constants, are_late, around)
 
 
 def _split_inside(
     equation: Any,
     inner: Any,
-    given: Values,
+    values_outside: Values,
     are_late: list[bool | None],
     around: Callable[[Callable[..., list[Any]], list[Name], list[tuple[Name, bool]]], Any],
 ) -> tuple[list[Step], list[Step]]:
@@ -204,14 +205,14 @@ def _split_inside(
     Args:
         equation: The equation.
         inner: Open program.
-        given: Values of its constants.
+        values_outside: Values of its constants.
         are_late: For each result.
         around: From a half of the program, the names that it reads, and the names of its results
             with whether they are handed over, to a function of values outside.
     """
     steps = _split(inner, are_late)
     outside = dict(zip(inner.invars, equation.invars, strict=True))
-    handed = [name for name in steps.crossing if name not in outside and name not in given]
+    handed = [name for name in steps.crossing if name not in outside and name not in values_outside]
     outside |= {name: Handed(name) for name in handed}
     pairs = list(zip(inner.outvars, equation.outvars, are_late, strict=True))
     made_late = steps.made_late
@@ -224,8 +225,8 @@ def _split_inside(
 
     def half(part: list[Step], results: list[tuple[Name, Name]], last: list[Name]) -> list[Step]:
         names = [name for name, _ in results]
-        reads = [name for name in reads_of(part, [*names, *last]) if name not in given]
-        function = function_of(part, reads, [*names, *last], given)
+        reads = [name for name in reads_of(part, [*names, *last]) if name not in values_outside]
+        function = function_of(part, reads, [*names, *last], values_outside)
         flags = [(name, False) for name in names] + [(name, True) for name in last]
         return [
             Step(
@@ -242,7 +243,7 @@ def _split_inside(
 def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
     """Return the halves of a `scan`; what is handed over is stacked over its turns."""
     params = equation.params
-    inner, given = open_program(params["jaxpr"])
+    inner, loop_constants = open_program(params["jaxpr"])
     num_constants, num_carry = loop_counts(params)
     outside = dict(zip(inner.invars, equation.invars, strict=True))
     carried = inner.invars[num_constants : num_constants + num_carry]
@@ -260,28 +261,28 @@ def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
         False if late and place >= num_carry and name not in made_late else late
         for place, (name, late) in enumerate(zip(inner.outvars, kinds, strict=True))
     ]
-    own = {
+    loop_values = {
         late: [c for c, k in zip(carried, kinds, strict=False) if k is late]
         for late in (False, True)
     }
     late_names = [name for name, late in zip(inner.outvars, kinds, strict=True) if late]
-    known = {*outside, *given} - set(own[False])
-    handed = [name for name in reads_of(steps.late, late_names) if name not in known]
+    names_known = {*outside, *loop_constants} - set(loop_values[False])
+    handed = [name for name in reads_of(steps.late, late_names) if name not in names_known]
     markers = {name: Handed(name, params["length"]) for name in handed}
 
     def half(part: list[Step], late: bool, last: list[Name]) -> list[Step]:
-        carries = own[late]
+        carries = loop_values[late]
         places = [place for place, kind in enumerate(kinds) if kind is late]
         results = [inner.outvars[place] for place in places] + last
-        reads = [name for name in reads_of(part, results) if name not in given]
+        reads = [name for name in reads_of(part, results) if name not in loop_constants]
         turns = [name for name in reads if name in markers or name in stacked]
         if not late:
             turns = [name for name in reads if name in stacked]
         same = [name for name in reads if name not in {*turns, *carries}]
-        function = function_of(part, [*same, *carries, *turns], results, given)
+        function = function_of(part, [*same, *carries, *turns], results, loop_constants)
 
         def run(*values: Any) -> list[Any]:
-            constants, rest = values[: len(same)], values[len(same) :]
+            constants, carry_values = values[: len(same)], values[len(same) :]
 
             def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
                 made = function(*constants, *carry, *slices)
@@ -289,8 +290,8 @@ def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
 
             carry, made = jax.lax.scan(
                 turn,
-                tuple(rest[: len(carries)]),
-                tuple(rest[len(carries) :]),
+                tuple(carry_values[: len(carries)]),
+                tuple(carry_values[len(carries) :]),
                 length=params["length"],
                 reverse=params["reverse"],
                 unroll=params["unroll"],
@@ -305,17 +306,17 @@ def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
     return half(steps.early, False, handed), half(steps.late, True, []) if late_names else []
 
 
-def _with_carries(program: Any, carried: Sequence[Name], wanted: list[bool]) -> list[bool]:
+def _with_carries(program: Any, carried: Sequence[Name], is_wanted: list[bool]) -> list[bool]:
     """Return which results of a turn are needed for some, with the carries that these need."""
     while True:
-        names = set(variables(n for n, w in zip(program.outvars, wanted, strict=True) if w))
+        names = set(variables(n for n, w in zip(program.outvars, is_wanted, strict=True) if w))
         for equation in reversed(program.eqns):
             if not names.isdisjoint(equation.outvars):
                 names.update(variables(equation.invars))
         more = [
             w or (place < len(carried) and carried[place] in names)
-            for place, w in enumerate(wanted)
+            for place, w in enumerate(is_wanted)
         ]
-        if more == wanted:
-            return wanted
-        wanted = more
+        if more == is_wanted:
+            return is_wanted
+        is_wanted = more

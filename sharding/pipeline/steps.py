@@ -60,21 +60,21 @@ def begin_with_products(early: list[Step], late: list[Step]) -> Steps:
     The first half has their inputs already. A step before a product stays, if more would be handed
     over without it: an activation moves, a gather does not.
     """
-    known = {name for step in early for name in [*variables(step.inputs), *step.outputs]}
+    early_names = {name for step in early for name in [*variables(step.inputs), *step.outputs]}
     multiplied: set[Name] = set()
     for step in reversed(late):
         if step.has_product or not multiplied.isdisjoint(step.outputs):
             multiplied.update(variables(step.inputs))
-    rest = []
+    remaining = []
     for step in late:
         inputs = list(variables(step.inputs))
         is_small = multiplied.isdisjoint(step.outputs) or _size(step.outputs) <= _size(inputs)
-        if step.has_product or not known.issuperset(inputs) or not is_small:
-            rest.append(step)
+        if step.has_product or not early_names.issuperset(inputs) or not is_small:
+            remaining.append(step)
         else:
             early.append(step)
-            known.update(step.outputs)
-    return Steps(early, rest)
+            early_names.update(step.outputs)
+    return Steps(early, remaining)
 
 
 def whole(equation: Any) -> Step:
@@ -150,19 +150,22 @@ def reads_of(steps: list[Step], results: Iterable[Name] = ()) -> list[Name]:
 
 
 def function_of(
-    steps: list[Step], inputs: Sequence[Name], results: Sequence[Name], given: Mapping[Name, Any]
+    steps: list[Step],
+    inputs: Sequence[Name],
+    results: Sequence[Name],
+    constants: Mapping[Name, Any],
 ) -> Callable[..., list[Any]]:
     """Return the function of some steps."""
 
     def run(*values: Any) -> list[Any]:
-        known: Values = {**given, **dict(zip(inputs, values, strict=True))}
+        environment: Values = {**constants, **dict(zip(inputs, values, strict=True))}
 
         def read(name: Name) -> Any:
-            return name.val if isinstance(name, Literal) else known[name]
+            return name.val if isinstance(name, Literal) else environment[name]
 
         for step in steps:
             made = step.run(*map(read, step.inputs))
-            known.update(zip(step.outputs, made, strict=True))
+            environment.update(zip(step.outputs, made, strict=True))
         return [read(name) for name in results]
 
     return run

@@ -88,31 +88,31 @@ class RingProductsConfig(TensorProductsConfig):
 
     def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
         """Return the products of the rows of one device after the other."""
-        devices, here, rows = jax.lax.axis_size(names), jax.lax.axis_index(names), x.shape[1]
-        whole = None
+        devices, rank, rows = jax.lax.axis_size(names), jax.lax.axis_index(names), x.shape[1]
+        result = None
         for number in range(devices):
             following = x if number + 1 == devices else _to_next(x, names)
             products = multiply(x)
-            if whole is None:
-                whole = jax.tree.map(lambda y: _room(y, devices), products)
-            start = (here - number) % devices * rows
-            whole = jax.tree.map(
+            if result is None:
+                result = jax.tree.map(lambda y: _room(y, devices), products)
+            start = (rank - number) % devices * rows
+            result = jax.tree.map(
                 lambda all_rows, y, start=start: jax.lax.dynamic_update_slice_in_dim(
                     all_rows, y, start, axis=1
                 ),
-                whole,
+                result,
                 products,
             )
             x = following
-        return whole
+        return result
 
     def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
         """Return the rows of this device, whose sum travels from device to device."""
-        devices, here = jax.lax.axis_size(names), jax.lax.axis_index(names)
+        devices, rank = jax.lax.axis_size(names), jax.lax.axis_index(names)
         rows = hidden.shape[1] // devices
 
         def part(number: int) -> Array:
-            start = (here - 1 - number) % devices * rows
+            start = (rank - 1 - number) % devices * rows
             return multiply(jax.lax.dynamic_slice_in_dim(hidden, start, rows, axis=1))
 
         total = part(0)

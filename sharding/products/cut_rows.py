@@ -39,7 +39,10 @@ class CutRows:
         """
         axes = placement.mesh_axes(rows)
         cut = (placement.mesh_axes(ax.ACT_BATCH), placement.mesh_axes(ax.ACT_SEQ))
-        dims = (next((dim for dim, own in enumerate(cut) if one in own), None) for one in axes)
+        dims = (
+            next((dim for dim, dim_axes in enumerate(cut) if axis in dim_axes), None)
+            for axis in axes
+        )
         return cls(axes, tuple(dims))
 
     def read(

@@ -65,11 +65,11 @@ def quantized_einsum(
     Raises:
         ValueError: Other subscripts, or scales along another dimension.
     """
-    left, result = subscripts.split("->")
-    first, second = left.split(",")
+    inputs, result = subscripts.split("->")
+    first, second = inputs.split(",")
     summed = "".join(letter for letter in first if letter in second)
-    kept, new = first.removesuffix(summed), second.removeprefix(summed)
-    if first != kept + summed or second != summed + new or result != kept + new:
+    row_letters, new = first.removesuffix(summed), second.removeprefix(summed)
+    if first != row_letters + summed or second != summed + new or result != row_letters + new:
         raise ValueError(
             f"{subscripts}: with a quantised matrix, what is summed over must be last in the"
             " first term, first in the second, and nowhere else"
@@ -77,12 +77,12 @@ def quantized_einsum(
     if isinstance(weight, ObservedArray):
         return observed_einsum(subscripts, x, weight, dtype=dtype)
     assert not isinstance(weight, ProbedArray)  # `Product.of` multiplies it as a floating matrix
-    rows = x.reshape(-1, math.prod(x.shape[len(kept) :]))
+    rows = x.reshape(-1, math.prod(x.shape[len(row_letters) :]))
     matrix = flattened(weight, len(summed))
     if isinstance(weight, QuantizedArray) and activations is not None:
         rows = quantize(rows, activations, axis=-1)
     out = quantized_matmul(rows, matrix, out_dtype=dtype)
-    return out.reshape(*x.shape[: len(kept)], *weight.shape[len(summed) :])
+    return out.reshape(*x.shape[: len(row_letters)], *weight.shape[len(summed) :])
 
 
 def quantized_groups(
@@ -105,13 +105,13 @@ def quantized_groups(
     if isinstance(weight, ObservedArray):
         return observed_groups(rows, weight, group_sizes, implementation=implementation)
     assert not isinstance(weight, ProbedArray)  # experts have no probes
-    given = {"implementation": implementation, "out_dtype": rows.dtype}
+    options = {"implementation": implementation, "out_dtype": rows.dtype}
     if isinstance(weight, QuantizedArray) and activations is not None:
         rounded = quantize(rows, activations, axis=-1)
         if activations == "int4":  # grouped kernels read rows in 8 bits
             rounded = dataclasses.replace(rounded, values=rounded.values.astype(jnp.int8))
-        return grouped_matmul(rounded, flattened(weight, 1, num_batch=1), group_sizes, **given)
-    return grouped_matmul(rows, flattened(weight, 1, num_batch=1), group_sizes, **given)
+        return grouped_matmul(rounded, flattened(weight, 1, num_batch=1), group_sizes, **options)
+    return grouped_matmul(rows, flattened(weight, 1, num_batch=1), group_sizes, **options)
 
 
 def flattened(

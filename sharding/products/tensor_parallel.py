@@ -82,8 +82,8 @@ class Product:
             product = partial(placement.einsum, self.subscripts, axes=(), dtype=self.dtype)
             return probed_product(product, x, weight)
         if isinstance(weight, Packed):
-            given = {"activations": self.activations, "dtype": self.dtype or x.dtype}
-            return quantized_einsum(self.subscripts, x, weight, **given)
+            options = {"activations": self.activations, "dtype": self.dtype or x.dtype}
+            return quantized_einsum(self.subscripts, x, weight, **options)
         return placement.einsum(self.subscripts, x, weight, axes=(), dtype=self.dtype)
 
 
@@ -168,7 +168,7 @@ def into_stream(
         form: How the product and the scatter are taken together.
     """
     names = stream_positions(placement)
-    others = tuple(axis for axis in _spread(product, placement) if axis not in names)
+    axes = tuple(axis for axis in _spread(product, placement) if axis not in names)
 
     def run(hidden: Array, weight: Any, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
@@ -177,7 +177,7 @@ def into_stream(
             return product.of(hidden, weight, placement)
 
         y = form.scattered(hidden, names, multiply) if names else multiply(hidden)
-        return jax.lax.psum(y, others) if others else y
+        return jax.lax.psum(y, axes) if axes else y
 
     island = placement.island(run, in_axes=(product.spread_axes, product.entry), out_axes=_STREAM)
     return island(hidden, product.weight)

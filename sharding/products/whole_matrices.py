@@ -73,9 +73,9 @@ def map_matrices(
     mesh = jax.sharding.get_abstract_mesh()
     spec = jax.typeof(x).sharding.spec
     cut = [tuple(a for a in _names(spec[d]) if mesh.shape[a] > 1) for d in range(x.ndim)]
-    taken = {axis for axes in cut for axis in axes}
+    cut_axes = {axis for axes in cut for axis in axes}
     # Places of a Manual axis, such as the workers of a region, hold other matrices.
-    busy = taken.union(manual_axes())
+    busy = cut_axes.union(manual_axes())
     idle = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in busy)
     cuts = [(i, cut[d]) for i, d in enumerate(inputs + outputs, 1) if cut[d]]
 

@@ -39,9 +39,9 @@ class AllGatherKVConfig(SequenceForm):
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a device holds: the first and last of 2N pieces alike, or the r-th of N."""
 
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here over gathered keys."""
-        return attend_gathered(held, self)
+        return attend_gathered(inputs, self)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
         del is_backward
@@ -58,14 +58,14 @@ class AllGatherKVConfig(SequenceForm):
         return 2 * (sizes.ranks - 1)
 
 
-def attend_gathered(held: HeldAttention, form: SequenceForm) -> tuple[Array, Seen]:
+def attend_gathered(inputs: HeldAttention, form: SequenceForm) -> tuple[Array, Seen]:
     """Return attention of the queries held here over gathered keys.
 
     Args:
-        held: Arrays of this device.
+        inputs: Arrays of this device.
         form: The form that laid its tokens out.
     """
-    q, k, v, tokens, rules, cut = held[:6]
+    q, k, v, tokens, rules, cut = inputs[:6]
 
     def gather(x: Array) -> Array:
         return jax.lax.all_gather(x, cut.axes, axis=x.ndim - 1 if x.ndim < 3 else 1, tiled=True)
@@ -75,14 +75,14 @@ def attend_gathered(held: HeldAttention, form: SequenceForm) -> tuple[Array, See
     return attend_locally(q, gather(k), gather(v), tokens, keys, rules)
 
 
-def observe_gathered(held: HeldAttention, form: SequenceForm) -> Seen:
+def observe_gathered(inputs: HeldAttention, form: SequenceForm) -> Seen:
     """Return the watched logits of a form that does not compute them: a pass over gathered keys.
 
     Args:
-        held: Arrays of this device; nothing is computed unless its rules observe logits.
+        inputs: Arrays of this device; nothing is computed unless its rules observe logits.
         form: The form that laid its tokens out.
     """
-    if not held.rules.is_observed:
+    if not inputs.rules.is_observed:
         return {}
-    q, k = jax.lax.stop_gradient((held.q, held.k))
-    return attend_gathered(held._replace(q=q, k=k, v=k), form)[1]
+    q, k = jax.lax.stop_gradient((inputs.q, inputs.k))
+    return attend_gathered(inputs._replace(q=q, k=k, v=k), form)[1]

@@ -74,23 +74,25 @@ def attend(
         elif positions is None and order is not None:  # rows of one document
             positions = jnp.broadcast_to(jnp.asarray(order)[None, :], q.shape[:2])
     arrays = {"positions": positions, "segment_ids": segment_ids}
-    given = {name: array for name, array in arrays.items() if array is not None}
-    given_axes: dict[str, tuple[str, ...]] = dict.fromkeys(given, rows)
+    token_arrays = {name: array for name, array in arrays.items() if array is not None}
+    given_axes: dict[str, tuple[str, ...]] = dict.fromkeys(token_arrays, rows)
     if level is not None:
-        given, given_axes = given | {"level": level}, given_axes | {"level": ()}
+        token_arrays, given_axes = token_arrays | {"level": level}, given_axes | {"level": ()}
     axes, length = placement.mesh_axes(ax.ACT_SEQ_INNER), q.shape[1]
 
-    def run(q: Array, k: Array, v: Array, given: dict[str, Array], *, batch_axes: tuple[str, ...]):
+    def run(
+        q: Array, k: Array, v: Array, token_arrays: dict[str, Array], *, batch_axes: tuple[str, ...]
+    ):
         del batch_axes
-        tokens = HeldTokens(given.get("positions"), given.get("segment_ids"))
+        tokens = HeldTokens(token_arrays.get("positions"), token_arrays.get("segment_ids"))
         if q.shape[1] == length:
             return attend_locally(q, k, v, tokens, tokens, rules)
         cut = Cut(axes, length, q.shape[1])
-        return config.attend(HeldAttention(q, k, v, tokens, rules, cut, given.get("level")))
+        return config.attend(HeldAttention(q, k, v, tokens, rules, cut, token_arrays.get("level")))
 
     island = placement.island(
         run,
         in_axes=(heads, kv_heads, kv_heads, given_axes),
         out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, ax.ACT_SEQ_INNER))),
     )
-    return island(q, k, v, given)
+    return island(q, k, v, token_arrays)

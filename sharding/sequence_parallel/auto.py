@@ -63,20 +63,20 @@ def choose(sizes: AttentionSizes, links: Links = "torus") -> Choice:
     loads = {name: link_bytes(form, sizes, links) for name, form in forms.items()}
     rings = [name for name in ("ring", "token_ring") if name in loads]
     ring = min(rings, key=loads.__getitem__)
-    words = {name: f"{name} {loads[name] / 1e6:.3g} MB" for name in loads}
+    loads_in_words = {name: f"{name} {loads[name] / 1e6:.3g} MB" for name in loads}
     heads = f"the {sizes.local_heads} query and {sizes.local_kv_heads} key heads of a device"
     if "ulysses" not in loads:
-        taken, why = ring, f"mesh.seq={sizes.ranks} does not divide {heads}"
+        choice, why = ring, f"mesh.seq={sizes.ranks} does not divide {heads}"
     elif loads["ulysses"] <= loads[ring]:
-        taken, why = "ulysses", f"mesh.seq={sizes.ranks} divides {heads}"
+        choice, why = "ulysses", f"mesh.seq={sizes.ranks} divides {heads}"
     else:
-        taken, why = ring, f"few devices and {heads} make exchanging them the dearer way"
+        choice, why = ring, f"few devices and {heads} make exchanging them the dearer way"
     order = sorted(loads, key=loads.__getitem__)
     reason = (
-        f"{taken}: {why}; per layer and sequence the busiest link ({links}) carries"
-        f" {', '.join(words[name] for name in order)}"
+        f"{choice}: {why}; per layer and sequence the busiest link ({links}) carries"
+        f" {', '.join(loads_in_words[name] for name in order)}"
     )
-    return Choice(config=forms[taken], reason=reason, bytes=loads)
+    return Choice(config=forms[choice], reason=reason, bytes=loads)
 
 
 def candidates(sizes: AttentionSizes, links: Links) -> dict[str, SequenceForm]:

@@ -91,34 +91,36 @@ class LevelsConfig(SequenceForm):
         orders = [_order_within(length, ranks, degree) for degree in self.degrees(ranks)]
         return jnp.asarray(np.stack(orders))[level]
 
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here to the keys of the devices of their part."""
-        ranks = held.cut.length // held.cut.held
-        if held.level is None:
-            return _attend_at(ranks, held)
-        arrays = held._replace(level=None, rules=None, cut=None)  # rules and cut are static
+        ranks = inputs.cut.length // inputs.cut.held
+        if inputs.level is None:
+            return _attend_at(ranks, inputs)
+        arrays = inputs._replace(level=None, rules=None, cut=None)  # rules and cut are static
 
         def branch(degree: int, arrays: HeldAttention) -> tuple[Array, Seen]:
-            return _attend_at(degree, arrays._replace(rules=held.rules, cut=held.cut))
+            return _attend_at(degree, arrays._replace(rules=inputs.rules, cut=inputs.cut))
 
         branches = [functools.partial(branch, degree) for degree in self.degrees(ranks)]
-        return jax.lax.switch(held.level, branches, arrays)
+        return jax.lax.switch(inputs.level, branches, arrays)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
         """Yield the messages of the highest level."""
         return _RING.messages(sizes, is_backward=is_backward)
 
 
-def _attend_at(degree: int, held: HeldAttention) -> tuple[Array, Seen]:
+def _attend_at(degree: int, inputs: HeldAttention) -> tuple[Array, Seen]:
     """Return attention within parts of `degree` devices."""
     if degree == 1:
-        return attend_locally(held.q, held.k, held.v, held.tokens, held.tokens, held.rules)
+        return attend_locally(
+            inputs.q, inputs.k, inputs.v, inputs.tokens, inputs.tokens, inputs.rules
+        )
     axes, size = (), 1
     while size < degree:
-        axes = (held.cut.axes[-1 - len(axes)], *axes)
+        axes = (inputs.cut.axes[-1 - len(axes)], *axes)
         size *= jax.lax.axis_size(axes[0])
-    held = held._replace(cut=Cut(axes, degree * held.cut.held, held.cut.held))
-    return _RING.attend_along(held, axis=axes), observe_gathered(held, _RING)
+    inputs = inputs._replace(cut=Cut(axes, degree * inputs.cut.held, inputs.cut.held))
+    return _RING.attend_along(inputs, axis=axes), observe_gathered(inputs, _RING)
 
 
 def _order_within(length: int, ranks: int, degree: int) -> Int[np.ndarray, " S"]:

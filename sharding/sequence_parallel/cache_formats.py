@@ -38,32 +38,32 @@ _SCALE_BITS = 32
 
 
 def into_cache(
-    new: Float[Array, "B S M H"], held: Float[Array, "L B U M H"] | QuantizedArray
+    new: Float[Array, "B S M H"], entries: Float[Array, "L B U M H"] | QuantizedArray
 ) -> Float[Array, "B S M H"] | QuantizedArray:
     """Return keys or values in the format of a cache.
 
     Args:
         new: Keys or values of some tokens.
-        held: Those of the cache.
+        entries: Those of the cache.
     """
-    if not isinstance(held, QuantizedArray):
-        return new.astype(held.dtype)
-    group = held.shape[-1] // held.num_blocks
-    return quantize(new, held.dtype_name, axis=-1, block_size=group)
+    if not isinstance(entries, QuantizedArray):
+        return new.astype(entries.dtype)
+    group = entries.shape[-1] // entries.num_blocks
+    return quantize(new, entries.dtype_name, axis=-1, block_size=group)
 
 
 def out_of_cache(
-    held: Float[Array, "B U M H"] | QuantizedArray, dtype: Any
+    entries: Float[Array, "B U M H"] | QuantizedArray, dtype: Any
 ) -> Float[Array, "B U M H"]:
     """Return the entries of a cache in the dtype of attention.
 
     Args:
-        held: Keys or values of the cache.
+        entries: Keys or values of the cache.
         dtype: Dtype of the result.
     """
-    if isinstance(held, QuantizedArray):
-        return dequantize(held, dtype)
-    return held.astype(dtype)
+    if isinstance(entries, QuantizedArray):
+        return dequantize(entries, dtype)
+    return entries.astype(dtype)
 
 
 def as_cached(x: Float[Array, "B S M H"], form: CacheFormat) -> Float[Array, "B S M H"]:

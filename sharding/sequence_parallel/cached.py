@@ -79,12 +79,12 @@ class KVCache(NamedTuple):
 
         def run(q, k, v, cache, layer, positions, *, batch_axes):
             del batch_axes
-            held = held_positions(cache.k.shape[2], axes)
-            cache = write_tokens(cache, k, v, layer, positions - held[0])
+            key_positions = held_positions(cache.k.shape[2], axes)
+            cache = write_tokens(cache, k, v, layer, positions - key_positions[0])
             keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in cache)
-            given = HeldTokens(positions, None), HeldTokens(held, None)
-            out, found = attend_and_merge(q, keys, values, *given, rules, axes)
-            return out, found, cache
+            token_pair = HeldTokens(positions, None), HeldTokens(key_positions, None)
+            out, seen = attend_and_merge(q, keys, values, *token_pair, rules, axes)
+            return out, seen, cache
 
         island = placement.island(
             run,
@@ -140,20 +140,22 @@ def layer_of(stacked: Any, layer: Int[Array, ""]) -> Any:
     )
 
 
-def write_slots(held: Array, new: Array, layer: Int[Array, ""], slots: Int[Array, "B S"]) -> Array:
+def write_slots(
+    entries: Array, new: Array, layer: Int[Array, ""], slots: Int[Array, "B S"]
+) -> Array:
     """Return the entries of all layers with the new ones of one layer.
 
     Args:
-        held: Slots of this device [L B u M H]; or their scales.
+        entries: Slots of this device [L B u M H]; or their scales.
         new: New entries [B S M H] in the same dtype.
         layer: Layer that they are of.
         slots: Slot of each entry, counted from the first that is held; those outside of the held
             ones are left out.
     """
-    end = jnp.int32(held.shape[2])
+    end = jnp.int32(entries.shape[2])
     slots = jnp.where(slots < 0, end, slots)  # a negative index would count from the end
-    rows = jnp.arange(held.shape[1], dtype=jnp.int32)[:, None]
-    return held.at[layer, rows, slots].set(new, mode="drop")
+    rows = jnp.arange(entries.shape[1], dtype=jnp.int32)[:, None]
+    return entries.at[layer, rows, slots].set(new, mode="drop")
 
 
 def attend_and_merge(
@@ -177,5 +179,5 @@ def attend_and_merge(
     summed = jax.lax.psum(by_query * out.astype(jnp.float32), axes)
     divisor = jnp.where(total > 0.0, total, 1.0).swapaxes(1, 2)[..., None]
     merged = (summed / divisor).astype(q.dtype)
-    found = {"lse": top + jnp.log(total)} if rules.seen else {}
-    return merged, found if highest is None else found | {"top": jax.lax.pmax(highest, axes)}
+    seen = {"lse": top + jnp.log(total)} if rules.seen else {}
+    return merged, seen if highest is None else seen | {"top": jax.lax.pmax(highest, axes)}

@@ -58,20 +58,22 @@ def attend_latent(
         new tokens.
     """
     if isinstance(entries, PagedLatents):
-        given = {"placement": placement, "positions": positions, "rules": rules}
-        return entries.attend(q, new, layer, latent_dim=latent_dim, **given)
+        options = {"placement": placement, "positions": positions, "rules": rules}
+        return entries.attend(q, new, layer, latent_dim=latent_dim, **options)
     heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
     axes = placement.mesh_axes(ax.ACT_CACHE)
     seen = ("lse", "top") if rules.is_observed else ()
 
     def run(q, new, entries, layer, positions, *, batch_axes):
         del batch_axes
-        held = held_positions(entries.shape[2], axes)
-        entries = write_slots(entries, new.astype(entries.dtype), layer, positions - held[0])
+        key_positions = held_positions(entries.shape[2], axes)
+        entries = write_slots(
+            entries, new.astype(entries.dtype), layer, positions - key_positions[0]
+        )
         keys = layer_of(entries, layer).astype(q.dtype)
-        given = HeldTokens(positions, None), HeldTokens(held, None)
-        out, found = attend_and_merge(q, keys, keys[..., :latent_dim], *given, rules, axes)
-        return out, found, entries
+        options = HeldTokens(positions, None), HeldTokens(key_positions, None)
+        out, statistics = attend_and_merge(q, keys, keys[..., :latent_dim], *options, rules, axes)
+        return out, statistics, entries
 
     island = placement.island(
         run,

@@ -161,11 +161,11 @@ class SequenceForm(SequenceParallelism):
         """Check the heads alone, on more than one device; see `check`."""
 
     @abc.abstractmethod
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries of this device. Called inside an island.
 
         Args:
-            held: Arrays of this device.
+            inputs: Arrays of this device.
 
         Returns:
             The output and, if observed, the watched logits.
@@ -230,8 +230,8 @@ class Cut:
         ranks = self.length // self.held
         order: Any = form.token_order(self.length, ranks)
         places = np.arange(self.length, dtype=np.int32) if order is None else order
-        own = jnp.asarray(places.reshape(ranks, self.held))[jax.lax.axis_index(self.axes)]
-        return HeldTokens(own, tokens.segment_ids)
+        positions = jnp.asarray(places.reshape(ranks, self.held))[jax.lax.axis_index(self.axes)]
+        return HeldTokens(positions, tokens.segment_ids)
 
     def ring_axis(self, form: SequenceForm) -> str:
         """Return the one mesh axis along which a ring runs.

@@ -79,8 +79,8 @@ def attend_locally(
         The output; and, if observed, the watched logits, without a gradient.
     """
     out, lse, top = attend_part(q, k, v, queries, keys, rules)
-    found = {} if top is None else {"lse": jax.lax.stop_gradient(lse), "top": top}
-    return out, found | {"lse": lse} if rules.keeps_lse else found
+    seen = {} if top is None else {"lse": jax.lax.stop_gradient(lse), "top": top}
+    return out, seen | {"lse": lse} if rules.keeps_lse else seen
 
 
 def attend_part(

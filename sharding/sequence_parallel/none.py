@@ -39,9 +39,10 @@ class NoSequenceParallelConfig(SequenceForm):
         """Refuse any sharded sequence."""
         self.check_mesh(seq=sizes.ranks, seq_inner=1)
 
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, arrays: HeldAttention) -> tuple[Array, Seen]:
         """Refuse sharded sequences; whole ones need no form."""
         raise ValueError(
-            f"the mesh cuts sequences of {held.cut.length} tokens into parts of {held.cut.held},"
+            f"the mesh cuts sequences of {arrays.cut.length} tokens into parts of"
+            f" {arrays.cut.held},"
             " and execution.sequence_parallel is 'none': choose a form, or set mesh.seq to 1"
         )

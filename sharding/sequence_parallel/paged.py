@@ -138,8 +138,8 @@ def check_causal(rules: AttentionRules) -> None:
 
 def page_axes(pool: Any) -> Any:
     """Return the logical axes of each array of a pool; those of latents are not cut."""
-    whole = len(PAGE_AXES)
-    return jax.tree.map(lambda part: PAGE_AXES if part.ndim == whole else (None,) * part.ndim, pool)
+    rank = len(PAGE_AXES)
+    return jax.tree.map(lambda part: PAGE_AXES if part.ndim == rank else (None,) * part.ndim, pool)
 
 
 def write_pages(pool: Any, new: Array, layer: Int[Array, ""], slots: Int[Array, " T"]) -> Any:
@@ -156,8 +156,8 @@ def write_pages(pool: Any, new: Array, layer: Int[Array, ""], slots: Int[Array, 
         group = pool.shape[-1] // pool.num_blocks
         entries: Any = quantize(new, pool.dtype_name, axis=-1, block_size=group)
     return jax.tree.map(
-        lambda held, one: held.at[layer, slots // size, slots % size].set(
-            one.astype(held.dtype), mode="drop"
+        lambda pool_part, new_part: pool_part.at[layer, slots // size, slots % size].set(
+            new_part.astype(pool_part.dtype), mode="drop"
         ),
         pool,
         entries,

@@ -63,14 +63,16 @@ class PagedLatents(NamedTuple):
             ValueError: The attention is not causal.
         """
         check_causal(rules)
-        asked = rules_of(q, rules.window, rules.softcap, rules.scale, rules.implementation)
+        paged_rules = rules_of(q, rules.window, rules.softcap, rules.scale, rules.implementation)
         heads, pages = (ax.ACT_BATCH, None, ax.ACT_HEADS, None), page_axes(self.pool)
 
         def run(q, new, pool, layer, tables, positions, *, batch_axes):
             del batch_axes
             pool = write_pages(pool, new[0], layer, tables.slots)
-            given = (pool, layer, Tables(*tables[1:]), positions[0], asked)
-            out = attend_gathered(q[0], *given, lambda held: (held, held[..., :latent_dim]))
+            operands = (pool, layer, Tables(*tables[1:]), positions[0], paged_rules)
+            out = attend_gathered(
+                q[0], *operands, lambda entries: (entries, entries[..., :latent_dim])
+            )
             return out[None], pool
 
         island = placement.island(

@@ -67,20 +67,20 @@ class RingConfig(SequenceForm):
                 " query sees is on one side of it: set it to 'one', or layout to zigzag"
             )
 
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here to keys that pass by."""
-        out = self.attend_along(held, axis=held.cut.ring_axis(self))
-        return out, observe_gathered(held, self)
+        out = self.attend_along(inputs, axis=inputs.cut.ring_axis(self))
+        return out, observe_gathered(inputs, self)
 
-    def attend_along(self, held: HeldAttention, *, axis: str | tuple[str, ...]) -> Array:
+    def attend_along(self, inputs: HeldAttention, *, axis: str | tuple[str, ...]) -> Array:
         """Return the output of the ring alone.
 
         Args:
-            held: Arrays of this device; positions None: as the layout has it.
+            inputs: Arrays of this device; positions None: as the layout has it.
             axis: Mesh axis of the ring, or several that form one, the slowest first.
         """
-        given = ring_arguments(self, held, axis)
-        return ring_attention(*held[:3], directions=self.directions, **given)
+        arguments = ring_arguments(self, inputs, axis)
+        return ring_attention(*inputs[:3], directions=self.directions, **arguments)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
         form, reach = self._schedule_form(sizes)
@@ -102,25 +102,25 @@ class RingConfig(SequenceForm):
             return ("halves" if sizes.window is None else "all"), None
         if sizes.window is None:
             return "earlier", None
-        held = sizes.length // sizes.ranks
-        return "near", min(sizes.ranks - 1, math.ceil((sizes.window - 1) / held))
+        local_length = sizes.length // sizes.ranks
+        return "near", min(sizes.ranks - 1, math.ceil((sizes.window - 1) / local_length))
 
 
-def ring_arguments(form: Any, held: HeldAttention, axis: str | tuple[str, ...]) -> dict[str, Any]:
+def ring_arguments(form: Any, inputs: HeldAttention, axis: str | tuple[str, ...]) -> dict[str, Any]:
     """Return the arguments that `ring_attention` and `token_ring_attention` share.
 
     Args:
         form: Either ring; its layout and transport are read.
-        held: Arrays of this device.
+        inputs: Arrays of this device.
         axis: Mesh axis of the ring.
     """
-    rules = held.rules
+    rules = inputs.rules
     return {
         "axis_name": axis,
         "causal": rules.is_causal,
         "layout": form.layout,
-        "positions": held.tokens.positions,
-        "segment_ids": held.tokens.segment_ids,
+        "positions": inputs.tokens.positions,
+        "segment_ids": inputs.tokens.segment_ids,
         "window": rules.window,
         "softcap": rules.softcap,
         "scale": rules.scale,

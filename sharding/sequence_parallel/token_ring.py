@@ -49,11 +49,11 @@ class TokenRingConfig(SequenceForm):
         """
         ring_axis(sizes, self)
 
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here, which visit every device."""
-        given = ring_arguments(self, held, held.cut.ring_axis(self))
-        out = token_ring_attention(*held[:3], form=self.form, **given)
-        return out, observe_gathered(held, self)
+        arguments = ring_arguments(self, inputs, inputs.cut.ring_axis(self))
+        out = token_ring_attention(*inputs[:3], form=self.form, **arguments)
+        return out, observe_gathered(inputs, self)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
         visits: Visits = "every"

@@ -42,8 +42,8 @@ def sent_bytes(form: SequenceForm, sizes: AttentionSizes, *, is_backward: bool) 
         sizes: Sizes of the attention layer.
         is_backward: Backward pass instead of the forward one.
     """
-    found = form.messages(sizes, is_backward=is_backward)
-    return sum(one.bytes * len(one.pairs) for one in found) / sizes.ranks
+    messages = form.messages(sizes, is_backward=is_backward)
+    return sum(message.bytes * len(message.pairs) for message in messages) / sizes.ranks
 
 
 def busiest_link(
@@ -59,18 +59,18 @@ def busiest_link(
     """
     n = sizes.ranks
     load = np.zeros((2, n))  # to the next and the previous rank; or out of and into a rank
-    for one in form.messages(sizes, is_backward=is_backward):
-        for source, target in one.pairs:
+    for message in form.messages(sizes, is_backward=is_backward):
+        for source, target in message.pairs:
             if links == "switch":
-                load[0, source] += one.bytes
-                load[1, target] += one.bytes
+                load[0, source] += message.bytes
+                load[1, target] += message.bytes
                 continue
             ahead = (target - source) % n
             for goes_back in (False, True):
                 hops = n - ahead if goes_back else ahead
                 if 2 * hops > n:
                     continue
-                share = one.bytes / 2 if 2 * hops == n else one.bytes
+                share = message.bytes / 2 if 2 * hops == n else message.bytes
                 first = target if goes_back else source
                 load[int(goes_back), (first + np.arange(hops)) % n] += share
     return float(load.max(initial=0.0))

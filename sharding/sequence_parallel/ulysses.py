@@ -76,17 +76,17 @@ class UlyssesConfig(SequenceForm):
                 f"{sizes.num_kv_heads}, mesh.tensor={sizes.tensor}, mesh.seq={sizes.ranks})"
             )
 
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of some heads over whole sequences, exchanged back."""
-        q, k, v, tokens, rules, cut = held[:6]
-        axes, whole = cut.axes, gather_tokens(tokens, cut.axes)
+        q, k, v, tokens, rules, cut = inputs[:6]
+        axes, all_tokens = cut.axes, gather_tokens(tokens, cut.axes)
 
         def chunk(number: int) -> tuple[Array, Seen]:
             def part(x: Array) -> Array:
                 size = x.shape[2] // self.num_chunks
                 return to_heads(x[:, :, number * size : (number + 1) * size], axes)
 
-            out, seen = attend_locally(part(q), part(k), part(v), whole, whole, rules)
+            out, seen = attend_locally(part(q), part(k), part(v), all_tokens, all_tokens, rules)
             return to_positions(out, axes), {n: to_heads(x, axes) for n, x in seen.items()}
 
         parts = [chunk(number) for number in range(self.num_chunks)]

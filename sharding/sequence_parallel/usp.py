@@ -105,21 +105,21 @@ class UlyssesRingConfig(SequenceForm):
             return
         ways = "execution.sequence_parallel to ring"
         if possible:
-            some = " or ".join(map(str, possible))
-            ways = f"sequence_parallel.ulysses and fold.seq_inner to {some}, or {ways}"
+            counts = " or ".join(map(str, possible))
+            ways = f"sequence_parallel.ulysses and fold.seq_inner to {counts}, or {ways}"
         raise ValueError(
             f"execution.sequence_parallel.ulysses={self.ulysses} must divide mesh.seq={sizes.ranks}"
             f", and the {sizes.local_heads} query and {sizes.local_kv_heads} key heads of a device:"
             f" set {ways}"
         )
 
-    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
+    def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of some heads over keys that pass by, exchanged back."""
-        outer, inner = self._two_axes(held.cut.axes)
-        shared = gather_tokens(held.tokens, inner)
-        qs, ks, vs = (to_heads(x, inner) for x in held[:3])
-        out = self.ring.attend_along(held._replace(q=qs, k=ks, v=vs, tokens=shared), axis=outer)
-        return to_positions(out, inner), observe_gathered(held, self)
+        outer, inner = self._two_axes(inputs.cut.axes)
+        shared = gather_tokens(inputs.tokens, inner)
+        qs, ks, vs = (to_heads(x, inner) for x in inputs[:3])
+        out = self.ring.attend_along(inputs._replace(q=qs, k=ks, v=vs, tokens=shared), axis=outer)
+        return to_positions(out, inner), observe_gathered(inputs, self)
 
     def _two_axes(self, axes: tuple[str, ...]) -> tuple[str, str]:
         """Return the axis of the ring and that of the exchange, the faster one."""
@@ -132,13 +132,13 @@ class UlyssesRingConfig(SequenceForm):
         members = range(inner)
         length = sizes.length // len(groups)
         part = dataclasses.replace(sizes, ranks=inner, length=length, is_causal=False)
-        for one in UlyssesConfig().messages(part, is_backward=is_backward):
-            pairs = ((g * inner + i, g * inner + j) for g in groups for i, j in one.pairs)
-            yield Message(one.bytes, tuple(pairs))
+        for message in UlyssesConfig().messages(part, is_backward=is_backward):
+            pairs = ((g * inner + i, g * inner + j) for g in groups for i, j in message.pairs)
+            yield Message(message.bytes, tuple(pairs))
         ring = dataclasses.replace(sizes, ranks=len(groups), sequences=sizes.sequences / inner)
-        for one in self.ring.messages(ring, is_backward=is_backward):
-            pairs = ((i * inner + u, j * inner + u) for u in members for i, j in one.pairs)
-            yield Message(one.bytes, tuple(pairs))
+        for message in self.ring.messages(ring, is_backward=is_backward):
+            pairs = ((i * inner + u, j * inner + u) for u in members for i, j in message.pairs)
+            yield Message(message.bytes, tuple(pairs))
 
     def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
         """Return four messages within the group, and those of the ring."""

@@ -78,9 +78,9 @@ def with_gradients(function: Callable[..., Any], count: int) -> Callable[..., An
     """
 
     def run(*arguments: Any) -> Any:
-        *given, cotangent = arguments
-        others = given[count:]
-        _, pull = jax.vjp(lambda *first: function(*first, *others), *given[:count])
+        *operands, cotangent = arguments
+        constants = operands[count:]
+        _, pull = jax.vjp(lambda *first: function(*first, *constants), *operands[:count])
         return pull(cotangent)
 
     return run

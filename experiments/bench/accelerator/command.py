@@ -165,10 +165,10 @@ class AcceleratorBenchConfig:
     """Whether sizes are those of a test; on a CPU alone when None."""
 
     def __post_init__(self):
-        known = [part.name for part in PARTS]
+        part_names = [part.name for part in PARTS]
         for name in self.parts:
-            if name not in known:
-                raise ValueError(f"parts: {name!r} is none of {', '.join(known)}")
+            if name not in part_names:
+                raise ValueError(f"parts: {name!r} is none of {', '.join(part_names)}")
         if not self.minutes > 0:
             raise ValueError(f"minutes={self.minutes} must be above 0")
         if self.workers is not None and self.workers < 1:
@@ -179,7 +179,7 @@ def bench_accelerator(config: AcceleratorBenchConfig) -> dict[str, Any]:
     """Run the parts, and return the numbers of summary.json."""
     directory = pathlib.Path(config.run.directory or "runs/bench/accelerator")
     parts = [part for part in PARTS if not config.parts or part.name in config.parts]
-    begun = time.monotonic()
+    start_time = time.monotonic()
     is_tiny = not _has_accelerator() if config.is_tiny is None else config.is_tiny
     workers = config.workers or max(1, (os.cpu_count() or 2) // 2)
     summary: dict[str, Any] = {"is_tiny": is_tiny, "minutes": config.minutes, "outcomes": []}
@@ -189,19 +189,19 @@ def bench_accelerator(config: AcceleratorBenchConfig) -> dict[str, Any]:
         part = directory / "accelerator.json.part"
         part.write_text(json.dumps(summary, indent=1))
         part.replace(directory / "accelerator.json")
-        words = "done" if outcome.error is None else outcome.error.splitlines()[0]
+        result_line = "done" if outcome.error is None else outcome.error.splitlines()[0]
         doing = "compiled" if outcome.phase == "compile" else "measured"
-        say(f"{doing} {outcome.part}: {words}, {outcome.seconds:.0f} s")
+        say(f"{doing} {outcome.part}: {result_line}, {outcome.seconds:.0f} s")
 
     directory.mkdir(parents=True, exist_ok=True)
-    until = begun + 60.0 * config.minutes
+    until = start_time + 60.0 * config.minutes
     share = _COMPILE_SHARE if any(part.is_measured for part in parts) else 1.0
     for outcome in run_together(
         parts,
         directory,
         is_tiny=is_tiny,
         workers=workers,
-        until=begun + 60.0 * config.minutes * share,
+        until=start_time + 60.0 * config.minutes * share,
     ):
         keep(outcome)
     for outcome in run_alone(parts, directory, is_tiny=is_tiny, until=until):
@@ -222,14 +222,14 @@ def in_words(summary: dict[str, Any]) -> str:
             seen[row["case"], row["name"]] = _row_in_words(row)
     width = max((len(case) for case, _ in seen), default=0)
     for case in dict.fromkeys(case for case, _ in seen):
-        for (other, name), words in seen.items():
-            if other == case:
-                lines.append(f"{case:{width}}  {name:28} {words}")
+        for (part, name), description in seen.items():
+            if part == case:
+                lines.append(f"{case:{width}}  {name:28} {description}")
     for outcome in summary["outcomes"]:
         if outcome["error"] is not None:
-            first, *rest = outcome["error"].splitlines()
+            first, *detail_lines = outcome["error"].splitlines()
             lines.append(f"{outcome['phase']} {outcome['part']}: {first}")
-            lines += [f"    {line}" for line in rest]
+            lines += [f"    {line}" for line in detail_lines]
     return "\n".join(lines)
 
 
@@ -250,29 +250,33 @@ _UNITS = {
 
 
 def _row_in_words(row: dict[str, Any]) -> str:
-    words = [form.format(row[key]) for key, form in _UNITS.items() if row.get(key) is not None]
+    fields = [form.format(row[key]) for key, form in _UNITS.items() if row.get(key) is not None]
     if row.get("peak_bytes"):
-        words.append(f"peak {row['peak_bytes'] / 1e9:.1f} GB")
+        fields.append(f"peak {row['peak_bytes'] / 1e9:.1f} GB")
     if row.get("is_right") is False:
-        words.append("WRONG")
+        fields.append("WRONG")
     if row.get("stopped"):
-        words.append(f"stopped {row['stopped']}")
+        fields.append(f"stopped {row['stopped']}")
     if row.get("refused"):
-        words.append(row["refused"])
+        fields.append(row["refused"])
     if row.get("repeats_bitwise") is not None:
-        words.append("repeats bitwise" if row["repeats_bitwise"] else "does not repeat bitwise")
+        fields.append("repeats bitwise" if row["repeats_bitwise"] else "does not repeat bitwise")
     if row.get("kinds_ms"):
-        words += [f"{kind} {ms:.1f}" for kind, ms in row["kinds_ms"].items()]
+        fields += [f"{kind} {ms:.1f}" for kind, ms in row["kinds_ms"].items()]
     if row.get("error"):
-        words.append(row["error"])
-    return ", ".join(words)
+        fields.append(row["error"])
+    return ", ".join(fields)
 
 
 def _has_accelerator() -> bool:
     """Return whether a device that is no CPU is here; this process holds none."""
-    words = "import jax; print(jax.devices()[0].platform)"
+    program = "import jax; print(jax.devices()[0].platform)"
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    found = subprocess.run(
-        [sys.executable, "-c", words], env=environment, capture_output=True, text=True, check=False
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return found.returncode == 0 and found.stdout.strip() != "cpu"
+    return answer.returncode == 0 and answer.stdout.strip() != "cpu"

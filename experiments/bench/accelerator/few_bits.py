@@ -31,12 +31,12 @@ def few_bits(work: Work) -> None:
         flops = 2.0 * m * k * n
         dense = functools.partial(_draw, (m, k, n), (None, None, None))
         candidate(work, f"dense {size}", "JAX bfloat16", lambda x, w: x @ w, dense, flops=flops)
-        for words, form in FORMS.items():
+        for label, form in FORMS.items():
             draw = functools.partial(_draw, (m, k, n), form)
             for name in OPERATIONS["quantized_matmul"].runnable():
                 if name != "reference":
                     run = functools.partial(_product, name)
-                    candidate(work, f"{words} {size}", name, run, draw, flops=flops)
+                    candidate(work, f"{label} {size}", name, run, draw, flops=flops)
 
 
 def _product(implementation: Any, x: Any, w: Any) -> Any:

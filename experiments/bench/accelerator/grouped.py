@@ -52,23 +52,23 @@ def grouped(work: Work) -> None:
         flops = 2.0 * case.rows * case.width * case.hidden
         for name in _implementations("grouped_matmul", case):
             product = functools.partial(_product, name)
-            words = f"grouped product {case.words}"
+            label = f"grouped product {case.words}"
             draw = functools.partial(_draw_product, case)
-            candidate(work, words, name, functools.partial(_first, product, 3), draw, flops=flops)
+            candidate(work, label, name, functools.partial(_first, product, 3), draw, flops=flops)
             if case.is_trained:
                 gradients = with_gradients(product, 2)
-                candidate(work, f"{words}, gradients", name, gradients, draw, flops=2.0 * flops)
+                candidate(work, f"{label}, gradients", name, gradients, draw, flops=2.0 * flops)
         if not case.is_trained:
             continue
         for name in _implementations("grouped_swiglu", case):
             layer = functools.partial(_layer, name)
-            words = f"experts {case.words}"
+            label = f"experts {case.words}"
             draw = functools.partial(_draw_layer, case)
             run = functools.partial(_first, layer, 4)
-            candidate(work, words, name, run, draw, flops=3.0 * flops, calls=4)
+            candidate(work, label, name, run, draw, flops=3.0 * flops, calls=4)
             candidate(
                 work,
-                f"{words}, with backward",
+                f"{label}, with backward",
                 name,
                 with_gradients(layer, 3),
                 draw,

@@ -81,8 +81,8 @@ def kernel_times(folder: pathlib.Path) -> dict[str, tuple[float, int]]:
     if not traces:
         return {}
     with gzip.open(traces[-1]) as file:
-        found: Any = json.load(file)
-    events = found["traceEvents"] if isinstance(found, dict) else found
+        trace: Any = json.load(file)
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
     processes = {
         event["pid"]: str(event["args"].get("name", ""))
         for event in events

@@ -22,30 +22,30 @@ _COMPILED = re.compile(r"compiled in ([0-9.]+) s")
 def runs(work: Work) -> None:
     """Emit a row for the run on this device; beside others also for the CPU, and for resuming."""
     place = pathlib.Path(str(work.options["place"]))
-    here = "cpu" if work.is_tiny else "device"
+    platform = "cpu" if work.is_tiny else "device"
     phase = "alone, cache filled" if work.is_measured else "beside others, cache empty"
-    row: dict[str, Any] = {"case": f"pretrain tiny, {phase}", "name": here}
+    row: dict[str, Any] = {"case": f"pretrain tiny, {phase}", "name": platform}
     try:
-        losses = _trained(row, place / f"{here}-{work.phase}", here)
+        losses = _trained(row, place / f"{platform}-{work.phase}", platform)
     except FAILURES as error:
         emit_failure(error, **row)
         return
     emit(**row)
     if work.is_measured:
         return
-    row = {"case": "losses beside the CPU's", "name": here}
+    row = {"case": "losses beside the CPU's", "name": platform}
     try:
-        other = _trained(row, place / "beside", "cpu")
-        distances = [abs(x - y) / abs(y) for x, y in zip(losses, other, strict=True)]
-        row |= {"losses": losses, "losses_of_cpu": other, "largest_distance": max(distances)}
+        cpu_run = _trained(row, place / "beside", "cpu")
+        distances = [abs(x - y) / abs(y) for x, y in zip(losses, cpu_run, strict=True)]
+        row |= {"losses": losses, "losses_of_cpu": cpu_run, "largest_distance": max(distances)}
         row["first_distance"] = distances[0]
     except FAILURES as error:
         emit_failure(error, **row)
     else:
         emit(**row)
-    row = {"case": "a checkpoint of the device goes on on the CPU", "name": here}
+    row = {"case": "a checkpoint of the device goes on on the CPU", "name": platform}
     try:
-        directory = place / f"{here}-{work.phase}"
+        directory = place / f"{platform}-{work.phase}"
         more = ["resume", str(directory), "--training.steps", str(STEPS + MORE)]
         row["losses"] = _command(row, more, directory, "cpu")[STEPS:]
         assert len(row["losses"]) == MORE, "the run did not go on"
@@ -58,20 +58,20 @@ def runs(work: Work) -> None:
 def _trained(row: dict[str, Any], directory: pathlib.Path, device: str) -> list[float]:
     """Train for a few steps, and return the losses."""
     short = ["--checkpoint.every", str(STEPS // 2), "--evaluation.batches", "1"]
-    words = ["tiny", "--training.steps", str(STEPS), "--run.directory", str(directory), *short]
-    words += ["--tracking.sample_length", "0"]
-    return _command(row, words, directory, device)
+    arguments = ["tiny", "--training.steps", str(STEPS), "--run.directory", str(directory), *short]
+    arguments += ["--tracking.sample_length", "0"]
+    return _command(row, arguments, directory, device)
 
 
 def _command(
-    row: dict[str, Any], words: list[str], directory: pathlib.Path, device: str
+    row: dict[str, Any], arguments: list[str], directory: pathlib.Path, device: str
 ) -> list[float]:
     environment = dict(os.environ)
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
     started, text = time.monotonic(), []
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "experiments.pretrain", *words],
+        [sys.executable, "-u", "-m", "experiments.pretrain", *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -83,8 +83,8 @@ def _command(
             sys.stderr.flush()
             text.append(line)
     row["seconds"] = round(time.monotonic() - started, 1)
-    found = _COMPILED.search("".join(text))
-    row["compile_seconds"] = float(found[1]) if found else None
+    match = _COMPILED.search("".join(text))
+    row["compile_seconds"] = float(match[1]) if match else None
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}: {' '.join(text[-1:]).strip()}")
     row["first_step_seconds"] = _seconds_to_the_first_step(directory)

@@ -84,11 +84,11 @@ class PartProcess:
         places.mkdir(parents=True, exist_ok=True)
         self._rows, self._log = (places / f"{part.name}.{phase}.{end}" for end in ("jsonl", "log"))
         options = dict(part.options) | {"place": str(places / part.name)}
-        given = json.dumps({"phase": phase, "is_tiny": is_tiny, "options": options})
+        request = json.dumps({"phase": phase, "is_tiny": is_tiny, "options": options})
         self._started = time.monotonic()
         with self._rows.open("wb") as rows, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", part.module, given],
+                [sys.executable, "-m", part.module, request],
                 env=self._environment(directory),
                 stdin=subprocess.DEVNULL,
                 stdout=rows,
@@ -174,7 +174,7 @@ def run_together(
                 )
             if not running:
                 break
-            for process in [one for one in running if not one.is_running()]:
+            for process in [process_ for process_ in running if not process_.is_running()]:
                 running.remove(process)
                 yield process.outcome()
             time.sleep(0.1)
@@ -201,13 +201,13 @@ def run_alone(
     for part in parts:
         if not part.is_measured:
             continue
-        left = until - time.monotonic()
-        if left < 2.0:
+        seconds_left = until - time.monotonic()
+        if seconds_left < 2.0:
             yield Outcome(
                 part=part.name, phase="measure", seconds=0.0, rows=[], error="left out: no time"
             )
             continue
-        limit = min(part.seconds, left)
+        limit = min(part.seconds, seconds_left)
         process = PartProcess(part, "measure", directory, is_tiny=is_tiny, limit=limit)
         try:
             while process.is_running():

@@ -97,9 +97,9 @@ def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
     row["initial_state_seconds"] = round(time.perf_counter() - started, 1)
     started = time.perf_counter()
     shapes = jax.eval_shape(lambda key: init_state(model, optimizer, key), key)
-    given = jax.eval_shape(lambda: _batch(model, 0, batch, length))
+    batch_shapes = jax.eval_shape(lambda: _batch(model, 0, batch, length))
     trained = make_train_step(model, optimizer, execution=execution)
-    compiled = trained.lower(shapes, given).compile(compiler_options() or None)
+    compiled = trained.lower(shapes, batch_shapes).compile(compiler_options() or None)
     row["compile_seconds"] = round(time.perf_counter() - started, 1)
     memory = compiled.memory_analysis()
     if memory is not None:

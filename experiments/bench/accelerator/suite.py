@@ -54,12 +54,12 @@ def suite(work: Work) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             sys.stderr.write(line)
-            found = _LINE.search(line)
-            if found and "::" in line and line.startswith(("[gw", "tests/")):
-                counts[found[1]] += 1
-                if found[1] in ("FAILED", "ERROR"):
+            match = _LINE.search(line)
+            if match and "::" in line and line.startswith(("[gw", "tests/")):
+                counts[match[1]] += 1
+                if match[1] in ("FAILED", "ERROR"):
                     name = line.rsplit("::", 1)[1].strip()
-                    emit(case="tests of kernels", name=name, error=found[1].lower())
+                    emit(case="tests of kernels", name=name, error=match[1].lower())
             if time.monotonic() - started > seconds and "stopped" not in row:
                 row["stopped"] = f"after {seconds:.0f} s"
                 process.send_signal(signal.SIGINT)  # it then says why tests have failed

@@ -68,15 +68,15 @@ def _attention(torch: Any, device: str, case: attention.AttentionCase) -> None:
             q, k, v, is_causal=True, enable_gqa=case.heads != case.key_heads
         )
 
-    words = f"attention {case.words}"
+    label = f"attention {case.words}"
     with torch.no_grad():
-        _timed(torch, words, "PyTorch SDPA", forward, flops=case.flops)
+        _timed(torch, label, "PyTorch SDPA", forward, flops=case.flops)
 
     def both() -> Any:
         return torch.autograd.grad(forward(), (q, k, v), cotangent)
 
     flops = attention.BACKWARD * case.flops
-    _timed(torch, f"{words}, with backward", "PyTorch SDPA", both, flops=flops)
+    _timed(torch, f"{label}, with backward", "PyTorch SDPA", both, flops=flops)
 
 
 def timed_pass(
@@ -145,11 +145,11 @@ def _grouped(torch: Any, device: str, case: grouped.GroupedCase) -> None:
         passes["d rows"]()
         return passes["d weights"]()
 
-    words = f"grouped product {case.words}"
-    _timed(torch, words, "PyTorch _grouped_mm", passes["forward"], flops=flops)
+    label = f"grouped product {case.words}"
+    _timed(torch, label, "PyTorch _grouped_mm", passes["forward"], flops=flops)
     if case.is_trained:
-        words += ", gradients"
-        _timed(torch, words, "PyTorch _grouped_mm", gradients, flops=2.0 * flops)
+        label += ", gradients"
+        _timed(torch, label, "PyTorch _grouped_mm", gradients, flops=2.0 * flops)
 
 
 def _timed(

@@ -81,10 +81,10 @@ class PlainModel:
 
     def parameters(self) -> list[Any]:
         """Return all tensors that are trained."""
-        found = [self.embed, self.head, self.last_norm]
+        tensors = [self.embed, self.head, self.last_norm]
         for layer in self.layers:
-            found += layer["norms"] + [x for name, x in layer.items() if name != "norms"]
-        return found
+            tensors += layer["norms"] + [x for name, x in layer.items() if name != "norms"]
+        return tensors
 
     def loss(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
         """Return the cross-entropy and the balance loss.
@@ -98,10 +98,10 @@ class PlainModel:
         balance = 0.0
         for layer in self.layers:
             if self.is_recomputed:
-                x, one = checkpoint(self._layer, layer, x, use_reentrant=False)
+                x, layer_loss = checkpoint(self._layer, layer, x, use_reentrant=False)
             else:
-                x, one = self._layer(layer, x)
-            balance = balance + one
+                x, layer_loss = self._layer(layer, x)
+            balance = balance + layer_loss
         logits = (self._norm(x, self.last_norm) @ self.head.to(torch.bfloat16)).float()
         flat = logits.view(-1, self.sizes.vocab), targets.reshape(-1)
         return torch.nn.functional.cross_entropy(*flat), balance

@@ -85,14 +85,14 @@ def _step(work: Work, torch: Any, transformers: Any) -> None:
             rows_now = data[number % BATCHES]
             tokens, targets = rows_now[:, :-1].contiguous(), rows_now[:, 1:].contiguous()
             with torch.autocast(device, torch.bfloat16):
-                found = model(input_ids=tokens, labels=targets, shift_labels=targets)
-            found.loss.backward()
+                output = model(input_ids=tokens, labels=targets, shift_labels=targets)
+            output.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             wait_for(torch)
             seconds.append(time.perf_counter() - started)
-            losses.append(round(float(found.loss.detach()), 4))
+            losses.append(round(float(output.loss.detach()), 4))
         median = float(np.median(seconds[WARM_UP:]))
         row |= {
             "ms": round(1e3 * median, 1),

@@ -83,12 +83,12 @@ def rates(seconds: float, *, flops: float | None, moved: float | None) -> dict[s
         flops: Floating-point operations of it, for a rate in TFLOP/s.
         moved: Bytes that it must read and write, for a rate in TB/s.
     """
-    found = {"ms": round(1e3 * seconds, 4)}
+    numbers = {"ms": round(1e3 * seconds, 4)}
     if flops is not None:
-        found["tflops"] = round(flops / seconds / 1e12, 1)
+        numbers["tflops"] = round(flops / seconds / 1e12, 1)
     if moved is not None:
-        found["tb_per_second"] = round(moved / seconds / 1e12, 3)
-    return found
+        numbers["tb_per_second"] = round(moved / seconds / 1e12, 3)
+    return numbers
 
 
 def median_seconds(call: Callable[[int], Any], *, rounds: int = 7, warm_up: int = 2) -> float:

@@ -76,8 +76,8 @@ class GatesStudy:
     def write(self, status: str, seconds: float) -> str:
         """Write summary.json and the picture; return tables and verdicts as text."""
         config, planned = self._config, points_of(self._config)
-        known = {point: self._records[point] for point in planned if point in self._records}
-        rows, texts, pages = rows_of(config, known), [], []
+        records = {point: self._records[point] for point in planned if point in self._records}
+        rows, texts, pages = rows_of(config, records), [], []
         for axis, title in TITLES.items():
             mine = [row for row in rows if row["axis"] == axis]
             if mine:
@@ -87,29 +87,32 @@ class GatesStudy:
                     pages.append(f"{when.capitalize()}:\n\n{table.as_markdown(mine)}")
         if rows:
             texts.append(LEGEND)
-        found = verdicts(rows)
+        verdict_rows = verdicts(rows)
         texts += [
-            f"{v['axis']}: {v['claim']}: {v['verdict'].upper()} ({v['words']})" for v in found
+            f"{v['axis']}: {v['claim']}: {v['verdict'].upper()} ({v['words']})"
+            for v in verdict_rows
         ]
         picture = self._directory.plots_directory / PICTURE
         draw_gates(picture, rows)
-        spent = sum(record["seconds"] for record in known.values())
+        spent = sum(record["seconds"] for record in records.values())
         summary: dict[str, Any] = {
             "status": status,
-            "points": len(known),
+            "points": len(records),
             "points_planned": len(planned),
             "initial_seeds": config.initial_seeds,
             "seeds": config.seeds,
             "steps": config.training.steps,
             "rows": rows,
-            "verdicts": found,
+            "verdicts": verdict_rows,
             "markdown": "\n\n".join(pages),
             "picture": str(picture),
             "wall_seconds": seconds,
             "trial_seconds": spent,
         }
         self._directory.write_summary(summary)
-        texts.append(f"{picture}; {len(known)} of {len(planned)} points, {format_duration(spent)}")
+        texts.append(
+            f"{picture}; {len(records)} of {len(planned)} points, {format_duration(spent)}"
+        )
         return "\n\n".join(texts)
 
 

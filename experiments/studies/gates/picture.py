@@ -67,10 +67,10 @@ def draw_gates(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 
 def _draw(axes: Any, rows: Sequence[Row], gate: Gate, key: str | None) -> None:
     """Draw one curve; nothing when no row has a value."""
-    known = [row for row in rows if key is not None and row[key] is not None]
-    if not known or key is None:
+    measured = [row for row in rows if key is not None and row[key] is not None]
+    if not measured or key is None:
         return
-    places, values = [row["top_k"] for row in known], [row[key] for row in known]
+    places, values = [row["top_k"] for row in measured], [row[key] for row in measured]
     is_initial = key in ("rms", "correlation")
     axes.plot(
         places,
@@ -83,5 +83,5 @@ def _draw(axes: Any, rows: Sequence[Row], gate: Gate, key: str | None) -> None:
         markerfacecolor=None if is_initial else "white",
     )
     if is_initial:
-        halves = [row[f"{key}_half_width"] or 0.0 for row in known]
+        halves = [row[f"{key}_half_width"] or 0.0 for row in measured]
         axes.errorbar(places, values, yerr=halves, color=_COLORS[gate], fmt="none", capsize=2)

@@ -103,62 +103,62 @@ def interval(values: Sequence[float | None] | None) -> tuple[float | None, float
 
 def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the verdict on every claim: a name, a verdict, and the numbers as text."""
-    found = []
+    verdict_rows = []
     for axis in dict.fromkeys(row["axis"] for row in rows):
         mine = [row for row in rows if row["axis"] == axis]
         for claim in (_keeps_rms, _shrinks, _drifts, _loses, _grows):
             if (verdict := claim(axis, mine)) is not None:
-                found.append({"axis": axis, **verdict})
-    return found
+                verdict_rows.append({"axis": axis, **verdict})
+    return verdict_rows
 
 
 def _of(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
     return [row for row in rows if row["gate"] == gate and row[key] is not None]
 
 
-def _said(name: str, verdict: str, words: str) -> dict[str, str]:
-    return {"claim": name, "verdict": verdict, "words": words}
+def _said(name: str, verdict: str, sentence: str) -> dict[str, str]:
+    return {"claim": name, "verdict": verdict, "words": sentence}
 
 
 def _keeps_rms(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     """Judge whether the RMS at initialisation stays within 2%, intervals included."""
-    known = _of(rows, "sqrt", "ratio")
-    if len(known) < 2:
+    ratios = _of(rows, "sqrt", "ratio")
+    if len(ratios) < 2:
         return None
 
     def off(row: Row, sign: float) -> float:
         """Return the distance of a ratio from 1 at the far (1) or near (-1) end of its interval."""
         return abs(row["ratio"] - 1.0) + sign * (row["ratio_half_width"] or 0.0)
 
-    worst = max(known, key=lambda row: off(row, -1.0))
+    worst = max(ratios, key=lambda row: off(row, -1.0))
     verdict = "fails"
     if off(worst, -1.0) <= TOLERANCE:  # none is sure to be outside
-        worst = max(known, key=lambda row: off(row, 1.0))
+        worst = max(ratios, key=lambda row: off(row, 1.0))
         verdict = "holds" if off(worst, 1.0) <= TOLERANCE else "undecided"
-    words = (
-        f"RMS at initialisation over that of K={known[0]['top_k']}: farthest from 1 at"
+    sentence = (
+        f"RMS at initialisation over that of K={ratios[0]['top_k']}: farthest from 1 at"
         f" K={worst['top_k']}, {worst['ratio']:.4f} +- {worst['ratio_half_width'] or 0.0:.4f}"
     )
     if worst["correlation"] is not None:
-        words += (
+        sentence += (
             f"; correlation there {worst['correlation']:+.5f} +-"
             f" {worst['correlation_half_width'] or 0.0:.5f}, which alone would give"
             f" {worst['neglected']:.4f}"
         )
-    return _said(f"SqrtGate keeps the RMS within {TOLERANCE:.0%}", verdict, words)
+    return _said(f"SqrtGate keeps the RMS within {TOLERANCE:.0%}", verdict, sentence)
 
 
 def _shrinks(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     """Judge whether the RMS with renormalized gates falls as a power of K (-1/2 for uniform
     gates)."""
-    known = _of(rows, "renormalized", "rms")
-    if len(known) < 2:
+    rms_by_top_k = _of(rows, "renormalized", "rms")
+    if len(rms_by_top_k) < 2:
         return None
-    ks, sizes = (np.log([row[key] for row in known]) for key in ("top_k", "rms"))
+    ks, sizes = (np.log([row[key] for row in rms_by_top_k]) for key in ("top_k", "rms"))
     power = float(np.polyfit(ks, sizes, 1)[0])
     verdict = "holds" if power < -0.25 else "fails"
-    words = f"RMS at initialisation ~ K^{power:.2f} (uniform gates: K^-0.50)"
-    return _said("softmax gates shrink the branch", verdict, words)
+    sentence = f"RMS at initialisation ~ K^{power:.2f} (uniform gates: K^-0.50)"
+    return _said("softmax gates shrink the branch", verdict, sentence)
 
 
 def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
@@ -171,27 +171,27 @@ def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     if len(spreads) < 2:
         return None
     verdict = "holds" if spreads["sqrt"] < spreads["renormalized"] else "fails"
-    words = ", ".join(f"{gate} {spread:.2f}x" for gate, spread in spreads.items())
+    sentence = ", ".join(f"{gate} {spread:.2f}x" for gate, spread in spreads.items())
     name = "once trained, the RMS differs less over K with SqrtGate"
-    return _said(name, verdict, f"largest over smallest: {words}")
+    return _said(name, verdict, f"largest over smallest: {sentence}")
 
 
 def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     """Judge the held-out loss against renormalized gates."""
-    found = _paired(rows, "bits")
-    if found is None:
+    comparison = _paired(rows, "bits")
+    if comparison is None:
         return None
-    verdict, words = found
-    return _said("SqrtGate has the lower loss", verdict, words.format("bits per token"))
+    verdict, sentence = comparison
+    return _said("SqrtGate has the lower loss", verdict, sentence.format("bits per token"))
 
 
 def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     """Judge the peak of the router Z against renormalized gates."""
-    found = _paired(rows, "router_z_peak")
-    if found is None:
+    comparison = _paired(rows, "router_z_peak")
+    if comparison is None:
         return None
-    verdict, words = found
-    return _said("the router Z peaks lower with SqrtGate", verdict, words.format("at its peak"))
+    verdict, sentence = comparison
+    return _said("the router Z peaks lower with SqrtGate", verdict, sentence.format("at its peak"))
 
 
 def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
@@ -200,9 +200,9 @@ def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
     pairs = [
         mine - theirs
         for row in _of(rows, "sqrt", key)
-        for other in _of(rows, "renormalized", key)
-        if row["top_k"] == other["top_k"]
-        for mine, theirs in zip(row[f"{key}_by_seed"], other[f"{key}_by_seed"], strict=True)
+        for renormalized in _of(rows, "renormalized", key)
+        if row["top_k"] == renormalized["top_k"]
+        for mine, theirs in zip(row[f"{key}_by_seed"], renormalized[f"{key}_by_seed"], strict=True)
         if mine is not None and theirs is not None
     ]
     if not pairs:

@@ -108,8 +108,8 @@ class GatePrograms(Programs):
             return nll, jnp.asarray(batch.loss_weights).sum(), output.indicators
 
         state = self.any_state
-        given = (state.params, state.router_state, self.batch)
-        return self.compile(jax.jit(look), *given, options=RARE)
+        arguments = (state.params, state.router_state, self.batch)
+        return self.compile(jax.jit(look), *arguments, options=RARE)
 
     def measure(self, state: TrainState, batches: Sequence[Batch]) -> dict[str, float | None]:
         """Return MEASURED of a state on some batches, as JSON."""
@@ -118,11 +118,11 @@ class GatePrograms(Programs):
             functools.reduce(operator.add, parts) for parts in zip(*looks, strict=True)
         )
         residual = self.model.multipliers.residual
-        found = jax.device_get(summarise_indicators(indicators, residual_multiplier=residual))
+        summary = jax.device_get(summarise_indicators(indicators, residual_multiplier=residual))
         names = {"rms": "feed_forward_rms", "correlation": "expert_correlation"}
-        layers = np.isfinite(found["router_z"])  # those with experts
+        layers = np.isfinite(summary["router_z"])  # those with experts
         values = {
-            name: found[source][layers].mean() if source in found else None
+            name: summary[source][layers].mean() if source in summary else None
             for name, source in {**names, "router_z": "router_z"}.items()
         }
         values["bits"] = nll / weight / math.log(2.0)

@@ -152,8 +152,10 @@ def replicas_of(config: OuterConfig, name: str) -> ReplicasKind:
         ValueError: The method does not accept a value of the study.
     """
     cls = REPLICAS[BASELINE if name == ALONE else name]
-    known = {field.name: field.default for field in dataclasses.fields(cls)}
-    return cls(**{key: fit(config, known[key]) for key, fit in FITTED.items() if key in known})
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    return cls(
+        **{key: fit(config, defaults[key]) for key, fit in FITTED.items() if key in defaults}
+    )
 
 
 def run_of(config: OuterConfig, name: str) -> PretrainConfig:

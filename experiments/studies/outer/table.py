@@ -31,9 +31,9 @@ def rows_of(records: Iterable[Mapping[str, Any]], *, floor: float) -> list[Row]:
         records: Records of trials.
         floor: Exact entropy of the language in bits per token.
     """
-    known = list(records)
-    reference = next((record for record in known if record["method"] == BASELINE), {})
-    rows = [_row(record, reference, floor) for record in known]
+    keys = list(records)
+    reference = next((record for record in keys if record["method"] == BASELINE), {})
+    rows = [_row(record, reference, floor) for record in keys]
     return sorted(rows, key=lambda row: math.inf if row["excess"] is None else row["excess"])
 
 
@@ -62,8 +62,8 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any], floor: float) 
 
 def _complete(values: Sequence[float | None] | None) -> list[float] | None:
     """Return the values; None if there are none, or one of them is missing."""
-    known = [value for value in values or () if value is not None]
-    return known if known and len(known) == len(values or ()) else None
+    numbers = [value for value in values or () if value is not None]
+    return numbers if numbers and len(numbers) == len(values or ()) else None
 
 
 def as_bytes(value: float) -> str:

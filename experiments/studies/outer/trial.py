@@ -200,5 +200,5 @@ def _mean_spread(metrics: tuple[StepMetrics, ...]) -> float | None:
     """Return the mean distance of messages from the pseudo-gradient over its norm, after the first
     exchange; None for methods that exchange no parameters."""
     values = [float(m.exchange["spread"]) for m in metrics if "spread" in m.exchange]
-    known = [value for value in values if value > 0.0]
-    return finite(np.mean(known)) if known else None
+    spreads = [value for value in values if value > 0.0]
+    return finite(np.mean(spreads)) if spreads else None

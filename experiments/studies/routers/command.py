@@ -81,7 +81,7 @@ class RoutersStudy:
 
     def write(self, status: str, seconds: float) -> str:
         """Write summary.json and the picture; return the tables as text."""
-        config, tables, words, pages = self._config, {}, [], []
+        config, tables, sentences, pages = self._config, {}, [], []
         records = [r for r in self._records.values() if r["method"] in config.chosen]
         floors = self._tasks["languages"].floors
         for objective, title in TITLES.items():
@@ -89,9 +89,9 @@ class RoutersStudy:
             rows = rows_of(records, objective, baseline=config.baseline, floor=floor)
             tables[objective] = rows
             if rows:
-                words.append(f"{title}\n\n{TABLE.as_text(rows)}")
+                sentences.append(f"{title}\n\n{TABLE.as_text(rows)}")
                 pages.append(f"### {title[0].upper()}{title[1:]}\n\n{TABLE.as_markdown(rows)}")
-        words.append(LEGEND)
+        sentences.append(LEGEND)
         picture = self._directory.plots_directory / PICTURE
         draw_comparison(picture, tables, baseline=config.baseline)
         summary = {
@@ -110,18 +110,18 @@ class RoutersStudy:
         }
         self._directory.write_summary(summary)
         spent = format_duration(summary["trial_seconds"])
-        words.append(f"{picture}; {len(records)} trials took {spent}")
-        return "\n\n".join(words)
+        sentences.append(f"{picture}; {len(records)} trials took {spent}")
+        return "\n\n".join(sentences)
 
     def _trial(self, name: str, objective: ObjectiveName, stop: StopRequest) -> Record:
         """Return the record of a trial, which runs now unless it is current."""
-        known = self._records.get((name, objective))
+        saved = self._records.get((name, objective))
         trace_file = None
         if name in self._config.trace and objective == objective_of(name):
             trace_file = self._directory.traces_directory / f"{name}.npz"
         is_traced = trace_file is None or trace_file.exists()
-        if known is not None and self._is_current(known) and is_traced:
-            return known
+        if saved is not None and self._is_current(saved) and is_traced:
+            return saved
         record, programs = run_trial(
             self._config,
             name,

@@ -76,12 +76,12 @@ class RoutersConfig:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
         if not 1 <= self.seeds <= MOST_SEEDS:
             raise ValueError(f"seeds={self.seeds} must lie between 1 and {MOST_SEEDS}")
-        asked = (
+        names_asked = (
             ("methods", self.methods),
             ("baseline", (self.baseline,)),
             ("trace", self.trace),
         )
-        for field, names in asked:
+        for field, names in names_asked:
             for name in names:
                 if name not in METHODS:
                     raise ValueError(

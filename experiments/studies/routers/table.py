@@ -54,8 +54,8 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None, floor: 
         row["difference"], row["half_width"] = paired_interval([a - b for a, b in pairs])
     bits = _mean(languages.get("bits"))
     row["excess_bits"] = None if bits is None else bits - floor
-    known = languages.get("mutual_information", ())  # by seed and layer
-    row["mutual_information"] = _mean([value for layers in known for value in layers])
+    information = languages.get("mutual_information", ())  # by seed and layer
+    row["mutual_information"] = _mean([value for layers in information for value in layers])
     violation = [v for run in corpus.get("max_violation", ()) for v in run if v is not None]
     last = [run[-1] for run in corpus.get("max_violation", ())]
     row["max_violation"] = {
@@ -71,8 +71,8 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None, floor: 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
     """Return the mean; None if there is no value, or one of them is missing."""
-    known = [value for value in values or () if value is not None]
-    return float(np.mean(known)) if known and len(known) == len(values or ()) else None
+    numbers = [value for value in values or () if value is not None]
+    return float(np.mean(numbers)) if numbers and len(numbers) == len(values or ()) else None
 
 
 def _violation(row: Row) -> str:

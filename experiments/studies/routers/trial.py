@@ -89,8 +89,8 @@ class RouterPrograms(Programs):
     def look(self) -> Callable[[Any, Any, Batch, Array], tuple[Array, RouterStatistics]]:
         """Program to evaluation logits and statistics of a held-out batch, for one examination."""
         look, state = _look_of(self.model, self.objective), self.any_state
-        given = (state.params, state.router_state, self.batch, jnp.int32(0))
-        return self.compile(look, *given, options=RARE)
+        arguments = (state.params, state.router_state, self.batch, jnp.int32(0))
+        return self.compile(look, *arguments, options=RARE)
 
 
 def _look_of(model: ModelConfig, objective: Objective) -> Any:
@@ -214,8 +214,8 @@ def _fill(
             run, state = _train(config, programs, task, number, stop)
             runs.append(run)
             if trace_file is not None and task.name == "corpus" and number == 0:
-                given = (model, _EXECUTION, state.params, state.router_state, task.held_out)
-                save_trace(trace_file, record_trace(*given))
+                arguments = (model, _EXECUTION, state.params, state.router_state, task.held_out)
+                save_trace(trace_file, record_trace(*arguments))
             if run["bits"] is None:
                 what = f"{task.name}, seed {config.training.seed + number}"
                 reason = f"{what}: {run['skipped']} of {config.training.steps} steps not finite"
@@ -254,11 +254,11 @@ def _evaluated(
     config: RoutersConfig, programs: RouterPrograms, task: Task, state: TrainState
 ) -> Record:
     """Return held-out bits, language-expert information, and the experts' share of the FLOPs."""
-    given = (state.params, state.router_state)
-    evaluation = evaluate(programs.evaluate, *given, task.held_out)
+    arguments = (state.params, state.router_state)
+    evaluation = evaluate(programs.evaluate, *arguments, task.held_out)
     number = programs.objective.num_examined
     sums = [
-        jax.device_get(programs.look(*given, batch, jnp.int32(index))[1])
+        jax.device_get(programs.look(*arguments, batch, jnp.int32(index))[1])
         for batch in task.held_out
         for index in range(number)
     ]
@@ -284,8 +284,8 @@ def _evaluated(
 
 def _has_ticket(programs: RouterPrograms, state: TrainState, batch: Batch) -> bool:
     def logits_of(tokens: np.ndarray) -> Array:
-        given = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
-        return programs.look(state.params, state.router_state, given, jnp.int32(0))[0]
+        changed = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
+        return programs.look(state.params, state.router_state, changed, jnp.int32(0))[0]
 
     return earlier_logits_hold(logits_of, batch.tokens, programs.model.vocab_size)
 

@@ -45,11 +45,11 @@ class Arm:
     def words(self) -> str:
         """Parameterisation and optimiser with their non-default options, and the centre of the
         rates."""
-        usual = type(self.parameterization)()
+        defaults = type(self.parameterization)()
         options = [
             f" {field.name}={getattr(self.parameterization, field.name):g}"
-            for field in dataclasses.fields(usual)
-            if getattr(self.parameterization, field.name) != getattr(usual, field.name)
+            for field in dataclasses.fields(defaults)
+            if getattr(self.parameterization, field.name) != getattr(defaults, field.name)
         ]
         rate = self.optimizer.learning_rate
         parts = f"{self.parameterization.name}{''.join(options)}"

@@ -83,9 +83,9 @@ def size_of(
         for cell in cells
     )
     minutes = (steps * per_step + fixed) / 60.0
-    words = (
+    sentence = (
         f"time of a step: {each}. {config.budget:g} minutes allow {number} trials of {steps} steps,"
         " one rate beyond the grid at each point included:"
         f" about {minutes:.0f} minutes"
     )
-    return Sizes(steps=steps, words=words)
+    return Sizes(steps=steps, words=sentence)

@@ -80,10 +80,10 @@ class CoordinateCheck:
         """Measure and judge one arm; return whether it passes."""
         config = self._config
         measured = measure(config, cells, self._data, stop)
-        found = coordinates_of(config.chosen_points, measured)
+        coordinates = coordinates_of(config.chosen_points, measured)
         self._measured[name] = measured
-        self._lines += [_line(name, coordinate) for coordinate in found]
-        problems = [f"{c.quantity}: {c.problem}" for c in found if c.problem is not None]
+        self._lines += [_line(name, coordinate) for coordinate in coordinates]
+        problems = [f"{c.quantity}: {c.problem}" for c in coordinates if c.problem is not None]
         verdict = _verdict(name, config.axis, problems, is_claimed)
         say(verdict)
         self._verdicts.append(verdict)
@@ -92,7 +92,7 @@ class CoordinateCheck:
             "claims_transfer": is_claimed,
             "rate": config.chosen_arms[name].optimizer.learning_rate,
             "problems": problems,
-            "coordinates": [dataclasses.asdict(coordinate) for coordinate in found],
+            "coordinates": [dataclasses.asdict(coordinate) for coordinate in coordinates],
             "measured": {key: array.tolist() for key, array in measured.items()},
         }
         return not problems
@@ -136,7 +136,7 @@ def measure(
     Raises:
         StoppedError: A signal arrived.
     """
-    found = np.zeros((len(QUANTITIES), len(cells), config.seeds, config.check_steps + 1, 2))
+    measurements = np.zeros((len(QUANTITIES), len(cells), config.seeds, config.check_steps + 1, 2))
     for place, cell in enumerate(cells):
         programs = SweepPrograms(cell, data.held_out[0])
         look = jax.jit(partial(observe, cell.plan.model, EXECUTION))
@@ -151,12 +151,12 @@ def measure(
             for batches in data.pieces(training, 1):
                 check_stop(stop)
                 # A constant rate: during the warm-up of a schedule nothing would change.
-                given = (rate, jnp.ones(_FACTORS, jnp.float32), batches)
-                state, _ = programs.train_piece(state, *given)
+                arguments = (rate, jnp.ones(_FACTORS, jnp.float32), batches)
+                state, _ = programs.train_piece(state, *arguments)
                 rows.append(sizes(look(state.params, state.router_state, tokens), first))
             for index, name in enumerate(QUANTITIES):
-                found[index, place, run] = jax.device_get([row[name] for row in rows])
-    return dict(zip(QUANTITIES, found, strict=True))
+                measurements[index, place, run] = jax.device_get([row[name] for row in rows])
+    return dict(zip(QUANTITIES, measurements, strict=True))
 
 
 def _line(arm: str, coordinate: Coordinate) -> list[str]:

@@ -178,8 +178,8 @@ class Sweep:
         balance = balance_rows(points) if config.axis == "balance" else []
         verdicts += map(balance_sentence, balance)
         picture = self._directory.plots_directory / PICTURE
-        given = {"axis": config.axis, "words": axis.words, "unit": unit}
-        draw_transfer(picture, points, arms, **given)
+        header = {"axis": config.axis, "words": axis.words, "unit": unit}
+        draw_transfer(picture, points, arms, **header)
         spent = sum(self._records[key]["seconds"] for key in self._records)
         self._directory.write_summary(
             {
@@ -242,8 +242,8 @@ class Sweep:
         """Train all seeds at one rate of one cell."""
         started, is_new = time.perf_counter(), False
         for seed in self._seeds:
-            known = self._records.get((cell.arm, cell.value, rate, seed))
-            if known is not None and self._is_current(cell, known):
+            saved = self._records.get((cell.arm, cell.value, rate, seed))
+            if saved is not None and self._is_current(cell, saved):
                 continue
             check_stop(stop)
             record = train(self._of(cell), cell, rate, seed, self._data, stop)
@@ -251,8 +251,10 @@ class Sweep:
             self._file.append(record)
             is_new = True
         if is_new:
-            found = [self._records[cell.arm, cell.value, rate, seed] for seed in self._seeds]
-            bits = " ".join("diverged" if r["bits"] is None else f"{r['bits']:.4f}" for r in found)
+            seed_records = [self._records[cell.arm, cell.value, rate, seed] for seed in self._seeds]
+            bits = " ".join(
+                "diverged" if r["bits"] is None else f"{r['bits']:.4f}" for r in seed_records
+            )
             seconds = time.perf_counter() - started
             width = max(map(len, self._config.chosen_arms))
             where = f"{cell.arm:{width}} {self._config.axis} {cell.value:<6g} rate {rate:<9.4g}"
@@ -294,8 +296,8 @@ class Sweep:
         if not np.isfinite(means).any():
             return None
         rate = curve.rates[int(np.nanargmin(means))]
-        found = [self._records[arm, value, rate, s]["max_violation"] for s in self._seeds]
-        return None if None in found else float(np.mean(found))
+        violations = [self._records[arm, value, rate, s]["max_violation"] for s in self._seeds]
+        return None if None in violations else float(np.mean(violations))
 
 
 def _names() -> str:

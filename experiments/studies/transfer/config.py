@@ -142,10 +142,10 @@ class TransferConfig:
     @property
     def chosen_arms(self) -> dict[str, Arm]:
         """Arms of the sweep by name, one of your own first."""
-        own = {}
+        arms = {}
         if self.parameterization is not None or self.optimizer is not None:
-            own[OWN] = own_arm(self.parameterization, self.optimizer)
-        return own | {name: ARMS[name] for name in self.arms or (() if own else DEFAULT_ARMS)}
+            arms[OWN] = own_arm(self.parameterization, self.optimizer)
+        return arms | {name: ARMS[name] for name in self.arms or (() if arms else DEFAULT_ARMS)}
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:
         """Return the rates of an arm before any extension, rising."""
@@ -247,13 +247,13 @@ def _base_of(config: TransferConfig, smallest: Setting) -> BasePoint:
     """Return the base point; numbers that are not given are those of the smallest point."""
     training = smallest.training
     batch_tokens = training.batch_size * training.sequence_length
-    known = {
+    values = {
         "num_layers": smallest.model.num_layers,
         "embed_dim": smallest.model.embed_dim,
         "tokens": training.steps * batch_tokens,
         "batch_tokens": batch_tokens,
     }
-    missing = {field: v for field, v in known.items() if getattr(config.base, field) is None}
+    missing = {field: v for field, v in values.items() if getattr(config.base, field) is None}
     return dataclasses.replace(config.base, **missing)
 
 

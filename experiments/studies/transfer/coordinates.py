@@ -79,10 +79,10 @@ def observe(
         ((fed, _),) = inside[stack.kind.feed_forward.module_name]["__call__"]
         parts["feed_forward"].append(fed)
     assert stream is not None
-    found = {"embedding": params["embedding"]["weight"][tokens] * multipliers.embedding}
+    coordinates = {"embedding": params["embedding"]["weight"][tokens] * multipliers.embedding}
     for name, branches in parts.items():
-        found[name] = jnp.concatenate(branches) * multipliers.residual
-    return found | {"stream": stream, "logits": jnp.asarray(output.logits)}
+        coordinates[name] = jnp.concatenate(branches) * multipliers.residual
+    return coordinates | {"stream": stream, "logits": jnp.asarray(output.logits)}
 
 
 def _is_branch(module: nn.Module, method: str) -> bool:

@@ -64,8 +64,8 @@ class Curve:
     @property
     def known(self) -> tuple[np.ndarray, np.ndarray]:
         """log2 of the rates whose seeds all finished, and their losses [r seeds]."""
-        ended = np.isfinite(self.losses).all(1)
-        return np.log2(np.asarray(self.rates)[ended]), self.losses[ended]
+        is_finite = np.isfinite(self.losses).all(1)
+        return np.log2(np.asarray(self.rates)[is_finite]), self.losses[is_finite]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,8 +217,8 @@ def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
     random = np.random.default_rng(seed)
     values = sorted(curves)
     draws = {value: replicate(curves[value], random) for value in values}
-    found = {value: find_optimum(curves[value], draws[value]) for value in values}
-    optima = {value: optimum for value, optimum in found.items() if optimum is not None}
+    by_value = {value: find_optimum(curves[value], draws[value]) for value in values}
+    optima = {value: optimum for value, optimum in by_value.items() if optimum is not None}
     first, last = optima.get(values[0]), optima.get(values[-1])
     shift, bound = None, "unknown"
     if first is not None and last is not None:

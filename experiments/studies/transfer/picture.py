@@ -28,7 +28,7 @@ def draw_transfer(
     arms: Sequence[Row],
     *,
     axis: str,
-    words: str,
+    axis_words: str,
     unit: str,
 ) -> None:
     """Draw one PNG file.
@@ -38,7 +38,7 @@ def draw_transfer(
         points: Rows of `point_row`.
         arms: Rows of `arm_row`.
         axis: Name of the axis.
-        words: Meaning of its value.
+        axis_words: Meaning of its value.
         unit: Unit of the loss.
 
     Raises:
@@ -65,7 +65,7 @@ def draw_transfer(
         is_last = index == len(names) - 1
         left.set_xlabel("learning rate" if is_last else "")
         legend = "hollow: at an edge of the grid; band: a factor of two"
-        right.set_xlabel(f"{axis} ({words})\n{legend}" if is_last else "")
+        right.set_xlabel(f"{axis} ({axis_words})\n{legend}" if is_last else "")
     save_figure(figure, path)
 
 
@@ -83,19 +83,19 @@ def _draw_curves(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], ax
     for row in rows:
         for rate in row["diverged_rates"]:
             axes.plot(rate, top, marker="x", color=colors[row["value"]], clip_on=False)
-    known = [loss for row in rows for loss in row["losses"] if loss is not None]
-    if known:  # a bad rate must not press the good ones together
+    finite_losses = [loss for row in rows for loss in row["losses"] if loss is not None]
+    if finite_losses:  # a bad rate must not press the good ones together
         worst = max(min(x for x in row["losses"] if x is not None) for row in rows if _has(row))
-        axes.set_ylim(bottom, min(top, worst + 1.5 * (worst - min(known)) + 0.3))
+        axes.set_ylim(bottom, min(top, worst + 1.5 * (worst - min(finite_losses)) + 0.3))
     _ticks_at(axes.set_xticks, {rate for row in rows for rate in row["rates"]})
     axes.legend(loc="best", frameon=False, fontsize=8)
 
 
 def _ticks_at(place: Any, values: Iterable[float]) -> None:
     """Set ticks at the values themselves where they fit."""
-    known = sorted(values)
-    if len(known) <= _MOST_TICKS:
-        place(known, [f"{value:.3g}" for value in known])
+    ticks = sorted(values)
+    if len(ticks) <= _MOST_TICKS:
+        place(ticks, [f"{value:.3g}" for value in ticks])
 
 
 def _has(row: Row) -> bool:
@@ -103,33 +103,33 @@ def _has(row: Row) -> bool:
 
 
 def _draw_optima(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], arm: Any) -> None:
-    found = [row for row in rows if row["best_rate"] is not None]
+    optima = [row for row in rows if row["best_rate"] is not None]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(_plain)
     _ticks_at(axes.set_xticks, {row["value"] for row in rows})
-    for row in found:
+    for row in optima:
         color = colors[row["value"]]
         axes.errorbar(row["value"], row["best_rate"], **_mark(row, "yerr", color))
-    if not found:
+    if not optima:
         return
-    first = found[0]["best_rate"]
+    first = optima[0]["best_rate"]
     axes.axhspan(first / 2, first * 2, color=GRAY, alpha=0.12, linewidth=0)
     axes.axhline(first, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
-    rates = [rate for row in found for rate in (row["best_rate"], *(row["interval"] or ()))]
+    rates = [rate for row in optima for rate in (row["best_rate"], *(row["interval"] or ()))]
     axes.set_ylim(min(*rates, first / 2) / 1.5, max(*rates, first * 2) * 1.5)
-    inside = [row for row in found if row["edge"] is None]
+    inside = [row for row in optima if row["edge"] is None]
     if arm is None or arm["exponent"] is None or len(inside) < 2:
         return
     x = np.log2([row["value"] for row in inside])
     y = np.log2([row["best_rate"] for row in inside])
     line = y.mean() + arm["exponent"] * (x - x.mean())
     axes.plot(2**x, 2**line, color=ORANGE, linewidth=1.4)
-    words = f"exponent {arm['exponent']:+.2f}"
+    label = f"exponent {arm['exponent']:+.2f}"
     if arm["exponent_interval"] is not None:
-        words += " (95% {:+.2f} to {:+.2f})".format(*arm["exponent_interval"])
-    axes.set_title(f"{words}: {arm['verdict']}", loc="right", fontsize=9)
+        label += " (95% {:+.2f} to {:+.2f})".format(*arm["exponent_interval"])
+    axes.set_title(f"{label}: {arm['verdict']}", loc="right", fontsize=9)
 
 
 def _mark(row: Row, error: str, color: Any) -> dict[str, Any]:

@@ -39,13 +39,13 @@ def curve_of(records: Iterable[Mapping[str, Any]], seeds: Sequence[int]) -> Curv
         records: Records of its trials.
         seeds: Seeds of the sweep.
     """
-    found = {(r["rate"], r["seed"]): r["bits"] for r in records}
-    rates = tuple(sorted({rate for rate, _ in found}))
-    whole = tuple(rate for rate in rates if all((rate, seed) in found for seed in seeds))
-    if not whole:
+    bits = {(r["rate"], r["seed"]): r["bits"] for r in records}
+    rates = tuple(sorted({rate for rate, _ in bits}))
+    complete_rates = tuple(rate for rate in rates if all((rate, seed) in bits for seed in seeds))
+    if not complete_rates:
         return None
-    losses = [[found[rate, seed] for seed in seeds] for rate in whole]
-    return Curve(rates=whole, losses=np.array(losses, float))  # None becomes NaN
+    losses = [[bits[rate, seed] for seed in seeds] for rate in complete_rates]
+    return Curve(rates=complete_rates, losses=np.array(losses, float))  # None becomes NaN
 
 
 def point_row(
@@ -162,16 +162,16 @@ def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: s
             " --rates, or a larger --extend"
         )
     bound = "at least " if row["shift_bound"] == "at least" else ""
-    words = (
+    text = (
         f"{row['arm']}: {row['verdict']} {where}: the best rate changed by a factor of {bound}"
         f"2^{row['shift']:.2f}{_between(row['shift_interval'], '2^{:.2f}')}"
     )
     if _is_doubtful(row["shift"], row["shift_interval"]):
-        words += ", and the interval exceeds the limit of 2^1"
+        text += ", and the interval exceeds the limit of 2^1"
     if row["regret"] is None:
-        return f"{words}; the best rate of {first:g} is outside the rates that ended at {last:g}"
+        return f"{text}; the best rate of {first:g} is outside the rates that ended at {last:g}"
     return (
-        f"{words}; using the rate of {first:g} at {last:g} costs {row['regret']:.4f} {unit}"
+        f"{text}; using the rate of {first:g} at {last:g} costs {row['regret']:.4f} {unit}"
         f"{_between(row['regret_interval'], '{:.4f}')}"
     )
 
@@ -182,17 +182,17 @@ def balance_rows(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Args:
         points: Rows of `point_row`; those without a max violation are left out.
     """
-    found = []
+    table_rows = []
     for arm in dict.fromkeys(row["arm"] for row in points):
-        known = {row["value"]: row["max_violation"] for row in points if row["arm"] == arm}
-        values = sorted(value for value, violation in known.items() if violation is not None)
+        violations = {row["value"]: row["max_violation"] for row in points if row["arm"] == arm}
+        values = sorted(value for value, violation in violations.items() if violation is not None)
         if len(values) < 2:
             continue
         first, last = values[0], values[-1]
-        fall = known[first] / max(known[last], np.finfo(float).tiny)
+        fall = violations[first] / max(violations[last], np.finfo(float).tiny)
         passes = fall >= LEAST_FALL
-        found.append({"arm": arm, "values": [first, last], "fall": fall, "passes": passes})
-    return found
+        table_rows.append({"arm": arm, "values": [first, last], "fall": fall, "passes": passes})
+    return table_rows
 
 
 def balance_sentence(row: Mapping[str, Any]) -> str:

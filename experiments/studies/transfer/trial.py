@@ -127,10 +127,10 @@ class SweepPrograms(Programs):
         Returns:
             The state after the steps; loss, steps refused in a row, and max violation of each step.
         """
-        given = (state, rate, factors, batches)
+        arguments = (state, rate, factors, batches)
         if self._piece is None:
-            self._piece = self.compile(jax.jit(self._train, donate_argnums=0), *given)
-        return self._piece(*given)
+            self._piece = self.compile(jax.jit(self._train, donate_argnums=0), *arguments)
+        return self._piece(*arguments)
 
     def _train(self, state: TrainState, rate: Array, factors: Array, batches: Batch) -> Any:
         optimizer = self._config.build(
@@ -150,8 +150,13 @@ def program_key(cell: Cell) -> Any:
     """Return a key that is equal for cells that share their programs."""
     training = cell.config.training
     shape = (training.batch_size, training.sequence_length, piece_of(training.steps))
-    rest = (training.accumulation, training.accumulated_balance, training.clip, training.objective)
-    return cell.plan.model, cell.plan.table, cell.rule, shape, rest
+    settings = (
+        training.accumulation,
+        training.accumulated_balance,
+        training.clip,
+        training.objective,
+    )
+    return cell.plan.model, cell.plan.table, cell.rule, shape, settings
 
 
 def schedule_factors(cell: Cell) -> Array:
@@ -196,8 +201,8 @@ def train(
     loss, _, violation = (np.concatenate(part) for part in zip(*measured, strict=True))
     bits = math.nan
     if not is_diverged:
-        found = evaluate(programs.evaluate, state.params, state.router_state, data.held_out)
-        bits = found.bits_per_token * data.tokens_per_unit
+        evaluation = evaluate(programs.evaluate, state.params, state.router_state, data.held_out)
+        bits = evaluation.bits_per_token * data.tokens_per_unit
     last = max(1, round(_LAST * training.steps))
     return {
         "arm": cell.arm,

@@ -104,14 +104,14 @@ def from_huggingface(
             unexpected, of another shape, not floating point or not finite; or the routers have
             biases, which are state (use `read_huggingface`).
     """
-    found = read_huggingface(config, state_dict, mesh=mesh, rules=rules, nonfinite=nonfinite)
-    if found.router_state and np.any(found.router_state["bias"]):
+    model = read_huggingface(config, state_dict, mesh=mesh, rules=rules, nonfinite=nonfinite)
+    if model.router_state and np.any(model.router_state["bias"]):
         raise CheckpointError(
             "the routers of this model have biases (e_score_correction_bias), which are router"
             " state and not parameters: call read_huggingface, and pass its router_state to the"
             " Transformer"
         )
-    return found.model, found.params
+    return model.model, model.params
 
 
 def read_huggingface(
@@ -176,15 +176,15 @@ def _computed(
 ) -> Mapping[str, Any]:
     """Return the tensors without those that the family leaves out, with a warning."""
     prefixes = family.left_out(fields)
-    others = [name for name in tensors if name.startswith(prefixes)] if prefixes else []
-    if not others:
+    matching = [name for name in tensors if name.startswith(prefixes)] if prefixes else []
+    if not matching:
         return tensors
     logger.warning(
         "%d tensors of layers for multi-token prediction are left out, %s first",
-        len(others),
-        others[0],
+        len(matching),
+        matching[0],
     )
-    return {name: tensor for name, tensor in tensors.items() if name not in set(others)}
+    return {name: tensor for name, tensor in tensors.items() if name not in set(matching)}
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:

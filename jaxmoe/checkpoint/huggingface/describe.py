@@ -142,7 +142,9 @@ def normal_form(model: ModelConfig) -> ModelConfig:
             )
             if mixer.name == first.name:
                 varying = varying_fields([mixer, first])
-                text += ": " + ", ".join(f"{k} {ours}, {one}" for k, (ours, one) in varying.items())
+                text += ": " + ", ".join(
+                    f"{k} {ours}, {theirs}" for k, (ours, theirs) in varying.items()
+                )
             raise CheckpointError(text)
         feed_forward = model.kinds[index].feed_forward.name
         if feed_forward not in ("dense", "moe"):
@@ -195,8 +197,8 @@ def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:
 
 def _of_inference(model: ModelConfig) -> ModelConfig:
     """Return the model without properties that change no logit in evaluation, in normal form."""
-    scale, usual = model.multipliers.attention_scale, model.attention.head_dim**-0.5
-    if scale is not None and math.isclose(scale, usual, rel_tol=1e-12):
+    scale, default_scale = model.multipliers.attention_scale, model.attention.head_dim**-0.5
+    if scale is not None and math.isclose(scale, default_scale, rel_tol=1e-12):
         multipliers = dataclasses.replace(model.multipliers, attention_scale=None)
         model = dataclasses.replace(model, multipliers=multipliers)
     factors = dataclasses.replace(

@@ -112,14 +112,14 @@ def to_huggingface(
         write_tensors(partial, planned, source.read, max_shard_bytes=max_shard_bytes)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (partial / CONFIG).write_text(text, encoding="utf-8")
-        asked = dict(generation or {})
+        settings = dict(generation or {})
         if chosen is OWN:
             (partial / modeling.FILE).write_text(modeling.MODELING, encoding="utf-8")
             # The modelling file has no cache, which generation uses by default.
-            asked["use_cache"] = False
-        if asked:  # generation reads token ids from this file alone if it exists
-            given = {name: config[name] for name in TOKENS if config[name] is not None}
-            text = json.dumps(given | asked, indent=2) + "\n"
+            settings["use_cache"] = False
+        if settings:  # generation reads token ids from this file alone if it exists
+            token_ids = {name: config[name] for name in TOKENS if config[name] is not None}
+            text = json.dumps(token_ids | settings, indent=2) + "\n"
             (partial / GENERATION).write_text(text, encoding="utf-8")
         for file, content in (texts or {}).items():
             with open(partial / file, "x", encoding="utf-8") as stream:  # must not exist
@@ -223,7 +223,7 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
         CheckpointError: They are not those of the model, with all differences.
     """
     table, states = parameter_table(model), state_table(model)
-    found: dict[str, Any] = dict(traverse_util.flatten_dict(dict(params), sep="/"))
+    arrays: dict[str, Any] = dict(traverse_util.flatten_dict(dict(params), sep="/"))
     if len(states) and not router_state:
         raise CheckpointError(
             "the model's routers have biases, which are state and not parameters: give"
@@ -231,17 +231,17 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
             " that was never trained)"
         )
     for path, leaf in traverse_util.flatten_dict(dict(router_state or {}), sep="/").items():
-        found[f"{ROUTER_STATE}/{path}"] = leaf
-    wanted = {row.path: row.shape for row in (*table, *states)}
-    lines = [f"{path}: missing, expected {list(wanted[path])}" for path in wanted.keys() - found]
+        arrays[f"{ROUTER_STATE}/{path}"] = leaf
+    shapes = {row.path: row.shape for row in (*table, *states)}
+    lines = [f"{path}: missing, expected {list(shapes[path])}" for path in shapes.keys() - arrays]
     lines += [
-        f"{path}: found {list(found[path].shape)}, not in this model{closest(path, wanted)}"
-        for path in found.keys() - wanted
+        f"{path}: found {list(arrays[path].shape)}, not in this model{closest(path, shapes)}"
+        for path in arrays.keys() - shapes
     ]
     lines += [
-        f"{path}: found {list(found[path].shape)}, expected {list(shape)}"
-        for path, shape in wanted.items()
-        if path in found and tuple(found[path].shape) != shape
+        f"{path}: found {list(arrays[path].shape)}, expected {list(shape)}"
+        for path, shape in shapes.items()
+        if path in arrays and tuple(arrays[path].shape) != shape
     ]
     if lines:
         shown = "\n  ".join(sorted(lines)[:_SHOWN]) + ("\n  ..." if len(lines) > _SHOWN else "")
@@ -249,7 +249,7 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
         raise CheckpointError(text)
     elsewhere = [
         path
-        for path, leaf in found.items()
+        for path, leaf in arrays.items()
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     ]
     if elsewhere:
@@ -258,7 +258,7 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
             " a checkpoint and convert it in one process (python -m experiments.checkpoint convert"
             " --to_huggingface auto)"
         )
-    return found
+    return arrays
 
 
 class _Source:

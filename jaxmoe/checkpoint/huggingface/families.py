@@ -122,8 +122,8 @@ def _qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
     window = fields.get("sliding_window")  # ignored without use_sliding_window
     window = window if fields.get("use_sliding_window") else None
     num_layers, step = fields.size("num_hidden_layers"), fields.get("decoder_sparse_step") or 1
-    named = frozenset(fields.get("mlp_only_layers") or ())
-    dense = tuple(i for i in range(num_layers) if i in named or (i + 1) % step)
+    dense_layers = frozenset(fields.get("mlp_only_layers") or ())
+    dense = tuple(i for i in range(num_layers) if i in dense_layers or (i + 1) % step)
     return parts.assemble(
         fields, moe, parts.grouped(fields, qk_norm="head", window=window), dense=dense
     )

@@ -71,11 +71,11 @@ class Fields:
             CheckpointError: Two of the names have different values.
         """
         self._asked.update(names)
-        given = {name: self._fields[name] for name in names if self._fields.get(name) is not None}
-        if len(set(map(repr, given.values()))) > 1:
-            both = " and ".join(f"{name}={value!r}" for name, value in given.items())
-            raise CheckpointError(f"the config has {both}, two names of one field")
-        return next(iter(given.values()), default)
+        values = {name: self._fields[name] for name in names if self._fields.get(name) is not None}
+        if len(set(map(repr, values.values()))) > 1:
+            assignments = " and ".join(f"{name}={value!r}" for name, value in values.items())
+            raise CheckpointError(f"the config has {assignments}, two names of one field")
+        return next(iter(values.values()), default)
 
     def there(self, *names: str) -> Any:
         """Return the value of a required field."""
@@ -142,7 +142,7 @@ class Fields:
         Raises:
             CheckpointError: A field is missing or unknown.
         """
-        found: set[YarnConfig | None] = set()
+        scalings: set[YarnConfig | None] = set()
         for name, rope in self._ropes():
             if rope.get("rope_type", rope.get("type", "default")) != "yarn":
                 continue
@@ -150,8 +150,14 @@ class Fields:
             values["beta_fast"] = values["beta_fast"] or 32.0
             values["beta_slow"] = values["beta_slow"] or 1.0
             missing = [YARN[ours] for ours, value in values.items() if not value]
-            known = {*YARN.values(), "type", "rope_type", "rope_theta", "partial_rotary_factor"}
-            unknown = sorted(key for key in rope.keys() - known if rope[key] is not None)
+            field_names = {
+                *YARN.values(),
+                "type",
+                "rope_type",
+                "rope_theta",
+                "partial_rotary_factor",
+            }
+            unknown = sorted(key for key in rope.keys() - field_names if rope[key] is not None)
             if missing or unknown:
                 raise CheckpointError(
                     f"config.{name}={shown(dict(rope))}: YaRN here needs {', '.join(YARN.values())}"
@@ -159,10 +165,10 @@ class Fields:
                 )
             length = int(values.pop("original_length"))
             floats = {key: float(value) for key, value in values.items()}
-            found.add(YarnConfig(original_length=length, **floats))
-        if len(found) > 1:
+            scalings.add(YarnConfig(original_length=length, **floats))
+        if len(scalings) > 1:
             raise CheckpointError("config.rope_scaling and config.rope_parameters differ")
-        return found.pop() if found else None
+        return scalings.pop() if scalings else None
 
     def _ropes(self) -> list[tuple[str, Mapping[str, Any]]]:
         names = ("rope_parameters", "rope_scaling")
@@ -170,6 +176,6 @@ class Fields:
 
     def warn_of_the_rest(self) -> None:
         """Log the fields that were not read and are not known to be harmless."""
-        rest = sorted(self._fields.keys() - self._asked - _IGNORED)
-        if rest:
-            logger.warning("config fields unknown to jaxmoe, ignored: %s", ", ".join(rest))
+        unread = sorted(self._fields.keys() - self._asked - _IGNORED)
+        if unread:
+            logger.warning("config fields unknown to jaxmoe, ignored: %s", ", ".join(unread))

@@ -66,30 +66,30 @@ def open_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         MissingPackageError: safetensors is not installed.
     """
     path = pathlib.Path(path)
-    found: dict[str, StoredTensor] = {}
-    named = _weight_map(path) if path.is_dir() and (path / INDEX).exists() else {}
-    for file in _files(path, named):
+    tensors: dict[str, StoredTensor] = {}
+    weight_map = _weight_map(path) if path.is_dir() and (path / INDEX).exists() else {}
+    for file in _files(path, weight_map):
         for name, tensor in _open(file).items():
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(
                     f"{path}: {shown(name)} is in two files, {file.name} and another"
                 )
-            found[name] = tensor
-    absent = sorted(named.keys() - found.keys())
+            tensors[name] = tensor
+    absent = sorted(weight_map.keys() - tensors.keys())
     if absent:
         raise CheckpointError(
             f"{path / INDEX} names {len(absent)} tensors that no file holds, {absent[0]} first:"
             " download the files again"
         )
-    return found
+    return tensors
 
 
-def _files(path: pathlib.Path, named: Mapping[str, str]) -> list[pathlib.Path]:
+def _files(path: pathlib.Path, weight_map: Mapping[str, str]) -> list[pathlib.Path]:
     """Return the files to open: the path itself, or the shards or the one file in it."""
     if not path.is_dir():
         return [check_plain(path)]
-    if named:
-        names = sorted(set(named.values()))
+    if weight_map:
+        names = sorted(set(weight_map.values()))
         return [plain_file(path, name, named_in=path / INDEX) for name in names]
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
@@ -104,19 +104,19 @@ def _files(path: pathlib.Path, named: Mapping[str, str]) -> list[pathlib.Path]:
 def _weight_map(path: pathlib.Path) -> dict[str, str]:
     """Return the file of each tensor as the index of a directory names it."""
     file = plain_file(path, INDEX)
-    found = read_object(file, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(found, dict) or not found:
-        held = "an empty object" if found == {} else kind_of(found)
+    weight_map = read_object(file, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        kind = "an empty object" if weight_map == {} else kind_of(weight_map)
         raise CheckpointError(
-            f"{file}: weight_map is {held} and must map tensors to files: download the files again"
+            f"{file}: weight_map is {kind} and must map tensors to files: download the files again"
         )
-    for name, place in found.items():
+    for name, place in weight_map.items():
         if not isinstance(place, str) or not name.isprintable():
             raise CheckpointError(
                 f"{file}: weight_map[{shown(name)}]={shown(place)} must be the name of a file, and"
                 f" it is {kind_of(place)}: download the files again"
             )
-    return found
+    return weight_map
 
 
 def _open(file: pathlib.Path) -> dict[str, StoredTensor]:
@@ -132,11 +132,11 @@ def _open(file: pathlib.Path) -> dict[str, StoredTensor]:
         return {
             name: StoredTensor(
                 file,
-                8 + length + about["data_offsets"][0],
-                tuple(about["shape"]),
-                _DTYPES.get(str(about["dtype"]), str(about["dtype"])),
+                8 + length + entry["data_offsets"][0],
+                tuple(entry["shape"]),
+                _DTYPES.get(str(entry["dtype"]), str(entry["dtype"])),
             )
-            for name, about in header.items()
+            for name, entry in header.items()
         }
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
@@ -189,13 +189,13 @@ def write_tensors(
 
 def _shards(planned: Mapping[str, Planned], max_shard_bytes: int) -> Sequence[Sequence[str]]:
     """Return the names in each file, in order."""
-    shards, held = [[]], 0
+    shards, num_bytes = [[]], 0
     for name, tensor in planned.items():
-        if shards[-1] and held + tensor.num_bytes > max_shard_bytes:
+        if shards[-1] and num_bytes + tensor.num_bytes > max_shard_bytes:
             shards.append([])
-            held = 0
+            num_bytes = 0
         shards[-1].append(name)
-        held += tensor.num_bytes
+        num_bytes += tensor.num_bytes
     return shards
 
 
@@ -208,8 +208,8 @@ def write_file(
     end = 0
     for name, tensor in planned.items():
         start, end = end, end + tensor.num_bytes
-        about = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = about | {"data_offsets": [start, end]}
+        entry = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = entry | {"data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
     with open(file, "wb") as stream:

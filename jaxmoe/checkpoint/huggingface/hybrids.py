@@ -235,10 +235,10 @@ def _layer_types(fields: Fields) -> list[bool]:
     return [_KINDS[kind] for kind in types]
 
 
-def _every(fields: Fields, name: str, usual: tuple[int, int]) -> tuple[int, int]:
+def _every(fields: Fields, name: str, defaults: tuple[int, int]) -> tuple[int, int]:
     """Return the period and the offset of a kind of layer."""
-    period = fields.get(f"{name}_period", default=usual[0])
-    offset = fields.get(f"{name}_offset", default=usual[1])
+    period = fields.get(f"{name}_period", default=defaults[0])
+    offset = fields.get(f"{name}_offset", default=defaults[1])
     if offset >= period:
         raise CheckpointError(
             f"config.{name}_offset={offset} must be below config.{name}_period={period}"
@@ -256,14 +256,14 @@ def _period_of(what: str, flags: Sequence[bool]) -> tuple[int, int]:
         for offset in range(period):
             if all(flag == (i % period == offset) for i, flag in enumerate(flags)):
                 return period, offset
-    found = [i for i, flag in enumerate(flags) if flag]
+    places = [i for i, flag in enumerate(flags) if flag]
     raise CheckpointError(
-        f"layers {found} of model.layers and model.dense_layers have {what}, and jamba of"
+        f"layers {places} of model.layers and model.dense_layers have {what}, and jamba of"
         f" transformers has {what} in one layer of every period"
     )
 
 
-def _recurrent(model: ModelConfig, usual: Any) -> Any:
+def _recurrent(model: ModelConfig, default: Any) -> Any:
     """Return the recurrent mixer of a model, or one to describe where it has none.
 
     Raises:
@@ -271,13 +271,13 @@ def _recurrent(model: ModelConfig, usual: Any) -> Any:
     """
     for index, kind in enumerate(model.kinds):
         if kind.mixer.is_recurrent:
-            if kind.mixer.name != usual.name:
+            if kind.mixer.name != default.name:
                 raise CheckpointError(
                     f"layer {index} of model.layers is {kind.mixer.name}, and those of this family"
-                    f" are {usual.name}"
+                    f" are {default.name}"
                 )
             return kind.mixer
-    return usual
+    return default
 
 
 def _mamba_fields(model: ModelConfig, mixer: Any) -> dict[str, Any]:
@@ -300,10 +300,10 @@ def _mamba_fields(model: ModelConfig, mixer: Any) -> dict[str, Any]:
 _NO_LIMIT = ("[0.0, inf]", "[0, inf]", "[0.0, {'__float__': 'Infinity'}]", "[0.0, 'Infinity']")
 
 
-def _fused(mixer: str, names: Sequence[str], key: str, **given: Any) -> tuple[Any, ...]:
+def _fused(mixer: str, names: Sequence[str], key: str, **options: Any) -> tuple[Any, ...]:
     """Return the rules of parameters of one mixer that follow one another in a tensor."""
     paths = tuple(f"{mixer}/{name}" for name in names)
-    return tuple(rule(path, f"mamba.{key}", fused=paths, **given) for path in paths)
+    return tuple(rule(path, f"mamba.{key}", fused=paths, **options) for path in paths)
 
 
 _MAMBA = (

@@ -160,11 +160,11 @@ def layers_of(mixers: Sequence[MixerBase], attention: MixerBase) -> tuple[LayerC
     Returns:
         The period; empty where all layers have `attention`.
     """
-    named = [None if mixer == attention else mixer for mixer in mixers]
+    layer_mixers = [None if mixer == attention else mixer for mixer in mixers]
     length = next(
         length
-        for length in range(1, len(named) + 1)
-        if all(mixer == named[index % length] for index, mixer in enumerate(named))
+        for length in range(1, len(layer_mixers) + 1)
+        if all(mixer == layer_mixers[index % length] for index, mixer in enumerate(layer_mixers))
     )
-    period = named[:length]
+    period = layer_mixers[:length]
     return () if period == [None] else tuple(LayerConfig(mixer=mixer) for mixer in period)

@@ -97,16 +97,16 @@ def read_object(path: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[
         CheckpointError: The file cannot be read, is too large or too deep, or holds no object.
     """
     try:
-        found = read_json(path, max_bytes=max_bytes)
+        value = read_json(path, max_bytes=max_bytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except (json.JSONDecodeError, NotTextError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): {_AGAIN}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not parsed ({error}): {_AGAIN}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds {kind_of(found)}, not a JSON object: {_AGAIN}")
-    return found
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {kind_of(value)}, not a JSON object: {_AGAIN}")
+    return value
 
 
 def shown(value: Any) -> str:

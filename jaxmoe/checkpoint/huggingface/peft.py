@@ -108,9 +108,9 @@ def lora_of(model: ModelConfig) -> LoraConfig:
     """Return the adapter of a model, or raise if it is not LoRA."""
     adapter: Any = model.adapter
     if adapter is None or not adapter.has_factors:
-        given = "none" if adapter is None else adapter.name
+        name = "none" if adapter is None else adapter.name
         raise CheckpointError(
-            f"model.adapter={given}: PEFT files hold the factors of adapter:lora. Convert this run"
+            f"model.adapter={name}: PEFT files hold the factors of adapter:lora. Convert this run"
             " with --to_huggingface auto"
         )
     return adapter

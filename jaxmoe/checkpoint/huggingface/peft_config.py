@@ -54,8 +54,8 @@ class PeftFields:
             rank: Inner width of its tensors.
         """
         names = (matrix.target, matrix.name)
-        found = (a for end, a in self.alpha_pattern if any(_matches(end, n) for n in names))
-        alpha = next(found, self.alpha)
+        alphas = (a for end, a in self.alpha_pattern if any(_matches(end, n) for n in names))
+        alpha = next(alphas, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
@@ -70,12 +70,12 @@ def fields_of(
         every: Matrices of the adapted parameters in all layers, adapted or not.
         base: Path or name of the adapted model; empty if it is in no such files.
     """
-    adapted, other = list(matrices), list[Matrix]()
+    adapted, untargeted = list(matrices), list[Matrix]()
     names = {matrix.name for matrix, _ in adapted}
-    other = [matrix for matrix in every if matrix.name not in names]
+    untargeted = [matrix for matrix in every if matrix.name not in names]
     modules = sorted({matrix.target for matrix, _ in adapted if not matrix.is_parameter})
     parameters = sorted({matrix.target for matrix, _ in adapted if matrix.is_parameter})
-    left_out = {_LAYER.sub("", matrix.target) for matrix in other}
+    left_out = {_LAYER.sub("", matrix.target) for matrix in untargeted}
     ranks = {_short(m.target, left_out): rank for m, rank in adapted if rank != adapter.rank}
     alpha = adapter.alpha
     return {
@@ -109,24 +109,24 @@ def read_peft_fields(directory: pathlib.Path) -> PeftFields:
     fields = read_object(file)
     _check_plain_lora(fields, file)
     patterns = fields.get("alpha_pattern") or {}
-    named = fields.get("target_parameters") or []
+    target_parameters = fields.get("target_parameters") or []
     base = fields.get("base_model_name_or_path") or None
     rules = {
         "r": (fields.get("r"), _is_rank, "a whole number above 0"),
         "lora_alpha": (fields.get("lora_alpha"), _is_alpha, "a number above 0"),
         "alpha_pattern": (patterns, _are_patterns, "an object of numbers above 0 by pattern"),
-        "target_parameters": (named, _are_names, "a list of names"),
+        "target_parameters": (target_parameters, _are_names, "a list of names"),
         "base_model_name_or_path": (base, lambda x: x is None or isinstance(x, str), "a string"),
     }
-    for name, (value, is_right, words) in rules.items():
+    for name, (value, is_right, rule) in rules.items():
         if not is_right(value):
-            raise CheckpointError(f"{file}: {name}={shown(value)} must be {words}")
+            raise CheckpointError(f"{file}: {name}={shown(value)} must be {rule}")
     return PeftFields(
         rank=fields["r"],
         alpha=float(fields["lora_alpha"]),
         is_rank_stabilized=bool(fields.get("use_rslora")),
         alpha_pattern=tuple((end, float(alpha)) for end, alpha in patterns.items()),
-        parameters=tuple(named),
+        parameters=tuple(target_parameters),
         base=base,
     )
 
@@ -151,9 +151,10 @@ def _check_plain_lora(fields: Mapping[str, Any], file: pathlib.Path) -> None:
     if fields.get("bias", "none") != "none":
         wrong.append("bias")
     if wrong:
-        given = ", ".join(f"{name}={shown(fields[name])}" for name in wrong)
+        fields_text = ", ".join(f"{name}={shown(fields[name])}" for name in wrong)
         raise CheckpointError(
-            f"{file}: {given}: only factors of matrices are read. Merge the adapter into its model"
+            f"{file}: {fields_text}: only factors of matrices are read. Merge the adapter into"
+            f" its model"
             " with merge_and_unload() of peft, save that, and import it"
         )
     start = fields.get("init_lora_weights", True)

@@ -84,20 +84,20 @@ def read_peft(
         )
     tensors = dict(open_tensors(plain_file(place, TENSORS)))
     table = parameter_table(model)
-    known, found = set[str](), dict[str, list[tuple[Matrix, Factors, float]]]()
+    read_keys, found = set[str](), dict[str, list[tuple[Matrix, Factors, float]]]()
     for row in table:
         if row.declaration.matrix is None or row.declaration.role == "embedding":
             continue
         for matrix in _present(model, family, row, fields, tensors):
             keys = matrix.keys(_fused_names(matrix, fields))
-            known |= set(keys)
+            read_keys |= set(keys)
             down, up = (np.asarray(tensors[key]).astype(np.float32) for key in keys)
             rank = _rank_of(matrix, keys, down, up)
             scale = fields.scale_of(matrix, rank)
             factors = matrix.from_tensors(down, up)
             found.setdefault(row.path, []).append((matrix, factors, scale))
-    known |= _copies(place, tensors, table, params)
-    _check_known(place, tensors, known)
+    read_keys |= _copies(place, tensors, table, params)
+    _check_known(place, tensors, read_keys)
     rows = {row.path: row for row in table}
     merged = {path: _merged(rows[path], parts) for path, parts in found.items()}
     adapter = _adapter_of(model, fields, rows, merged)
@@ -160,26 +160,28 @@ def _present(
     tensors: Mapping[str, Any],
 ) -> list[Matrix]:
     """Return the matrices of a parameter that have tensors, as modules or as all experts."""
-    found: dict[tuple[str, str], Matrix] = {}
+    matrices: dict[tuple[str, str], Matrix] = {}
     for has_fused in (False, True) if family is not OWN else (False,):
         for matrix in matrices_of(model, family, row, has_fused_experts=has_fused):
             names = _fused_names(matrix, fields)
             if matrix.num_experts is not None and matrix.name not in names:
                 continue
             keys = matrix.keys(names)
-            there = [key in tensors for key in keys]
-            if any(there) and not all(there):
-                raise CheckpointError(f"{keys[there.index(False)]} is missing: the other is there")
-            if all(there):
-                found[keys] = matrix
-    return list(found.values())
+            is_present = [key in tensors for key in keys]
+            if any(is_present) and not all(is_present):
+                raise CheckpointError(
+                    f"{keys[is_present.index(False)]} is missing: the other is there"
+                )
+            if all(is_present):
+                matrices[keys] = matrix
+    return list(matrices.values())
 
 
 def _rank_of(matrix: Matrix, keys: tuple[str, str], down: np.ndarray, up: np.ndarray) -> int:
     """Return the rank of tensors, or raise if their shapes or values are wrong."""
     rank = max(1, down.shape[0] // (matrix.num_experts or 1)) if down.ndim == 2 else 1
-    wanted = matrix.shapes(rank)
-    for key, array, shape in zip(keys, (down, up), wanted, strict=True):
+    shapes = matrix.shapes(rank)
+    for key, array, shape in zip(keys, (down, up), shapes, strict=True):
         if array.shape != shape:
             raise CheckpointError(f"{key}: found {list(array.shape)}, expected {list(shape)}")
         if not np.isfinite(array).all():
@@ -187,17 +189,17 @@ def _rank_of(matrix: Matrix, keys: tuple[str, str], down: np.ndarray, up: np.nda
     return rank
 
 
-def _check_known(place: pathlib.Path, tensors: Mapping[str, Any], known: set[str]) -> None:
+def _check_known(place: pathlib.Path, tensors: Mapping[str, Any], read_keys: set[str]) -> None:
     """Raise if there are tensors that are not of the model, or none."""
     if not tensors:
         raise CheckpointError(f"{place / TENSORS} holds no tensors: save the adapter again")
-    left = sorted(tensors.keys() - known)
-    if left:
-        lines = [f"{key}: found {list(tensors[key].shape)}" for key in left[:_SHOWN]]
-        text = "\n  ".join([*lines, *(["..."] if len(left) > _SHOWN else [])])
+    unread = sorted(tensors.keys() - read_keys)
+    if unread:
+        lines = [f"{key}: found {list(tensors[key].shape)}" for key in unread[:_SHOWN]]
+        text = "\n  ".join([*lines, *(["..."] if len(unread) > _SHOWN else [])])
         raise CheckpointError(
-            f"{place}: {len(left)} tensors are not factors of this model's matrices"
-            f"{closest(left[0], known)}\n  {text}"
+            f"{place}: {len(unread)} tensors are not factors of this model's matrices"
+            f"{closest(unread[0], read_keys)}\n  {text}"
         )
 
 
@@ -214,35 +216,35 @@ class _Part:
     scale: float
 
 
-def _merged(row: ParameterSpec, given: Iterable[tuple[Matrix, Factors, float]]) -> list[_Part]:
+def _merged(row: ParameterSpec, triples: Iterable[tuple[Matrix, Factors, float]]) -> list[_Part]:
     """Return the factors of one parameter, with the halves of gate_up as one."""
     by_place: dict[tuple[int | None, int | None], list[tuple[Matrix, Factors, float]]] = {}
-    for matrix, factors, scale in given:
+    for matrix, factors, scale in triples:
         by_place.setdefault((matrix.layer, matrix.expert), []).append((matrix, factors, scale))
     parts = []
-    for (layer, expert), some in sorted(by_place.items(), key=lambda item: str(item[0])):
-        down, up, scale = some[0][1].down, some[0][1].up, some[0][2]
-        if some[0][0].half is not None:
-            down, up = _halves({m.half or 0: (f, s / scale) for m, f, s in some})
+    for (layer, expert), experts in sorted(by_place.items(), key=lambda item: str(item[0])):
+        down, up, scale = experts[0][1].down, experts[0][1].up, experts[0][2]
+        if experts[0][0].half is not None:
+            down, up = _halves({m.half or 0: (f, s / scale) for m, f, s in experts})
         parts.append(_Part(layer=layer, expert=expert, down=down, up=up, scale=scale))
     return parts
 
 
-def _halves(given: Mapping[int, tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray]:
+def _halves(halves: Mapping[int, tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray]:
     """Return A [in R] and B [R 2*F] of the halves of gate_up.
 
     Args:
-        given: Factors of each half that has some, and its scale relative to that of the result.
+        halves: Factors of each half that has some, and its scale relative to that of the result.
     """
-    downs = [factors.down for factors, _ in given.values()]
+    downs = [factors.down for factors, _ in halves.values()]
     is_shared = all(np.array_equal(down, downs[0]) for down in downs)
     rank = downs[0].shape[-1] if is_shared else sum(down.shape[-1] for down in downs)
-    width = next(iter(given.values()))[0].up.shape[-1]
+    width = next(iter(halves.values()))[0].up.shape[-1]
     up, first = np.zeros((rank, 2, width), np.float32), 0
-    for half, (factors, scale) in given.items():
-        own = factors.up.shape[0]
-        up[first : first + own, half] = factors.up if scale == 1 else scale * factors.up
-        first += 0 if is_shared else own
+    for half, (factors, scale) in halves.items():
+        size = factors.up.shape[0]
+        up[first : first + size, half] = factors.up if scale == 1 else scale * factors.up
+        first += 0 if is_shared else size
     return downs[0] if is_shared else np.concatenate(downs, axis=-1), up.reshape(rank, -1)
 
 
@@ -260,7 +262,14 @@ def _adapter_of(
         has_experts = ax.EXPERTS in rows[path].declaration.axes
         largest = max(part.down.shape[-1] for part in parts)
         ranks[has_experts] = max(ranks.get(has_experts, 0), largest)
-        numbers = next((own for stack, own in stacks.items() if path.startswith(f"{stack}/")), ())
+        numbers = next(
+            (
+                stack_numbers
+                for stack, stack_numbers in stacks.items()
+                if path.startswith(f"{stack}/")
+            ),
+            (),
+        )
         layers |= {numbers[part.layer] for part in parts if part.layer is not None}
         outside |= not numbers
     roles: Any = tuple(dict.fromkeys(rows[path].declaration.role for path in merged))
@@ -279,12 +288,12 @@ def _arrays_of(model: ModelConfig, merged: Mapping[str, list[_Part]]) -> dict[st
     adapter, table = lora_of(model), {row.path: row for row in parameter_table(model)}
     arrays = {}
     for row, scales in adapted_rows(model):
-        own = adapter.scale_of(row)
+        scale = adapter.scale_of(row)
         shapes = [table[f"{row.path}:{name}"].shape for name in ("down", "up")]
         down, up = (np.zeros(shape, np.float32) for shape in shapes)
         for part in merged.get(row.path, ()):
             where = tuple(index for index in (part.layer, part.expert) if index is not None)
-            rank, ratio = part.down.shape[-1], part.scale / own
+            rank, ratio = part.down.shape[-1], part.scale / scale
             inner = down[where].reshape(*part.down.shape[:-1], -1)
             outer = up[where].reshape(*part.up.shape[:-2], -1, part.up.shape[-1])
             inner[..., :rank] = part.down  # both are views

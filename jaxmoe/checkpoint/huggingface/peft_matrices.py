@@ -85,8 +85,8 @@ class Matrix:
         """
         place = self.name
         if self.num_experts is not None:
-            block, _, own = self.name.rpartition(".")
-            is_inner = own == _INNER and f"{block}.{_OUTER}" in names
+            block, _, leaf = self.name.rpartition(".")
+            is_inner = leaf == _INNER and f"{block}.{_OUTER}" in names
             place = f"{block}.base_layer" if is_inner else block
         return f"{PREFIX}{place}.{DOWN}", f"{PREFIX}{place}.{UP}"
 

@@ -11,7 +11,7 @@ from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, HEAD, ROUTER_STATE,
 _BLOCK = "model.layers.{layer}."
 
 
-def rule(path: str, *keys: str, **given: Any) -> Rule:
+def rule(path: str, *keys: str, **options: Any) -> Rule:
     """Return the rule of a parameter of a block.
 
     Args:
@@ -19,7 +19,7 @@ def rule(path: str, *keys: str, **given: Any) -> Rule:
         *keys: Names of the tensor after those of the block.
         **given: Further fields of the rule.
     """
-    return Rule(path=path, keys=tuple(_BLOCK + key for key in keys), **given)
+    return Rule(path=path, keys=tuple(_BLOCK + key for key in keys), **options)
 
 
 def root(norm: str) -> tuple[Rule, ...]:

@@ -69,18 +69,18 @@ def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
         return TokenizerFiles({}, None, "there is no tokenizer: the data is token ids, not text")
     if kind.is_bytes:
         texts = {TOKENIZER: _dump(byte_tokenizer()), _SETTINGS: _dump(_settings())}
-        words = "tokens are the bytes of UTF-8, documents are separated by byte 0"
-        return TokenizerFiles(texts | _template(data, "\0"), 0, words)
+        sentence = "tokens are the bytes of UTF-8, documents are separated by byte 0"
+        return TokenizerFiles(texts | _template(data, "\0"), 0, sentence)
     if kind.is_trained:
         source: Any = data.build(seed)
         read = source.tokenizer  # read from the cache, or trained again
     else:
         read = kind.build(lambda: (), pathlib.Path())
     assert isinstance(read, SubwordTokenizer)
-    words = f"documents are separated by {read.separator_token!r} (id {read.separator})"
+    sentence = f"documents are separated by {read.separator_token!r} (id {read.separator})"
     texts = tokenizer_texts(read, is_trained=kind.is_trained)
     texts |= _template(data, read.separator_token)
-    return TokenizerFiles(texts, read.separator, words)
+    return TokenizerFiles(texts, read.separator, sentence)
 
 
 def _template(data: SourceKind, separator: str) -> dict[str, str]:
@@ -118,14 +118,14 @@ def read_tokenizer_files(directory: pathlib.Path) -> dict[str, str]:
 def is_byte_tokenizer(text: str) -> bool:
     """Return whether a tokenizer.json maps every byte to its value, and does nothing else."""
     try:
-        found = parse_json(text, max_values=_MAX_VALUES)
-        before = found["pre_tokenizer"]
+        content = parse_json(text, max_values=_MAX_VALUES)
+        before = content["pre_tokenizer"]
         ours = byte_tokenizer()
         return (
-            found["model"]["vocab"] == ours["model"]["vocab"]
-            and not found["model"]["merges"]
-            and not found.get("added_tokens")
-            and not found.get("normalizer")
+            content["model"]["vocab"] == ours["model"]["vocab"]
+            and not content["model"]["merges"]
+            and not content.get("added_tokens")
+            and not content.get("normalizer")
             and before["type"] == "ByteLevel"
             and not before["add_prefix_space"]
         )
@@ -146,10 +146,10 @@ def read_generation(directory: pathlib.Path) -> dict[str, Any]:
         return {}
     file = plain_file(directory, GENERATION)
     fields = read_object(file)
-    found = fields.get("eos_token_id")
-    several = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(one) is int and 0 <= one < 2**31 for one in several):
-        raise CheckpointError(f"{file}: eos_token_id={found!r} must be an id, or a list of ids")
+    ids = fields.get("eos_token_id")
+    several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in several):
+        raise CheckpointError(f"{file}: eos_token_id={ids!r} must be an id, or a list of ids")
     return fields
 
 
@@ -160,9 +160,9 @@ def eos_ids(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[i
         fields: Fields of config.json.
         generation: Fields of generation_config.json, whose ids hold where it names any.
     """
-    found = generation.get("eos_token_id")
-    found = fields.get("eos_token_id") if found is None else found
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    ids = generation.get("eos_token_id")
+    ids = fields.get("eos_token_id") if ids is None else ids
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 
 def separator_token(text: str, token_id: Any) -> str | None:
@@ -174,9 +174,9 @@ def separator_token(text: str, token_id: Any) -> str | None:
     """
     token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
     try:
-        found = parse_json(text, max_values=_MAX_VALUES)
-        names = {entry["id"]: entry["content"] for entry in found.get("added_tokens") or ()}
-        vocabulary = found["model"]["vocab"]
+        content = parse_json(text, max_values=_MAX_VALUES)
+        names = {entry["id"]: entry["content"] for entry in content.get("added_tokens") or ()}
+        vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):
             names = {number: name for name, number in vocabulary.items()} | names
     except (ValueError, KeyError, TypeError, AttributeError) as error:

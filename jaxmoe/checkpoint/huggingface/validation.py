@@ -41,8 +41,8 @@ class _Rule(NamedTuple):
 
 
 def _integer(least: int, most: int, names: str) -> _Rule:
-    words = f"{'an integer above 0' if least else 'an integer, 0 or more,'} and at most {most}"
-    return _Rule(words, lambda value: type(value) is int and least <= value <= most, names)
+    rule = f"{'an integer above 0' if least else 'an integer, 0 or more,'} and at most {most}"
+    return _Rule(rule, lambda value: type(value) is int and least <= value <= most, names)
 
 
 def _is_finite(value: Any) -> bool:
@@ -212,11 +212,11 @@ def check_sizes(
     first = next(_too_large(model, tensors), None)
     if first is None:
         return
-    what, size, found = first
+    what, size, origin = first
     names = (_OWN_SIZES if fields.get("model_type") == modeling.NAME else _SIZES)[what]
     name = next((name for name in names if name in fields), names[0])
     raise CheckpointError(
-        f"{where}config.{name}={size}, and {found}: give the config.json that was saved with the"
+        f"{where}config.{name}={size}, and {origin}: give the config.json that was saved with the"
         " tensors"
     )
 
@@ -233,11 +233,11 @@ def _too_large(model: ModelConfig, tensors: Mapping[str, Any]) -> Iterator[tuple
         yield "head", head_dim, f"heads of at most {MAX_HEAD_DIM} are read"
     shape = tuple(tensors[EMBEDDING].shape) if EMBEDDING in tensors else ()
     if len(shape) == 2:
-        found = f"{EMBEDDING} is {list(shape)}"
+        origin = f"{EMBEDDING} is {list(shape)}"
         if model.vocab_size != shape[0]:
-            yield "vocabulary", model.vocab_size, found
+            yield "vocabulary", model.vocab_size, origin
         if model.embed_dim != shape[1]:
-            yield "width", model.embed_dim, found
+            yield "width", model.embed_dim, origin
     layers = {match[1] for name in tensors if (match := _LAYER.match(name))}
     if layers and num_layers > len(layers):
         yield "layers", num_layers, f"the tensors are of {len(layers)} layers"

@@ -114,11 +114,13 @@ class Tensors:
         self._tensors, self._nonfinite = tensors, nonfinite
         rows = (*self.table, *self.state_table)
         self._pieces = pieces_of(model, rows, rules, tensors)
-        wanted = {piece.key: piece.shape for some in self._pieces.values() for piece in some}
+        shapes = {
+            piece.key: piece.shape for row_pieces in self._pieces.values() for piece in row_pieces
+        }
         if model.has_tied_embeddings and HEAD in tensors:  # a model in memory names it twice
-            wanted[HEAD] = wanted[EMBEDDING]
-        _check(wanted, tensors)
-        if HEAD in wanted and model.has_tied_embeddings:
+            shapes[HEAD] = shapes[EMBEDDING]
+        _check(shapes, tensors)
+        if HEAD in shapes and model.has_tied_embeddings:
             head, table = _values(tensors[HEAD]), _values(tensors[EMBEDDING])
             if not np.array_equal(head, table, equal_nan=True):
                 raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
@@ -234,7 +236,7 @@ def _pieces(
     for rule in (rule for rule in rules if rule.path == path):
         span = None
         if rule.fused:
-            sizes = [outs[block + other] for other in rule.fused]
+            sizes = [outs[block + sibling] for sibling in rule.fused]
             span = (sum(sizes[: rule.fused.index(path)]), sum(sizes))
         if layers is None:
             yield from _of_layer(row, rule, (), rule.keys, names, span)
@@ -271,8 +273,8 @@ def _of_layer(
         span: First output in a tensor of several parameters, and the outputs of all of them.
     """
     declaration = row.declaration
-    known = [key for key in keys if key.replace("{expert}", "0") in names]
-    key = known[0] if known else keys[0]
+    keys_in_file = [key for key in keys if key.replace("{expert}", "0") in names]
+    key = keys_in_file[0] if keys_in_file else keys[0]
     halves = 1 if rule.half is None else 2
     fan_in, out = declaration.fan(0), _outputs(row) // halves
     inside = () if rule.half is None else (..., rule.half, slice(None))
@@ -300,25 +302,28 @@ def _of_layer(
             yield Piece(name, shape, part, (*where, expert, *inside), is_transposed)
 
 
-def _check(wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
+def _check(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
     """Raise unless the tensors are exactly those of the model.
 
     Raises:
         CheckpointError: One line for each tensor that is missing, unexpected or of another shape.
     """
-    left_over = [name for name in tensors if name not in wanted]
-    missing = [name for name in wanted if name not in tensors]
+    left_over = [name for name in tensors if name not in shapes]
+    missing = [name for name in shapes if name not in tensors]
     lines = []
     for name in missing[:_SHOWN]:
-        lines.append(f"{name}: missing, expected {list(wanted[name])}{_near(name, left_over)}")
+        lines.append(f"{name}: missing, expected {list(shapes[name])}{_near(name, left_over)}")
     for name in left_over[:_SHOWN]:
-        found = list(tensors[name].shape)
-        lines.append(f"{name}: found {found}, not in this model{_near(name, missing)}")
+        shape_in_file = list(tensors[name].shape)
+        lines.append(f"{name}: found {shape_in_file}, not in this model{_near(name, missing)}")
     wrong = []
-    for name in wanted.keys() - set(missing):
-        found, dtype = tuple(tensors[name].shape), str(tensors[name].dtype).removeprefix("torch.")
-        if found != wanted[name]:
-            wrong.append(f"{name}: found {list(found)}, expected {list(wanted[name])}")
+    for name in shapes.keys() - set(missing):
+        shape_in_file, dtype = (
+            tuple(tensors[name].shape),
+            str(tensors[name].dtype).removeprefix("torch."),
+        )
+        if shape_in_file != shapes[name]:
+            wrong.append(f"{name}: found {list(shape_in_file)}, expected {list(shapes[name])}")
         elif dtype not in _FLOATS:
             wrong.append(f"{name}: found {dtype}, expected one of {', '.join(_FLOATS)}")
     lines += sorted(wrong)

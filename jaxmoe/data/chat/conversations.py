@@ -88,15 +88,15 @@ class Conversations(FileCollection):
     def _record(
         self, where: str, messages: Sequence[Message], tokenizer: Tokenizer | None
     ) -> Record:
-        known = digest(as_json(messages).encode())
+        key = digest(as_json(messages).encode())
         if tokenizer is None:
             pieces = self._template.pieces(messages, add_generation_prompt=False)
-            return Record(where, "".join(piece.text for piece in pieces), digest=known)
+            return Record(where, "".join(piece.text for piece in pieces), digest=key)
         tokens, weights, endless = masked(messages, self._template, tokenizer, self._train_on)
         if endless:
             self._endless[where] = endless
         tokens = tokens.astype(np.uint8) if tokenizer.vocab_size <= 256 else tokens
-        return Record(where, tokens, weights=weights, digest=known)
+        return Record(where, tokens, weights=weights, digest=key)
 
     def _mask(self) -> dict[str, Any]:
         return {**self._template.identity(), "train_on": self._train_on}

@@ -49,8 +49,8 @@ def read_conversation(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, dict):
         raise ConversationError(f"expected an object, found {type(value).__name__}: {_NEITHER}")
     if value.get("messages") is None and not {"prompt", "completion"} & value.keys():
-        there = ", ".join(map(repr, value)) or "none"
-        raise ConversationError(f"has fields {there}: {_NEITHER}. Rename its fields")
+        names = ", ".join(map(repr, value)) or "none"
+        raise ConversationError(f"has fields {names}: {_NEITHER}. Rename its fields")
     if value.get("messages") is None:
         prompt, completion = (_text(value.get(name), name) for name in ("prompt", "completion"))
         return Message("user", prompt), Message(ANSWER, completion)
@@ -100,8 +100,8 @@ def _message(value: Any, where: str) -> Message:
         )
     for name in ("role", "content"):
         if name not in value:
-            there = ", ".join(map(repr, value)) or "none"
-            raise ConversationError(f"{where} has no field {name!r}; it has {there}")
+            names = ", ".join(map(repr, value)) or "none"
+            raise ConversationError(f"{where} has no field {name!r}; it has {names}")
     role = value["role"]
     if not isinstance(role, str) or role not in ROLES:
         meant = _MEANT.get(role) if isinstance(role, str) else None
@@ -123,9 +123,10 @@ def _content(value: Any, where: str) -> str:
         place = f"{where}[{number}]"
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind not in ("text", "input_text", "output_text"):
-            found = f"type {repr(kind)[:40]}" if isinstance(part, dict) else type(part).__name__
+            kind_text = f"type {repr(kind)[:40]}" if isinstance(part, dict) else type(part).__name__
             raise ConversationError(
-                f"{place} must be a part of text, {{'type': 'text', 'text': ...}}, found {found}:"
+                f"{place} must be a part of text, {{'type': 'text', 'text': ...}}, found"
+                f" {kind_text}:"
                 " models here read text alone"
             )
         texts.append(_text(part.get("text"), f"{place}['text']"))
@@ -135,8 +136,8 @@ def _content(value: Any, where: str) -> str:
 def _text(value: Any, where: str) -> str:
     """Return a text; raise a ConversationError for other values."""
     if not isinstance(value, str):
-        found = "nothing" if value is None else f"{type(value).__name__} {repr(value)[:40]}"
-        raise ConversationError(f"{where} must be a text, found {found}")
+        description = "nothing" if value is None else f"{type(value).__name__} {repr(value)[:40]}"
+        raise ConversationError(f"{where} must be a text, found {description}")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -85,8 +85,8 @@ def masked(
         ConversationError: As `render`, or the rendering of a prefix is no prefix.
     """
     _check_contents(messages, template, tokenizer)
-    known: dict[Piece, np.ndarray] = {}
-    tokens = _rendered(messages, template, tokenizer, False, known)
+    ids_of_pieces: dict[Piece, np.ndarray] = {}
+    tokens = _rendered(messages, template, tokenizer, False, ids_of_pieces)
     weights = np.zeros(len(tokens), np.uint8)
     answers = [number for number, message in enumerate(messages) if message.role == ANSWER]
     if train_on == "all":
@@ -98,7 +98,7 @@ def masked(
     for number in answers[-1:] if train_on == "last" else answers:
         start, end = (
             _length_of_prefix(
-                _rendered(messages[:count], template, tokenizer, is_prompt, known),
+                _rendered(messages[:count], template, tokenizer, is_prompt, ids_of_pieces),
                 tokens,
                 f"messages 1 to {count}" + " and the prompt of an answer" * is_prompt,
                 tokenizer,
@@ -117,12 +117,14 @@ def _rendered(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     add_generation_prompt: bool,
-    known: dict[Piece, np.ndarray],
+    ids_of_pieces: dict[Piece, np.ndarray],
 ) -> np.ndarray:
-    """Return the ids of the pieces; `known` keeps them for the next prefix."""
+    """Return the ids of the pieces; `ids_of_pieces` keeps them for the next prefix."""
     pieces = list(template.pieces(messages, add_generation_prompt=add_generation_prompt))
-    new = [piece for piece in dict.fromkeys(pieces) if piece not in known]
-    known |= {piece: _control_ids(piece, tokenizer) for piece in new if piece.kind != "text"}
+    new = [piece for piece in dict.fromkeys(pieces) if piece not in ids_of_pieces]
+    ids_of_pieces |= {
+        piece: _control_ids(piece, tokenizer) for piece in new if piece.kind != "text"
+    }
     texts = [piece for piece in new if piece.kind == "text"]
     encoded = tokenizer.encode_all([piece.text for piece in texts]) if texts else []
     for piece, ids in zip(texts, encoded, strict=True):
@@ -131,8 +133,8 @@ def _rendered(
                 f"a message spells the separator between documents (id {tokenizer.separator}): "
                 "remove it, or leave the conversation out"
             )
-        known[piece] = ids.astype(np.int32)
-    return np.concatenate([np.zeros(0, np.int32), *(known[piece] for piece in pieces)])
+        ids_of_pieces[piece] = ids.astype(np.int32)
+    return np.concatenate([np.zeros(0, np.int32), *(ids_of_pieces[piece] for piece in pieces)])
 
 
 def _control_ids(piece: Piece, tokenizer: Tokenizer) -> np.ndarray:
@@ -148,9 +150,10 @@ def _check_contents(
     """Raise a ConversationError if the content of a message would be read as control."""
     reserved = _reserved(template, tokenizer)
     for number, message in enumerate(messages):
-        if found := next((text for text in reserved if text in message.content), None):
+        if control := next((text for text in reserved if text in message.content), None):
             raise ConversationError(
-                f"messages[{number}]['content'] spells {found!r}, which the template would read as "
+                f"messages[{number}]['content'] spells {control!r}, which the template would"
+                f" read as "
                 "control: remove it, or leave the conversation out"
             )
 
@@ -170,13 +173,13 @@ def _length_of_prefix(
     if not len(differing) and len(prefix) <= len(tokens):
         return len(prefix)
     at = int(differing[0]) if len(differing) else size
-    alone, whole = (
+    alone, with_next = (
         f"{tokenizer.spell(ids[at : at + 1])!r} (id {ids[at]})" if at < len(ids) else "the end"
         for ids in (prefix, tokens)
     )
     raise ConversationError(
         f"the template cannot be masked: it writes {what} in another way when more follows. The "
-        f"first difference is at token {at}: {alone} alone, {whole} in the whole conversation. "
+        f"first difference is at token {at}: {alone} alone, {with_next} in the whole conversation. "
         "Choose data.template chatml, or data.train_on last or all"
     )
 

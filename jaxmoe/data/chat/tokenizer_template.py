@@ -60,7 +60,9 @@ class TokenizerTemplate:
         parts, size = [], 0
         try:
             for part in template.generate(
-                messages=[{"role": one.role, "content": one.content} for one in messages],
+                messages=[
+                    {"role": message.role, "content": message.content} for message in messages
+                ],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
@@ -131,8 +133,12 @@ def _source(place: pathlib.Path) -> tuple[Any, dict[str, Any], pathlib.Path]:
     if source is None:
         source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
-        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
-        source = named[0].get("template") if named else None
+        defaults = [
+            template
+            for template in source
+            if isinstance(template, dict) and template.get("name") == "default"
+        ]
+        source = defaults[0].get("template") if defaults else None
     return source, settings, where
 
 
@@ -141,22 +147,22 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
     if (text := _read(path)) is None:
         return {}
     try:
-        found = parse_json(text)
+        content = parse_json(text)
     except ValueError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{path} must hold an object, found {text[:40]!r}")
-    return found
+    return content
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Return the text of each special token in a file that names them."""
-    found = {
+    tokens = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in settings.items()
         if name.endswith("_token")
     }
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    return {name: text for name, text in tokens.items() if isinstance(text, str)}
 
 
 def _read(path: pathlib.Path) -> str | None:

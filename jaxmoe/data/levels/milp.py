@@ -167,16 +167,16 @@ class LevelProgram:
         )
         scale = 1 / max(self.cost.other, 1e-30)
         upper = np.concatenate([(sizes[:, None] * allowed).ravel(), np.full(2 * levels, np.inf)])
-        found = optimize.milp(
+        solution = optimize.milp(
             objective * scale,
             constraints=optimize.LinearConstraint(np.array(rows), low, high),
             bounds=optimize.Bounds(0, upper),
             integrality=np.concatenate([np.ones(size + levels), np.zeros(levels)]),
             options={"node_limit": nodes, "mip_rel_gap": _GAP},
         )
-        if found.x is None:
+        if solution.x is None:
             return None
-        return np.rint(found.x[:size]).astype(np.int64).reshape(buckets, levels)
+        return np.rint(solution.x[:size]).astype(np.int64).reshape(buckets, levels)
 
     def levels(self, counts: Int[np.ndarray, "Q L"], number: int) -> list[int]:
         """Return the level of each document: in a bucket the longest have the highest.

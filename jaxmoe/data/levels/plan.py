@@ -97,11 +97,11 @@ class LevelPlan:
 
     def shares(self, lengths: Sequence[int], room: Room) -> tuple[float, ...]:
         """Return the share of the tokens at each level."""
-        held = [
+        tokens_by_level = [
             sum(lengths[i] for group in self.groups.get(level, ()) for i in group)
             for level in range(len(room.degrees))
         ]
-        return tuple(tokens / max(1, sum(held)) for tokens in held)
+        return tuple(tokens / max(1, sum(tokens_by_level)) for tokens in tokens_by_level)
 
 
 class Assigner(abc.ABC):
@@ -140,7 +140,7 @@ def plan_of(
     for number, level in enumerate(levels):
         members.setdefault(level, []).append(number)
     plan = LevelPlan(
-        {level: pack(some, lengths, level, room, cost) for level, some in members.items()}
+        {level: pack(documents, lengths, level, room, cost) for level, documents in members.items()}
     )
     best = plan.seconds(lengths, room, cost)
     for level in sorted(members, reverse=True):
@@ -193,7 +193,7 @@ def _best_fit(
     Returns:
         The groups, and the documents that found no room.
     """
-    filled, rest = [list(group) for group in groups], []
+    filled, unplaced = [list(group) for group in groups], []
     free = sorted((capacity - sum(lengths[i] for i in g), n) for n, g in enumerate(filled))
     for i in order:
         place = bisect.bisect_left(free, (lengths[i], -1))
@@ -203,11 +203,11 @@ def _best_fit(
             room, number = capacity, len(filled)
             filled.append([])
         else:
-            rest.append(i)
+            unplaced.append(i)
             continue
         filled[number].append(i)
         bisect.insort(free, (room - lengths[i], number))
-    return filled, rest
+    return filled, unplaced
 
 
 def _least_loaded(
@@ -242,14 +242,14 @@ def _filled(
     plan: LevelPlan, level: int, lengths: Sequence[int], room: Room, cost: LevelCost
 ) -> LevelPlan | None:
     """Return the plan with documents of the next lower level in the free room of a level."""
-    below = max((other for other in plan.groups if other < level), default=None)
+    below = max((lower for lower in plan.groups if lower < level), default=None)
     if below is None or level not in plan.groups:
         return None
     order = sorted((i for g in plan.groups[below] for i in g), key=lambda i: (-lengths[i], i))
     old = plan.groups[level]
-    held, rest = _best_fit(order, lengths, room.capacity(level), old, most=len(old))
+    held, unplaced = _best_fit(order, lengths, room.capacity(level), old, most=len(old))
     groups = dict(plan.groups) | {level: _slowest_first(held, lengths, level, cost)}
     del groups[below]
-    if rest:
-        groups[below] = pack(rest, lengths, below, room, cost)
+    if unplaced:
+        groups[below] = pack(unplaced, lengths, below, room, cost)
     return LevelPlan(groups)

@@ -164,9 +164,9 @@ class LevelPacking:
                     weights[at, start:end] = document.weights
                     start = end
         part = self.batch_size // process_count
-        own = slice(process_index * part, (process_index + 1) * part)
+        process_rows = slice(process_index * part, (process_index + 1) * part)
         arrays |= {"loss_weights": weights, "level": levels}
-        return Batch.from_arrays({name: array[own] for name, array in arrays.items()})
+        return Batch.from_arrays({name: array[process_rows] for name, array in arrays.items()})
 
 
 def documents_of(row: Row) -> list[Document]:

@@ -61,7 +61,7 @@ def _decompressed(
         damage = require("zstandard").ZstdError
     frame: Any = None
     head = b""
-    offset, given, is_open = 0, 0, False
+    offset, count, is_open = 0, 0, False
     while chunk := stream.read(_CHUNK):
         while chunk:
             if not is_open:
@@ -74,18 +74,18 @@ def _decompressed(
                 content = frame.decompress(chunk)
             except damage as error:
                 raise DataError(
-                    f"{path} is damaged near byte {offset} (after {given} bytes of content): "
+                    f"{path} is damaged near byte {offset} (after {count} bytes of content): "
                     f"{error}"
                 ) from error
             is_open = not frame.eof
-            rest = b"" if is_open else frame.unused_data
-            offset, chunk = offset + len(chunk) - len(rest), rest
-            given += len(content)
+            tail = b"" if is_open else frame.unused_data
+            offset, chunk = offset + len(chunk) - len(tail), tail
+            count += len(content)
             if content:
                 yield content
     if is_open:
         raise DataError(
-            f"{path} ends at byte {offset} in the middle of its compressed content (after {given} "
+            f"{path} ends at byte {offset} in the middle of its compressed content (after {count} "
             "bytes of it): it is truncated, copy it again"
         )
 

@@ -86,10 +86,10 @@ def read_records(
         elif name.endswith(".bin"):
             yield from _plain_ids(path, np.dtype(bin_dtype), separator)
         else:
-            found = _text(path, chunks(path, on_no_checksum))
-            if isinstance(found, Record) and (kind := _kind_of_records(path, str(found.value))):
+            text = _text(path, chunks(path, on_no_checksum))
+            if isinstance(text, Record) and (kind := _kind_of_records(path, str(text.value))):
                 on_records(kind)
-            yield found
+            yield text
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -149,9 +149,9 @@ def _field_text(record: Any, field: str, where: str) -> Record | BadRecord:
             f"{type(record).__name__}"
         )
     if field not in record:
-        there = ", ".join(map(repr, record)) or "none"
+        names = ", ".join(map(repr, record)) or "none"
         return BadRecord(
-            f"{where} has no field {field!r}; it has {there}: name the field of the text with "
+            f"{where} has no field {field!r}; it has {names}: name the field of the text with "
             "--data.text_field"
         )
     return text_record(record[field], field, where)
@@ -260,10 +260,10 @@ def _numpy_header(path: epath.Path) -> tuple[tuple[int, ...], bool, np.dtype, in
             shape, is_fortran, dtype = read(stream)
         # A header is a Python literal: numpy's reader leaks the errors of Python's parser.
         except (ValueError, SyntaxError, tokenize.TokenError, MemoryError, RecursionError) as error:
-            found = str(error).partition("\n")[0] or type(error).__name__
-            found = found[:200].removesuffix(".")
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = reason[:200].removesuffix(".")
             raise DataError(
-                f"{path} is not a .npy file, or truncated in its header: {found}. Save the "
+                f"{path} is not a .npy file, or truncated in its header: {reason}. Save the "
                 "ids again with numpy.save"
             ) from error
         return shape, is_fortran, dtype, stream.tell()
@@ -291,13 +291,13 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
             f"{_MEGATRON_MAGIC!r}, found {len(content)} that begin with {content[:9]!r}"
         )
     _, version, code, num_sequences, num_borders = struct.unpack_from("<9sQBQQ", content)
-    wanted = head + num_sequences * (4 + 8) + num_borders * 8
+    num_bytes = head + num_sequences * (4 + 8) + num_borders * 8
     if version != 1 or code not in _MEGATRON_DTYPES:
         raise DataError(f"{index} has version {version} and type code {code}: expected 1, 1 to 8")
-    if len(content) < wanted:
+    if len(content) < num_bytes:
         raise DataError(
             f"{index} ends at byte {len(content)}: its {num_sequences} sequences and {num_borders} "
-            f"borders need {wanted}"
+            f"borders need {num_bytes}"
         )
     lengths = np.frombuffer(content, "<i4", num_sequences, head).astype(np.int64)
     borders = np.frombuffer(content, "<i8", num_borders, head + num_sequences * 12)
@@ -315,15 +315,15 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
 def _map(path: epath.Path, dtype: np.dtype, count: int, start: int, size: int) -> np.ndarray:
     """Return the token ids of a file, memory-mapped if the file is local."""
     if not isinstance(dtype, np.dtype) or dtype.kind not in "iu":  # not timedelta64
-        found = "pickled Python objects" if str(dtype) == "object" else dtype
+        description = "pickled Python objects" if str(dtype) == "object" else dtype
         raise DataError(
-            f"{path} holds {found}: expected integers, the ids of tokens. Convert them with "
+            f"{path} holds {description}: expected integers, the ids of tokens. Convert them with "
             "ids.astype('int32')"
         )
-    wanted = start + count * dtype.itemsize
-    if size < wanted:
+    num_bytes = start + count * dtype.itemsize
+    if size < num_bytes:
         raise DataError(
-            f"{path} ends at byte {size}: its {count} ids of {dtype} need {wanted} bytes. It is "
+            f"{path} ends at byte {size}: its {count} ids of {dtype} need {num_bytes} bytes. It is "
             "truncated, copy it again"
         )
     if count == 0:

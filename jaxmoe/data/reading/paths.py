@@ -125,8 +125,8 @@ def _matches(pattern: str) -> list[epath.Path]:
         first = re.search(r"[^/]*[*?\[]", pattern)
         if first is None:
             return []
-        root, rest = pattern[: first.start()], pattern[first.start() :]
-        return [match for match in epath.Path(root).glob(rest) if not match.is_dir()]
+        root, tail = pattern[: first.start()], pattern[first.start() :]
+        return [match for match in epath.Path(root).glob(tail) if not match.is_dir()]
     if recursive := _RECURSIVE.match(str(path)):  # `glob` follows loops of links without end
         for root in glob.glob(recursive["root"]) if recursive["root"] else ["."]:
             for _ in _directories(root):
@@ -137,15 +137,15 @@ def _matches(pattern: str) -> list[epath.Path]:
 
 def _text_below(directory: epath.Path) -> list[epath.Path]:
     """Return the files of a directory that are data, or begin with text."""
-    kept, binary, special = [], [], []
+    text_files, binary, special = [], [], []
     for path in _walk(directory):
         if "://" not in str(path) and kind_of_special_file(path) is not None:
             special.append(path)
         elif path.name.lower().endswith(DATA_SUFFIXES) or _is_text(path):
-            kept.append(path)
+            text_files.append(path)
         else:
             binary.append(path)
-    count = len(kept) + len(binary) + len(special)
+    count = len(text_files) + len(binary) + len(special)
     reasons = ((binary, "text"), (special, "regular files, but FIFOs, sockets or devices"))
     for left_out, expected in reasons:
         if left_out:
@@ -157,7 +157,7 @@ def _text_below(directory: epath.Path) -> list[epath.Path]:
                 expected,
                 left_out[0],
             )
-    return kept
+    return text_files
 
 
 def _walk(directory: epath.Path) -> Iterator[epath.Path]:
@@ -183,12 +183,12 @@ def _directories(root: str) -> Iterator[str]:
     while waiting:
         directory, above = waiting.pop()
         try:
-            found = os.stat(directory)
+            status = os.stat(directory)
             names = [name for name in os.listdir(directory) if not name.startswith(".")]
         except OSError:
             names = []
         else:
-            key = found.st_dev, found.st_ino
+            key = status.st_dev, status.st_ino
             if key in above:
                 raise DataError(
                     f"{directory} leads back to {above[key]}, which contains it, so that the files "

@@ -58,13 +58,13 @@ def _parquet(path: epath.Path, columns: Sequence[Sequence[str]]) -> Iterator[Jso
         with path.open("rb") as stream:
             table = parquet.ParquetFile(stream)
             names = table.schema_arrow.names
-            found = next((c for c in columns if set(c) <= set(names)), None)
-            if found is None:
-                wanted = ", or ".join(" and ".join(map(repr, c)) for c in columns)
+            columns_read = next((c for c in columns if set(c) <= set(names)), None)
+            if columns_read is None:
+                rule = ", or ".join(" and ".join(map(repr, c)) for c in columns)
                 raise DataError(
-                    f"{path} has columns {', '.join(map(repr, names))}, not {wanted}: rename them"
+                    f"{path} has columns {', '.join(map(repr, names))}, not {rule}: rename them"
                 )
-            for batch in table.iter_batches(batch_size=_ROWS, columns=list(found)):
+            for batch in table.iter_batches(batch_size=_ROWS, columns=list(columns_read)):
                 for row in range(batch.num_rows):
                     yield _row(batch.slice(row, 1), f"{path} row {number}")
                     number += 1

@@ -56,13 +56,13 @@ def _is_prepended(data: dict[str, Any]) -> bool:
     """Return whether no token crosses a space, and every text begins with one."""
     normalizer, model = data.get("normalizer") or {}, data["model"]
     steps = normalizer.get("normalizers") or [normalizer]
-    wanted = [
+    expected = [
         {"type": "Prepend", "prepend": _SPACE},
         {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
     ]
     added = data.get("added_tokens") or []
     return (
-        steps == wanted
+        steps == expected
         and data.get("pre_tokenizer") is None
         and model.get("type") == "BPE"
         and not model.get("dropout")
@@ -84,20 +84,20 @@ def encode_pieces(
     """
     progress = _Encoded()
     if kind == "verified":
-        whole = [text for text in texts if _is_short(text)]
-        short = iter(ids_of(whole))
+        short_texts = [text for text in texts if _is_short(text)]
+        short = iter(ids_of(short_texts))
         return [
             next(short) if _is_short(text) else _joined(_verified(text, encode, progress))
             for text in texts
         ]
     cut = pieces if kind == "byte_level" else _after_spaces
-    found = [bytearray() for _ in texts]
+    encoded = [bytearray() for _ in texts]
     numbered = ((number, part) for number, text in enumerate(texts) for part in cut(text))
     while group := list(itertools.islice(numbered, _AT_ONCE)):
         for (number, part), ids in zip(group, ids_of([p for _, p in group]), strict=True):
-            found[number] += ids.data
+            encoded[number] += ids.data
             progress.add(len(part))
-    return [np.frombuffer(ids, np.int32) for ids in found]
+    return [np.frombuffer(ids, np.int32) for ids in encoded]
 
 
 class _Encoded:
@@ -122,9 +122,9 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 def _is_short(text: str) -> bool:
     """Return whether a text is one piece."""
-    whole = pieces(text)
-    next(whole)
-    return next(whole, None) is None
+    text_pieces = pieces(text)
+    next(text_pieces)
+    return next(text_pieces, None) is None
 
 
 def _after_spaces(text: str) -> Iterator[str]:

@@ -222,9 +222,9 @@ class SubwordTokenizer:
         if name is None or token in self._silent:
             return b""
         if "ByteLevel" in self._decoders and token not in self._added:
-            found = [BYTE_OF.get(character) for character in name]
-            if None not in found:
-                return bytes(byte for byte in found if byte is not None)
+            byte_values = [BYTE_OF.get(character) for character in name]
+            if None not in byte_values:
+                return bytes(byte for byte in byte_values if byte is not None)
         if "ByteFallback" in self._decoders and (match := _BYTE.fullmatch(name)):
             return bytes([int(match[1], 16)])
         if is_first:
@@ -241,7 +241,9 @@ class SubwordTokenizer:
     @functools.cached_property
     def _silent(self) -> frozenset[int | None]:
         """Ids that decode to nothing."""
-        return frozenset({self.separator, *(i for i, one in self._added.items() if one.special)})
+        return frozenset(
+            {self.separator, *(i for i, token in self._added.items() if token.special)}
+        )
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:
@@ -272,8 +274,8 @@ def _types(decoder: Any) -> list[str]:
     """Return the types of the decoders of a tokenizer.json, those of a sequence included."""
     if not isinstance(decoder, dict):
         return []
-    found = [_types(one) for one in decoder.get("decoders") or ()]
-    return [str(decoder.get("type")), *(one for some in found for one in some)]
+    nested = [_types(kind) for kind in decoder.get("decoders") or ()]
+    return [str(decoder.get("type")), *(kind for kinds in nested for kind in kinds)]
 
 
 class _RustErrors(contextlib.AbstractContextManager[None]):

@@ -104,13 +104,13 @@ class FeedForward(nn.Module):
         )
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, ax.ACT_MLP)
         execution = self.execution
-        given = {"activations": execution.precision.activations, "halo": execution.halo}
+        options = {"activations": execution.precision.activations, "halo": execution.halo}
         weight = as_factor(declare_matrix(self, "gate_up", gate_up), dtype, mix)
-        product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **given)
+        product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **options)
         form = execution.tensor_products
         hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement, form=form)["hidden"]
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
         weight = as_factor(declare_matrix(self, "down", down), dtype, mix)
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
-        product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **given)
+        product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **options)
         return into_stream(hidden, product, placement, form=form), FeedForwardOutputs()

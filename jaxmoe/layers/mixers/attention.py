@@ -296,10 +296,10 @@ class Attention(nn.Module):
                 "model.attention.is_causal=False: without causality a token's keys and values"
                 " change with every later token, and a cache of them would be wrong"
             )
-        given: Any = {"placement": placement, "positions": positions, "rules": rules}
-        given["token_mask"] = tokens.token_mask
+        options: Any = {"placement": placement, "positions": positions, "rules": rules}
+        options["token_mask"] = tokens.token_mask
         reading = self.execution.cache_reading
-        return reading.attend(q, k, v, cache.entries, cache.layer, **given)
+        return reading.attend(q, k, v, cache.entries, cache.layer, **options)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Weight:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)
@@ -307,7 +307,7 @@ class Attention(nn.Module):
 
     def _projections(self, dtype: Any, mix: Any = None) -> dict[str, Product]:
         """Return the products for queries, keys, values and, if gated, each head's gate logits."""
-        config, found = self.config, {}
+        config, projections = self.config, {}
         for name, number in (
             ("q", config.num_heads),
             ("k", config.num_kv_heads),
@@ -323,7 +323,7 @@ class Attention(nn.Module):
                 "attention_in",
                 ((-3,), (-2, -1)),
             )
-            found[name] = Product(
+            projections[name] = Product(
                 "bsd,dnh->bsnh",
                 as_factor(weight, dtype, mix),
                 (None, axis, None),
@@ -341,8 +341,10 @@ class Attention(nn.Module):
             )
             spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
             gate = as_factor(weight, dtype, mix)
-            found["gate"] = Product("bsd,dn->bsn", gate, (None, ax.HEADS), spread, jnp.float32)
-        return found
+            projections["gate"] = Product(
+                "bsd,dn->bsn", gate, (None, ax.HEADS), spread, jnp.float32
+            )
+        return projections
 
     def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """Apply the QK-norm: over each head, over all heads of a token, or none."""
@@ -356,8 +358,8 @@ class Attention(nn.Module):
             return rms_norm(heads, gain, epsilon)
         # Heads may be spread over devices; the norm over all of them needs them gathered.
         act_heads = ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS
-        whole = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None))
-        flat = whole.reshape(*heads.shape[:2], dim)  # B, S, N*H
+        placed = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None))
+        flat = placed.reshape(*heads.shape[:2], dim)  # B, S, N*H
         normed = rms_norm(flat, gain, epsilon).reshape(heads.shape)
         axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
         return self.execution.placement.place(normed, axes)

@@ -43,14 +43,14 @@ def inputs_before(
             f" recurrent mixer reads {reach} before its own: set mesh.seq to less,"
             " or give longer sequences"
         )
-    held, ids = _passed_on((x[:, length - reach :], segment_ids[:, length - reach :]), 1, axes)
+    inputs, ids = _passed_on((x[:, length - reach :], segment_ids[:, length - reach :]), 1, axes)
     is_same = ids == segment_ids[:, :1]
     is_same = is_same.reshape(*is_same.shape, *(1,) * (x.ndim - 2))
-    return jnp.where(is_same, held, jnp.zeros_like(held))
+    return jnp.where(is_same, inputs, jnp.zeros_like(inputs))
 
 
 def state_before(
-    left: Float32[Array, "B ..."],
+    last_state: Float32[Array, "B ..."],
     decay: Float32[Array, "B ..."],
     segment_ids: Int[Array, "B S"],
     axes: tuple[str, ...],
@@ -58,7 +58,7 @@ def state_before(
     """Return the state of the document of this part's first token, before that token.
 
     Args:
-        left: State that this part leaves if it begins with 0.
+        last_state: State that this part leaves if it begins with 0.
         decay: Factor of a state over the whole part, in a shape that broadcasts to the state.
         segment_ids: Document of each token, 0 for padding.
         axes: Mesh axes over which rows are cut.
@@ -69,14 +69,14 @@ def state_before(
     continues = jnp.take_along_axis(is_same, first, axis=1)[:, 0]
 
     def masked(mask: Array, values: Array) -> Array:
-        mask = mask.reshape(-1, *(1,) * (left.ndim - 1))
+        mask = mask.reshape(-1, *(1,) * (last_state.ndim - 1))
         return jnp.where(mask, values, jnp.zeros_like(values))
 
-    factor, state = masked(jnp.all(is_same, axis=1), decay), left
+    factor, state = masked(jnp.all(is_same, axis=1), decay), last_state
     step = 1
     while step < jax.lax.axis_size(axes):
-        other_factor, other = _passed_on((factor, state), step, axes)
-        factor, state = factor * other_factor, state + factor * other
+        other_factor, other_state = _passed_on((factor, state), step, axes)
+        factor, state = factor * other_factor, state + factor * other_state
         step *= 2
     return masked(continues, _passed_on(state, 1, axes))
 
@@ -90,8 +90,8 @@ def _document_before(segment_ids: Array, axes: tuple[str, ...]) -> Int[Array, " 
     parts = jnp.arange(every.shape[0], dtype=jnp.int32)[:, None]
     is_known = (every != 0) & (parts < jax.lax.axis_index(axes))
     chosen = jnp.max(jnp.where(is_known, parts, -1), axis=0, keepdims=True)
-    found = jnp.take_along_axis(every, jnp.maximum(chosen, 0), axis=0)
-    return jnp.where(chosen >= 0, found, 0)[0]
+    documents = jnp.take_along_axis(every, jnp.maximum(chosen, 0), axis=0)
+    return jnp.where(chosen >= 0, documents, 0)[0]
 
 
 def _passed_on(tree: Any, step: int, axes: tuple[str, ...]) -> Any:

@@ -143,12 +143,12 @@ class LatentAttentionConfig(AttentionMixer):
         Raises:
             ValueError: Quantised weights, a quantised cache, or products in 8 bits.
         """
-        found = {
+        settings = {
             "weights": (precision.weights, "floating"),
             "cache": (precision.cache, "compute"),
             "matmul": (precision.matmul.name, "full"),
         }
-        for field, (value, only) in found.items():
+        for field, (value, only) in settings.items():
             if value != only:
                 raise ValueError(
                     f"execution.precision.{field}={value} is not for latent attention, whose"
@@ -283,7 +283,7 @@ class LatentAttention(nn.Module):
         if source is not None:
             down["q_a"] = self._declare("q_a", (width, source), whole, into)
         stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
-        found = along_stream(
+        latents = along_stream(
             x,
             {
                 name: Product("bsd,dr->bsr", weight.astype(x.dtype), (None, None), stream)
@@ -291,9 +291,9 @@ class LatentAttention(nn.Module):
             },
             placement,
         )
-        latent, rope_key = jnp.split(found["kv_a"], [config.latent_dim], axis=-1)
+        latent, rope_key = jnp.split(latents["kv_a"], [config.latent_dim], axis=-1)
         latent = self._norm("kv_norm", latent)
-        q_source = x if source is None else self._norm("q_norm", found["q_a"])
+        q_source = x if source is None else self._norm("q_norm", latents["q_a"])
         shape = (width if source is None else source, config.num_heads, config.head_dim)
         axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
         weight = self._declare("q" if source is None else "q_b", shape, axes, ((-3,), (-2, -1)))

@@ -181,11 +181,11 @@ class Mamba(nn.Module):
         for name in "xz":
             weight = self._declare(name, (width, config.inner_dim), (ax.EMBED, ax.MLP))
             products[name] = Product("bsd,dc->bsc", weight.astype(dtype), (None, ax.MLP), _X)
-        given = out_of_stream(x.astype(dtype), products, placement, form=form)
+        projected = out_of_stream(x.astype(dtype), products, placement, form=form)
         weights, axes = self._weights(dtype)
         segments = placement.place(document_ids(tokens, cache), _TOKENS)
-        held = held_of_layer(cache)
-        held_axes = {"x": _X, "state": _STATE} if held else {}
+        layer_cache = held_of_layer(cache)
+        held_axes = {"x": _X, "state": _STATE} if layer_cache else {}
         island = placement.island(
             functools.partial(
                 self._scan,
@@ -195,7 +195,7 @@ class Mamba(nn.Module):
             in_axes=(dict.fromkeys("xz", _X), axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
         )
-        y, new = island(given, weights, segments, held)
+        y, new = island(projected, weights, segments, layer_cache)
         weight = self._declare(
             "o", (config.inner_dim, width), (ax.MLP, ax.EMBED), role="attention_out"
         )
@@ -207,10 +207,10 @@ class Mamba(nn.Module):
 
     def _scan(
         self,
-        given: dict[str, Array],
+        projected: dict[str, Array],
         weights: dict[str, Array],
         segments: Array,
-        held: dict[str, Array],
+        layer_cache: dict[str, Array],
         *,
         axes: tuple[str, ...],
         parts: tuple[str, ...],
@@ -218,73 +218,73 @@ class Mamba(nn.Module):
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated output of the channels of this device, and the new state."""
         del batch_axes
-        new, before = {}, held.get("x")
+        new, before = {}, layer_cache.get("x")
         if self.config.has_projection_bias:
-            given = {
+            projected = {
                 name: part + weights[f"{name}_in_bias"].astype(part.dtype)[None, None]
-                for name, part in given.items()
+                for name, part in projected.items()
             }
         if parts:
-            before = inputs_before(given["x"], segments, self.config.conv_length - 1, parts)
+            before = inputs_before(projected["x"], segments, self.config.conv_length - 1, parts)
         x = convolve(
-            *(given["x"], weights["taps"], weights.get("bias")),
+            *(projected["x"], weights["taps"], weights.get("bias")),
             segment_ids=segments,
             before=before,
         )
         x = jax.nn.silu(x)
-        found = {
+        outputs = {
             name: jnp.einsum("bsc,ch->bsh", x, weights[name], preferred_element_type=jnp.float32)
             for name in "rbc"
         }
         if axes:
-            found = jax.lax.psum(found, axes)
+            outputs = jax.lax.psum(outputs, axes)
         if self.config.inner_norms == "rms":
             epsilon = self.context.norm_epsilon
-            found = {
+            outputs = {
                 name: rms_norm(part, weights[f"{name}_norm"], epsilon)
-                for name, part in found.items()
+                for name, part in outputs.items()
             }
-        low = found["r"].astype(x.dtype)
+        low = outputs["r"].astype(x.dtype)
         step = jnp.einsum("bsr,rc->bsc", low, weights["dt"], preferred_element_type=jnp.float32)
         step = jax.nn.softplus(step + weights["dt_bias"][None, None])
         decay = -jnp.exp(weights["a_log"])
         run = functools.partial(
             selective_scan,
-            *(x, step, decay, found["b"].astype(x.dtype), found["c"].astype(x.dtype)),
+            *(x, step, decay, outputs["b"].astype(x.dtype), outputs["c"].astype(x.dtype)),
             segment_ids=segments,
             chunk=self.config.chunk,
             implementation=self.execution.kernels.selective_scan,
         )
-        initial = held.get("state")
+        initial = layer_cache.get("state")
         if parts:
             time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
             factor = jnp.exp(time[..., None] * decay[None])
             initial = state_before(run()[1], factor, segments, parts)
         y, state = run(initial=initial)
-        if held:
+        if layer_cache:
             lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
-            new = {"x": last_inputs(given["x"], held["x"], lengths), "state": state}
+            new = {"x": last_inputs(projected["x"], layer_cache["x"], lengths), "state": state}
         y = y.astype(jnp.float32) + weights["skip"][None, None] * x.astype(jnp.float32)
-        y = y * jax.nn.silu(given["z"].astype(jnp.float32))
+        y = y * jax.nn.silu(projected["z"].astype(jnp.float32))
         return y.astype(x.dtype), new
 
     def _weights(self, dtype: Any) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return what is used beside the projections of the stream, and its axes in use."""
         config, channels = self.config, self.config.inner_dim
         sizes = {"r": config.step_rank, "b": config.state_dim, "c": config.state_dim}
-        found = {
+        weights = {
             name: self._declare(name, (channels, size), (ax.MLP, ax.STATE)).astype(dtype)
             for name, size in sizes.items()
         }
         dt = self._declare("dt", (config.step_rank, channels), (ax.STATE, ax.MLP))
-        found["dt"] = dt.astype(dtype)
+        weights["dt"] = dt.astype(dtype)
         taps = Declaration(
             shape=(config.conv_length, channels),
             axes=(ax.TAPS, ax.MLP),
             role="state",
             init="fan_in",
         )
-        found["taps"] = declare(self, "taps", taps)
+        weights["taps"] = declare(self, "taps", taps)
         vectors: dict[str, tuple[tuple[int, ...], Any]] = {
             "skip": ((channels,), "ones"),
             "dt_bias": ((channels,), "softplus_range"),
@@ -295,15 +295,15 @@ class Mamba(nn.Module):
         if config.has_projection_bias:
             vectors |= {f"{name}_in_bias": ((channels,), "zeros") for name in "xz"}
         for name, (shape, init) in vectors.items():
-            found[name] = self._vector(name, shape, (ax.MLP, ax.STATE)[: len(shape)], init)
+            weights[name] = self._vector(name, shape, (ax.MLP, ax.STATE)[: len(shape)], init)
         in_use: dict[str, tuple[str | None, ...]] = {name: (ax.MLP,) for name in vectors}
         in_use |= {"dt": (None, ax.MLP), "taps": (None, ax.MLP)}
         in_use |= {name: (ax.MLP, None) for name in ("r", "b", "c", "a_log")}
         if config.inner_norms == "rms":
             for name, size in sizes.items():
                 gain = self._vector(f"{name}_norm", (size,), (ax.NORM,), "ones", "norm")
-                found[f"{name}_norm"], in_use[f"{name}_norm"] = gain, (None,)
-        return found, in_use
+                weights[f"{name}_norm"], in_use[f"{name}_norm"] = gain, (None,)
+        return weights, in_use
 
     def _declare(self, name, shape, axes, role: Any = "attention_in") -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role))

@@ -196,12 +196,12 @@ class Mamba2(nn.Module):
         placement = self.execution.placement
         dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
         x = x.astype(dtype)
-        given = out_of_stream(x, self._of_heads(dtype), placement, form=form)
-        given |= along_stream(x, self._of_groups(dtype), placement)
+        projected = out_of_stream(x, self._of_heads(dtype), placement, form=form)
+        projected |= along_stream(x, self._of_groups(dtype), placement)
         vectors, axes = self._vectors()
         segments = placement.place(document_ids(tokens, cache), _TOKENS)
-        held = held_of_layer(cache)
-        held_axes = {"x": _X, "b": _SHARED, "c": _SHARED, "state": _STATE} if held else {}
+        layer_cache = held_of_layer(cache)
+        held_axes = {"x": _X, "b": _SHARED, "c": _SHARED, "state": _STATE} if layer_cache else {}
         heads = placement.mesh_axes(ax.ACT_HEADS)
         island = placement.island(
             functools.partial(self._scan, axes=heads, parts=parts_of(tokens, placement)),
@@ -209,7 +209,7 @@ class Mamba2(nn.Module):
             + (axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
         )
-        y, new = island(given, vectors, segments, held)
+        y, new = island(projected, vectors, segments, layer_cache)
         weight = self._matrix(
             "o", (*self._heads, self.context.embed_dim), ((-3, -2), (-1,)), is_output=True
         )
@@ -222,10 +222,10 @@ class Mamba2(nn.Module):
 
     def _scan(
         self,
-        given: dict[str, Array],
+        projected: dict[str, Array],
         vectors: dict[str, Array],
         segments: Array,
-        held: dict[str, Array],
+        layer_cache: dict[str, Array],
         *,
         axes: tuple[str, ...],
         parts: tuple[str, ...],
@@ -234,10 +234,10 @@ class Mamba2(nn.Module):
         """Return the gated and normed output of the heads of this device, and the new state.
 
         Args:
-            given: Projections of the stream.
+            projected: Projections of the stream.
             vectors: Parameters of heads and channels.
             segments: Document of each token, 0 for padding.
-            held: Arrays of the layer's cache; none without one.
+            layer_cache: Arrays of the layer's cache; none without one.
             axes: Mesh axes over which heads are split.
             parts: Mesh axes over which rows are cut.
             batch_axes: Mesh axes over which sequences are split.
@@ -245,24 +245,24 @@ class Mamba2(nn.Module):
         del batch_axes
         config, new = self.config, {}
         if config.has_projection_bias:
-            given = {
+            projected = {
                 name: part + vectors[f"{name}_in_bias"].astype(part.dtype)[None, None]
-                for name, part in given.items()
+                for name, part in projected.items()
             }
         mixed = {}
         for name in "xbc":
             taps, bias = vectors[f"{name}_taps"], vectors.get(f"{name}_bias")
-            before: Any = held.get(name)
+            before: Any = layer_cache.get(name)
             if parts:
-                before = inputs_before(given[name], segments, config.conv_length - 1, parts)
-            convolved = convolve(given[name], taps, bias, segment_ids=segments, before=before)
+                before = inputs_before(projected[name], segments, config.conv_length - 1, parts)
+            convolved = convolve(projected[name], taps, bias, segment_ids=segments, before=before)
             mixed[name] = jax.nn.silu(convolved)
-            if held:
+            if layer_cache:
                 lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
-                new[name] = last_inputs(given[name], before, lengths)
-        groups = self._groups_of_heads(given["x"].shape[2], axes)
+                new[name] = last_inputs(projected[name], before, lengths)
+        groups = self._groups_of_heads(projected["x"].shape[2], axes)
         b, c = (self._own_groups(mixed[name], groups) for name in "bc")
-        step = jax.nn.softplus(given["dt"].astype(jnp.float32) + vectors["dt_bias"][None, None])
+        step = jax.nn.softplus(projected["dt"].astype(jnp.float32) + vectors["dt_bias"][None, None])
         decay = -jnp.exp(vectors["a_log"])
         run = functools.partial(
             state_space_dual,
@@ -271,32 +271,32 @@ class Mamba2(nn.Module):
             chunk=config.chunk,
             implementation=self.execution.kernels.state_space_dual,
         )
-        initial = held.get("state")
+        initial = layer_cache.get("state")
         if parts:
             time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
             factor = jnp.exp(time * decay[None])[..., None, None]
             initial = state_before(run()[1], factor, segments, parts)
         y, state = run(initial=initial)
-        if held:
+        if layer_cache:
             new["state"] = state
         skip = vectors["skip"][None, None, :, None]
         y = y.astype(jnp.float32) + skip * mixed["x"].astype(jnp.float32)
-        y = y * jax.nn.silu(given["z"].astype(jnp.float32))
+        y = y * jax.nn.silu(projected["z"].astype(jnp.float32))
         y = self._normed(y, groups, axes) * vectors["norm"][None, None]
-        return y.astype(given["x"].dtype), new
+        return y.astype(projected["x"].dtype), new
 
     def _normed(
         self, y: Float[Array, "B S n P"], groups: Int[Array, " n"], axes: tuple[str, ...]
     ) -> Float[Array, "B S n P"]:
         """Divide by the root mean square of each group of heads, some on other devices."""
         config = self.config
-        own = jax.nn.one_hot(groups, config.num_groups, dtype=jnp.float32)
-        sums = jnp.einsum("bsn,ng->bsg", jnp.sum(jnp.square(y), axis=-1), own)
+        group_mask = jax.nn.one_hot(groups, config.num_groups, dtype=jnp.float32)
+        sums = jnp.einsum("bsn,ng->bsg", jnp.sum(jnp.square(y), axis=-1), group_mask)
         if axes:
             sums = jax.lax.psum(sums, axes)
         mean = sums * jnp.float32(config.num_groups / config.inner_dim)
         scale = jax.lax.rsqrt(mean + jnp.float32(self.context.norm_epsilon))
-        return y * jnp.einsum("bsg,ng->bsn", scale, own)[..., None]
+        return y * jnp.einsum("bsg,ng->bsn", scale, group_mask)[..., None]
 
     def _groups_of_heads(self, number: int, axes: tuple[str, ...]) -> Int[Array, " n"]:
         """Return the group of each head of this device."""

@@ -151,8 +151,8 @@ class Chain:
             params = model.adapter.used(params)
         execution = dataclasses.replace(execution.declaring(), telemetry="brief")
         store = ResidentLayers(params) if store is None else store
-        given = {"params": params, "router_state": state, "store": store, "experts": experts}
-        return cls(model=model, execution=execution, **given)
+        fields = {"params": params, "router_state": state, "store": store, "experts": experts}
+        return cls(model=model, execution=execution, **fields)
 
     @property
     def calls(self) -> tuple[LayerCall, ...]:
@@ -183,40 +183,40 @@ class Chain:
             token_mask: False for padding after a row's tokens, with a cache.
         """
         names = ("tokens", "segment_ids", "positions", "token_mask")
-        given = zip(names, (tokens, segment_ids, positions, token_mask), strict=True)
-        arrays = {name: array for name, array in given if array is not None}
+        arrays_by_name = zip(names, (tokens, segment_ids, positions, token_mask), strict=True)
+        arrays = {name: array for name, array in arrays_by_name if array is not None}
         return _begin(self.model, self.execution, self.params["embedding"]["weight"], arrays)
 
-    def call(self, call: LayerCall, stream: Stream, about: TokenInputs) -> Stream:
+    def call(self, call: LayerCall, stream: Stream, tokens: TokenInputs) -> Stream:
         """Return the stream after a layer.
 
         Args:
             call: Layer.
             stream: Stream before it; its cache, if it has one, is that of the layer's stack, and is
                 written in place.
-            about: Inputs of all layers.
+            tokens: Inputs of all layers.
         """
-        return self._computed(None, call, stream, about)
+        return self._computed(None, call, stream, tokens)
 
-    def mix(self, call: LayerCall, stream: Stream, about: TokenInputs) -> Stream:
+    def mix(self, call: LayerCall, stream: Stream, tokens: TokenInputs) -> Stream:
         """Return the stream after the mixer half of a layer; see `call`."""
-        return self._computed("mix", call, stream, about)
+        return self._computed("mix", call, stream, tokens)
 
-    def feed(self, call: LayerCall, stream: Stream, about: TokenInputs) -> Stream:
+    def feed(self, call: LayerCall, stream: Stream, tokens: TokenInputs) -> Stream:
         """Return the stream after the feed-forward half of a layer; see `call`."""
-        return self._computed("feed", call, stream, about)
+        return self._computed("feed", call, stream, tokens)
 
     def _computed(
-        self, half: str | None, call: LayerCall, stream: Stream, about: TokenInputs
+        self, half: str | None, call: LayerCall, stream: Stream, tokens: TokenInputs
     ) -> Stream:
         if self.experts is not None and call.stack.kind.feed_forward.is_routed and half != "mix":
-            mixed = self.mix(call, stream, about) if half is None else stream
-            return self.experts.feed(self, call, mixed, about)
+            mixed = self.mix(call, stream, tokens) if half is None else stream
+            return self.experts.feed(self, call, mixed, tokens)
         params, place = self.store.layer(call)
         numbers = tuple(np.int32(n) for n in (place, call.cache_layer, call.moe_layer))
         program = self.model.context, self.execution, call.stack.kind, half
         cache, stream = stream.cache, dataclasses.replace(stream, cache=None)
-        return _call(*program, params, self.router_state, numbers, stream, about, cache)
+        return _call(*program, params, self.router_state, numbers, stream, tokens, cache)
 
     def hidden(self, stream: Stream) -> Float[Array, "B S D"]:
         """Return the residual stream as if no layer followed, before the final norm."""
@@ -256,8 +256,10 @@ def layer_inputs(
         moe_layer: `LayerCall.moe_layer`.
     """
     is_routed = kind.feed_forward.is_routed
-    own = jax.tree.map(lambda x: _at(x, moe_layer), router_state) if is_routed else {}
-    return LayerInputs(router_state=own, key=None, stack_layer=cache_layer, moe_layer=moe_layer)
+    layer_state = jax.tree.map(lambda x: _at(x, moe_layer), router_state) if is_routed else {}
+    return LayerInputs(
+        router_state=layer_state, key=None, stack_layer=cache_layer, moe_layer=moe_layer
+    )
 
 
 def layer_of(params: Any, place: Array) -> Any:
@@ -275,9 +277,9 @@ def _begin(
     model: ModelConfig, execution: ExecutionConfig, weight: Array, arrays: dict[str, Any]
 ) -> tuple[Stream, TokenInputs]:
     mask_ratio = jnp.zeros(arrays["tokens"].shape, jnp.float32)  # nothing is masked
-    given = arrays | {"context": {"mask_ratio": mask_ratio}}
-    about = token_inputs(given, None, None, execution.placement)
-    return begun_stream(model, weight, about.context["tokens"], execution), about
+    arguments = arrays | {"context": {"mask_ratio": mask_ratio}}
+    inputs = token_inputs(arguments, None, None, execution.placement)
+    return begun_stream(model, weight, inputs.context["tokens"], execution), inputs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnames="cache")
@@ -290,15 +292,15 @@ def _call(
     router_state: Any,
     numbers: tuple[Array, Array, Array],
     stream: Stream,
-    about: TokenInputs,
+    tokens: TokenInputs,
     cache: Any,
 ) -> Stream:
     block = Block(kind.mixer, kind.feed_forward, context, execution, train=False)
     place, *of_layer = numbers
-    own = layer_of(params, place)
+    layer_params = layer_of(params, place)
     stream = dataclasses.replace(stream, cache=cache)
-    given = layer_inputs(kind, router_state, *of_layer)
-    return block.apply({"params": own}, stream, given, about, method=half)[0]
+    inputs = layer_inputs(kind, router_state, *of_layer)
+    return block.apply({"params": layer_params}, stream, inputs, tokens, method=half)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

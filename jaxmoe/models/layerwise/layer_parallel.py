@@ -51,9 +51,10 @@ def parallel_scan(model: ModelConfig) -> Scan:
         "model.loop calls layers several times": model.loop is not None,
         "model.moe.router carries logits from layer to layer": carries,
     }
-    if found := [reason for reason, holds in reasons.items() if holds]:
+    if reasons_against := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(
-            f"sweeps evaluate equal layers in parallel, and {found[0]}: set sweeps to 0, or measure"
+            f"sweeps evaluate equal layers in parallel, and {reasons_against[0]}: set sweeps to"
+            f" 0, or measure"
             " another run"
         )
     return scan
@@ -86,21 +87,21 @@ def sweep_streams(
     numbers = np.array([(call.cache_layer, call.moe_layer) for call in calls], np.int32)
     inputs = jax.vmap(functools.partial(layer_inputs, stack.kind, model.router_state))(*numbers.T)
     estimate = jnp.broadcast_to(stream.x[None], (stack.num_layers, *stream.x.shape))
-    found, sizes = [], (model.model.context, model.execution, stack, is_batched)
+    streams, sizes = [], (model.model.context, model.execution, stack, is_batched)
     for _ in range(sweeps):
         estimate, last = _sweep(
             *sizes, stack_parameters(model.params, stack), inputs, stream, about, estimate
         )
-        found.append(_in_order(model, model.model.scans[index + 1 :], last, about))
-    return found
+        streams.append(_in_order(model, model.model.scans[index + 1 :], last, about))
+    return streams
 
 
-def _in_order(model: Chain, scans: tuple[Scan, ...], stream: Stream, about: TokenInputs) -> Stream:
+def _in_order(model: Chain, scans: tuple[Scan, ...], stream: Stream, tokens: TokenInputs) -> Stream:
     """Return the stream after whole scans."""
     for scan in scans:
         for place in range(scan.length):
             for stack in scan.stacks:
-                stream = model.call(LayerCall(stack, place), stream, about)
+                stream = model.call(LayerCall(stack, place), stream, tokens)
     return stream
 
 
@@ -113,7 +114,7 @@ def _sweep(
     params: Any,
     inputs: LayerInputs,
     first: Stream,
-    about: TokenInputs,
+    tokens: TokenInputs,
     estimate: Array,
 ) -> tuple[Array, Stream]:
     """Return the improved inputs of all layers, and the stream after the last.
@@ -126,13 +127,13 @@ def _sweep(
         params: Their parameters, stacked.
         inputs: Their inputs, stacked.
         first: Stream before the first.
-        about: Inputs of all layers.
+        tokens: Inputs of all layers.
         estimate: Inputs x of the layers [N B S D].
     """
     block = Block(stack.kind.mixer, stack.kind.feed_forward, context, execution, train=False)
 
-    def branch(own: Any, given: LayerInputs, x: Array) -> Array:
-        return block.apply({"params": own}, Stream(x=x), given, about)[0].x - x
+    def branch(layer_params: Any, given: LayerInputs, x: Array) -> Array:
+        return block.apply({"params": layer_params}, Stream(x=x), given, tokens)[0].x - x
 
     every = params, inputs, estimate
     branches = jax.vmap(branch)(*every) if is_batched else jax.lax.map(lambda x: branch(*x), every)

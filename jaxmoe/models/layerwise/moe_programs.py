@@ -35,7 +35,7 @@ from sharding.expert_parallel.dispatched import Outgoing
 
 
 def route(
-    chain: Chain, call: LayerCall, stream: Stream, about: TokenInputs
+    chain: Chain, call: LayerCall, stream: Stream, tokens: TokenInputs
 ) -> tuple[Int[np.ndarray, "T K"], Float[Array, "T D"]]:
     """Return the experts of each token, and the activations that they read.
 
@@ -43,7 +43,7 @@ def route(
         chain: Model whose layers need not have the weights of their experts.
         call: MoE layer.
         stream: Stream after its mixer.
-        about: Inputs of all layers.
+        tokens: Inputs of all layers.
 
     Returns:
         Ids, the number of experts that can be chosen where there is none; activations in the
@@ -52,7 +52,7 @@ def route(
     kind, moe = call.stack.kind, call.stack.kind.feed_forward
     watched = Layer(kind.mixer, recorded(moe, stream.x.shape[0] * stream.x.shape[1]))
     bare = dataclasses.replace(stream, cache=None)
-    ids, rows = _route(*_of(chain, call, watched), bare, about)
+    ids, rows = _route(*_of(chain, call, watched), bare, tokens)
     return jax.device_get(ids), rows
 
 
@@ -80,7 +80,7 @@ def compute(
 
 
 def write(
-    chain: Chain, call: LayerCall, stream: Stream, about: TokenInputs, outputs: Array
+    chain: Chain, call: LayerCall, stream: Stream, tokens: TokenInputs, outputs: Array
 ) -> Stream:
     """Return the stream after the MoE layer.
 
@@ -88,11 +88,11 @@ def write(
         chain: As for `route`.
         call: MoE layer.
         stream: Stream after its mixer.
-        about: Inputs of all layers.
+        tokens: Inputs of all layers.
         outputs: Outputs of all experts that `route` has named, by assignment.
     """
     cache, bare = stream.cache, dataclasses.replace(stream, cache=None)
-    written = _write(*_of(chain, call, call.stack.kind), bare, about, outputs)
+    written = _write(*_of(chain, call, call.stack.kind), bare, tokens, outputs)
     return dataclasses.replace(written, cache=cache)
 
 
@@ -104,15 +104,15 @@ def _of(chain: Chain, call: LayerCall, kind: Layer) -> tuple[Any, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _route(*given: Any) -> tuple[Array, Array]:
-    *of_layer, stream, about = given
-    execution, top_k = given[1], given[2].feed_forward.top_k
+def _route(*arguments: Any) -> tuple[Array, Array]:
+    *of_layer, stream, about = arguments
+    execution, top_k = arguments[1], arguments[2].feed_forward.top_k
     tokens = stream.x.shape[0] * stream.x.shape[1]
     dtype = execution.precision.compute_dtype
     nothing = jnp.zeros((tokens * top_k, stream.x.shape[-1]), dtype)
-    block, own, inputs = _layer(of_layer, nothing)
-    outputs: Any = block.apply(own, stream, inputs, about, method="feed")[1]
-    rows: Any = block.apply(own, stream, method="fed")
+    block, layer_params, inputs = _layer(of_layer, nothing)
+    outputs: Any = block.apply(layer_params, stream, inputs, about, method="feed")[1]
+    rows: Any = block.apply(layer_params, stream, method="fed")
     return outputs.statistics.extra[RECORDED] - 1, rows.astype(dtype).reshape(tokens, -1)
 
 
@@ -141,20 +141,20 @@ def _compute(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _write(*given: Any) -> Stream:
-    *of_layer, stream, about, outputs = given
-    block, own, inputs = _layer(of_layer, outputs)
-    return block.apply(own, stream, inputs, about, method="feed")[0]
+def _write(*arguments: Any) -> Stream:
+    *of_layer, stream, tokens, outputs = arguments
+    block, layer_params, inputs = _layer(of_layer, outputs)
+    return block.apply(layer_params, stream, inputs, tokens, method="feed")[0]
 
 
-def _layer(given: Sequence[Any], outputs: Array) -> tuple[Block, Any, Any]:
+def _layer(arguments: Sequence[Any], outputs: Array) -> tuple[Block, Any, Any]:
     """Return the module of a layer, its parameters and its inputs.
 
     Args:
-        given: What `_of` returns.
+        arguments: What `_of` returns.
         outputs: Outputs of its experts.
     """
-    context, execution, kind, params, router_state, numbers = given
+    context, execution, kind, params, router_state, numbers = arguments
     block = Block(kind.mixer, kind.feed_forward, context, execution, train=False)
     inputs = layer_inputs(kind, router_state, *numbers[1:])
     inputs = dataclasses.replace(inputs, expert_outputs=outputs)

@@ -49,10 +49,12 @@ class WindowStore:
         """
         self._host: dict[tuple[str, int], Any] = {}
         for stack in model.stacks:
-            own = jax.tree.map(np.asarray, stack_parameters(params, stack))
+            stack_params = jax.tree.map(np.asarray, stack_parameters(params, stack))
             for place in range(stack.num_layers):
-                one = slice(place, place + 1)
-                self._host[stack.path, place] = jax.tree.map(lambda x, one=one: x[one], own)
+                layer_slice = slice(place, place + 1)
+                self._host[stack.path, place] = jax.tree.map(
+                    lambda x, layer_slice=layer_slice: x[layer_slice], stack_params
+                )
         self._order = [(call.stack.path, call.place) for call in layer_calls(model)]
         self._size, self._next = size, 0
         self._held: dict[tuple[str, int], concurrent.futures.Future[Any]] = {}
@@ -70,15 +72,23 @@ class WindowStore:
         if self._order[self._next] != key:
             self._next = self._order.index(key)
         ahead = range(self._next, self._next + self._size)
-        wanted = list(dict.fromkeys(self._order[place % number] for place in ahead))
-        self._held = {one: held for one, held in self._held.items() if one in wanted}
-        for one in wanted:
-            if one not in self._held:
-                self._held[one] = self._thread.submit(jax.device_put, self._host[one])
-                self.moved_bytes += tree_bytes(self._host[one])
+        places = list(dict.fromkeys(self._order[place % number] for place in ahead))
+        self._held = {
+            layer_place: layer_params
+            for layer_place, layer_params in self._held.items()
+            if layer_place in places
+        }
+        for layer_place in places:
+            if layer_place not in self._held:
+                self._held[layer_place] = self._thread.submit(
+                    jax.device_put, self._host[layer_place]
+                )
+                self.moved_bytes += tree_bytes(self._host[layer_place])
         present = {*self._held, *([self._last] if self._last else [])}
         self.peak_layers = max(self.peak_layers, len(present))
-        self.peak_bytes = max(self.peak_bytes, sum(tree_bytes(self._host[one]) for one in present))
+        self.peak_bytes = max(
+            self.peak_bytes, sum(tree_bytes(self._host[layer_place]) for layer_place in present)
+        )
         self.asked += 1
         self.waited += not self._held[key].done()
         self._next, self._last = (self._next + 1) % number, key
@@ -136,9 +146,9 @@ class Offload(abc.ABC):
             chain = self.begin(model, execution, params, router_state)
             batch, length = tokens.shape
             places = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
-            about = {"positions": places, "token_mask": places < lengths[:, None]}
+            masks = {"positions": places, "token_mask": places < lengths[:, None]}
             cache = initial_cache(model, execution, batch=batch, length=capacity)
-            logits, cache = _decoded(chain, tokens, cache, lengths - 1, about)
+            logits, cache = _decoded(chain, tokens, cache, lengths - 1, masks)
             token, is_done = pick(logits, keys[0], limits, ends)
             return DecodeState(token, jnp.asarray(lengths), is_done, cache)
 
@@ -156,8 +166,8 @@ class Offload(abc.ABC):
             assert chain is not None  # the prompt is read first
             written = []
             for index in range(first, first + count):
-                given = {"positions": state.length[:, None]}
-                logits, cache = _decoded(chain, state.token[:, None], state.cache, None, given)
+                options = {"positions": state.length[:, None]}
+                logits, cache = _decoded(chain, state.token[:, None], state.cache, None, options)
                 new, is_end = pick(logits, keys[index], limits, ends)
                 if len(ends):
                     new = jnp.where(state.is_done, ends[0], new)
@@ -192,9 +202,9 @@ class LayerWindow(Offload):
         """Return a chain whose layers are in a new window."""
         self.store = WindowStore(model, params, self.size)
         looped = {scan.name for scan in model.scans}
-        others = {name: x for name, x in params.items() if name not in looped}
+        outside = {name: x for name, x in params.items() if name not in looped}
         router_state = jax.device_put(router_state)
-        return Chain.of(model, execution, jax.device_put(others), router_state, self.store)
+        return Chain.of(model, execution, jax.device_put(outside), router_state, self.store)
 
     def __str__(self) -> str:
         store = self.store
@@ -228,14 +238,16 @@ def parse_window(text: str) -> LayerWindow:
 
 
 def _decoded(
-    chain: Chain, tokens: Any, cache: Cache, at: np.ndarray | None, given: dict[str, Any]
+    chain: Chain, tokens: Any, cache: Cache, at: np.ndarray | None, options: dict[str, Any]
 ) -> tuple[Array, Cache]:
     """Return the logits of one token of each row [B V], and the caches."""
-    stream, about = chain.begin(tokens, **given)
+    stream, inputs = chain.begin(tokens, **options)
     caches = dict(cache)
     for call in chain.calls:
         before = stream.x
-        stream = chain.call(call, dataclasses.replace(stream, cache=caches[call.stack.path]), about)
+        stream = chain.call(
+            call, dataclasses.replace(stream, cache=caches[call.stack.path]), inputs
+        )
         caches[call.stack.path] = stream.cache
         stream = dataclasses.replace(stream, cache=None)
         jax.block_until_ready(before)  # the layer before is free now

@@ -35,10 +35,10 @@ def measured_chip(chip: Chip, plan: StepPlan, seconds: float) -> Chip:
     communicated, hideable = open_ended.communicated, open_ended.hidden
     least = executed_flops(sizes) / math.prod(sizes.mesh.values()) / chip.flops
     # The inverse of `StepTime.step`: compute - min(hideable, overlap * compute) = left.
-    left = seconds - communicated
-    compute = left + hideable
+    computing = seconds - communicated
+    compute = computing + hideable
     if chip.overlap < 1.0:
-        compute = min(compute, left / (1.0 - chip.overlap))
+        compute = min(compute, computing / (1.0 - chip.overlap))
     if compute < least:
         raise ValueError(
             f"measured_run: a step of {seconds:.4g} s is shorter than the {least:.4g} s of its"

@@ -85,11 +85,11 @@ class Collective:
         all-to-all, twice that for all-reduce, the whole for the others (the worst case of a ragged
         all-to-all; what each source of a permute sends).
         """
-        whole = max(self.operand_bytes, self.result_bytes)
+        num_bytes = max(self.operand_bytes, self.result_bytes)
         if self.kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
-            return float(whole)
-        others = 1 - 1 / len(self.groups[0]) if self.groups else 1.0
-        return others * whole * (2 if self.kind == "all-reduce" else 1)
+            return float(num_bytes)
+        remote_share = 1 - 1 / len(self.groups[0]) if self.groups else 1.0
+        return remote_share * num_bytes * (2 if self.kind == "all-reduce" else 1)
 
 
 def collectives(text: str) -> list[Collective]:
@@ -155,8 +155,8 @@ class _Walk:
         if pairs := re.search(r"source_target_pairs=(\{\{.*?\}\})", attributes):
             return parse_lists(pairs[1])
         everyone = (tuple(range(self.num_devices)),) if self.num_devices else ()
-        _, found, text = attributes.partition("replica_groups=")
-        return (parse_groups(text) or everyone) if found else everyone
+        _, separator, text = attributes.partition("replica_groups=")
+        return (parse_groups(text) or everyone) if separator else everyone
 
     def is_reduce_scatter(self, fusion: Instruction) -> bool:
         return (fusion.attribute("calls") or "").startswith("all-reduce-scatter")
@@ -191,8 +191,8 @@ def trip_count(module: Module, loop: Instruction, computation: Computation) -> i
         loop: The while instruction.
         computation: Computation that has it.
     """
-    if known := re.search(r"known_trip_count\D*(\d+)", loop.attributes):
-        return int(known[1])
+    if match := re.search(r"known_trip_count\D*(\d+)", loop.attributes):
+        return int(match[1])
     body, condition = loop.attribute("body") or "", loop.attribute("condition") or ""
     test, result = module.roots.get(condition), module.roots.get(body)
     start = computation.get(loop.operands[0])

@@ -21,10 +21,10 @@ def parse_lists(text: str) -> Groups:
 
 def _iota(text: str) -> np.ndarray:
     """Return `[4,2]T(1,0)`, numbers from 0 in this shape, transposed; `[8]<=` reshapes them."""
-    wanted, sizes, order = _parts(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    shape, sizes, order = _parts(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     numbers = np.arange(math.prod(_integers(sizes))).reshape(_integers(sizes))
     numbers = numbers.transpose(_integers(order) if order else None)
-    return numbers.reshape(_integers(wanted)) if wanted else numbers
+    return numbers.reshape(_integers(shape)) if shape else numbers
 
 
 def parse_groups(text: str) -> Groups:
@@ -57,8 +57,8 @@ def _mesh_groups(text: str) -> Groups:
     place: dict[tuple[str, int], int] = {}
     for name, size in sizes.items():
         bounds = {1, size}
-        for other, before, part in chosen:
-            bounds |= {before, before * part} if other == name else set()
+        for axis, before, part in chosen:
+            bounds |= {before, before * part} if axis == name else set()
         cuts = sorted(bounds)
         for before, after in zip(cuts, cuts[1:], strict=False):
             place[name, before] = len(factors)
@@ -66,18 +66,18 @@ def _mesh_groups(text: str) -> Groups:
     devices = np.arange(math.prod(factors))
     if ids:
         devices = _iota(ids) if "]T" in ids else np.asarray(_integers(ids))
-    kept = [place[name, before] for name, before, size in chosen if size > 1]
-    rest = [i for i in range(len(factors)) if i not in kept]
-    width = math.prod(factors[i] for i in kept)
-    groups = devices.reshape(factors).transpose(rest + kept).reshape(-1, width)
+    places = [place[name, before] for name, before, size in chosen if size > 1]
+    remaining = [i for i in range(len(factors)) if i not in places]
+    width = math.prod(factors[i] for i in places)
+    groups = devices.reshape(factors).transpose(remaining + places).reshape(-1, width)
     return tuple(map(tuple, groups.tolist()))
 
 
 def _parts(form: str, text: str) -> tuple[str | Any, ...]:
-    found = re.match(form, text)
-    if found is None:
+    match = re.match(form, text)
+    if match is None:
         raise ValueError(f"unknown form of replica groups: {text[:80]!r}")
-    return found.groups()
+    return match.groups()
 
 
 def _integers(text: str) -> list[int]:

@@ -28,8 +28,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """Return the name that an attribute holds, or None."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
 
 
 Computation = dict[str, Instruction]
@@ -69,11 +69,11 @@ def parse_module(text: str) -> Module:
             current = head[2]
             computations[current] = {}
             entry = current if head[1] else entry
-        elif current and (found := _LINE.match(line)):
-            instruction = _instruction(found[2], line[found.end() :])
+        elif current and (match := _LINE.match(line)):
+            instruction = _instruction(match[2], line[match.end() :])
             _add_elements(instruction, computations[current])
-            computations[current][found[2]] = instruction
-            if found[1]:
+            computations[current][match[2]] = instruction
+            if match[1]:
                 roots[current] = instruction
     if entry is None:
         raise ValueError(
@@ -88,10 +88,12 @@ def parse_module(text: str) -> Module:
 def _instruction(name: str, text: str) -> Instruction:
     """Return the instruction behind an equality sign: shape, opcode, arguments, attributes."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
-    shape, rest = text[:end], text[end:].lstrip()
-    opens = rest.find("(")
-    closes = _closing(rest, opens)
-    return Instruction(name, shape, rest[:opens], rest[opens + 1 : closes], rest[closes + 1 :])
+    shape, remaining = text[:end], text[end:].lstrip()
+    opens = remaining.find("(")
+    closes = _closing(remaining, opens)
+    return Instruction(
+        name, shape, remaining[:opens], remaining[opens + 1 : closes], remaining[closes + 1 :]
+    )
 
 
 def _add_elements(instruction: Instruction, computation: Computation) -> None:
@@ -108,10 +110,10 @@ def _add_elements(instruction: Instruction, computation: Computation) -> None:
 def _closing(text: str, start: int) -> int:
     """Return the index at which the parenthesis that opens at `start` closes."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
+    for bracket in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if bracket[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return bracket.start()
     return len(text)
 
 
@@ -164,8 +166,8 @@ def operand_shapes(instruction: Instruction, computation: Computation) -> list[s
 
 def sizes_of(shape: str) -> list[int]:
     """Return the sizes of an array's dimensions."""
-    found = re.search(r"\[([\d,]*)\]", shape)
-    return [int(size) for size in (found[1].split(",") if found else ()) if size]
+    match = re.search(r"\[([\d,]*)\]", shape)
+    return [int(size) for size in (match[1].split(",") if match else ()) if size]
 
 
 _ON_CHIP = re.compile(r"\b[a-z]\w*\[[\d,]*\]\{[^}]*S\(\d+\)[^}]*\}")

@@ -134,14 +134,14 @@ def _kernel(
             return _called(part, inner, balanced_rows)
     products = [(part, inner) for part, inner in parts if part.opcode == "dot"]
     if products:
-        largest, inner = max(products, key=lambda one: dot_flops(*one))
-        flops = sum(dot_flops(*one) for one in products)
+        largest, inner = max(products, key=lambda pair: dot_flops(*pair))
+        flops = sum(dot_flops(*pair) for pair in products)
         return "library products", _limit_of_product(largest, inner), flops
     # An asynchronous fusion has no words in its name, but what it calls has.
     is_fusion = opcode == "fusion"
     for name in (instruction.name, instruction.attribute("calls")) if is_fusion else (opcode,):
-        for kind, words in _WORDS:
-            if any(word in (name or "") for word in words):
+        for kind, markers in _WORDS:
+            if any(word in (name or "") for word in markers):
                 return kind, "copy", 0.0
     return "elementwise", "copy", 0.0
 
@@ -185,11 +185,11 @@ def _limit_of_product(product: Instruction, computation: Computation) -> Limit:
 
 def _cublas_flops(call: Instruction, shapes: list[str]) -> float:
     """Return the FLOPs of a call of cuBLAS, whose result may stand beside a workspace."""
-    found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', call.attributes)
-    left = sizes_of(shapes[0])
-    dims = [int(dim) for dim in re.findall(r"\d+", found[1])] if found else [len(left) - 1]
+    match = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', call.attributes)
+    sizes = sizes_of(shapes[0])
+    dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(sizes) - 1]
     result = sizes_of(elements_of(call.shape)[0])
-    return 2.0 * math.prod(result) * math.prod(left[dim] for dim in dims)
+    return 2.0 * math.prod(result) * math.prod(sizes[dim] for dim in dims)
 
 
 def _grouped_flops(call: Instruction, shapes: list[str], balanced_rows: float) -> float:

@@ -122,9 +122,9 @@ class ProgramWalk:
     def product_flops(self, instruction: Instruction, computation: Computation) -> int:
         """Return the operations of a product, or of the products in a fusion."""
         return sum(
-            dot_flops(one, inner) if one.opcode == "dot" else convolution_flops(one, inner)
-            for one, inner in self.parts(instruction, computation)
-            if one.opcode in ("dot", "convolution")
+            dot_flops(part, inner) if part.opcode == "dot" else convolution_flops(part, inner)
+            for part, inner in self.parts(instruction, computation)
+            if part.opcode in ("dot", "convolution")
         )
 
     def parts(
@@ -135,8 +135,8 @@ class ProgramWalk:
             yield instruction, computation
             return
         inner = self.computations.get(instruction.attribute("calls") or "", {})
-        for one in inner.values():
-            yield from self.parts(one, inner)
+        for inner_instruction in inner.values():
+            yield from self.parts(inner_instruction, inner)
 
     def bytes_moved(self, instruction: Instruction, computation: Computation) -> int:
         """Return the bytes that an instruction outside a fusion reads and writes."""
@@ -166,10 +166,13 @@ class ProgramWalk:
         if _ends_collective(inner):
             return 0
         results = elements_of(fusion.shape)
-        own, written = _own(fusion, "operand", operands), _own(fusion, "output_tuple", results)
+        read_bytes, written = (
+            _own(fusion, "operand", operands),
+            _own(fusion, "output_tuple", results),
+        )
         read = sum(
             min(memory_bytes_of(operands[index]), self.taken_of_parameter(name, index))
-            for index in own
+            for index in read_bytes
             if memory_bytes_of(operands[index])
         )
         root = _behind(self.module.roots[name], inner)
@@ -192,17 +195,17 @@ class ProgramWalk:
         """Return the bytes that a fused computation takes of one parameter."""
         computation = self.computations[name]
         origin = next(
-            one
-            for one in computation.values()
-            if one.opcode == "parameter" and one.arguments.strip() == str(index)
+            member
+            for member in computation.values()
+            if member.opcode == "parameter" and member.arguments.strip() == str(index)
         )
         return sum(
-            self.taken(user, used, computation) for user, used in _users(origin, computation)
+            self.taken(user, operand, computation) for user, operand in _users(origin, computation)
         )
 
-    def taken(self, user: Instruction, used: str, computation: Computation) -> int:
+    def taken(self, user: Instruction, operand: str, computation: Computation) -> int:
         """Return the bytes that an instruction in a fusion takes of an operand."""
-        positions = [at for at, name in enumerate(user.operands) if name == used]
+        positions = [at for at, name in enumerate(user.operands) if name == operand]
         if user.opcode == "tuple":
             return 0
         if user.opcode in _SLICES and positions == [0]:
@@ -212,7 +215,7 @@ class ProgramWalk:
         if user.opcode == "fusion":
             inner = user.attribute("calls") or ""
             return sum(self.taken_of_parameter(inner, at) for at in positions)
-        return _bytes(computation[used].shape)
+        return _bytes(computation[operand].shape)
 
 
 def dot_flops(dot: Instruction, computation: Computation) -> int:
@@ -222,9 +225,9 @@ def dot_flops(dot: Instruction, computation: Computation) -> int:
         dot: The instruction.
         computation: Computation that has it.
     """
-    left = sizes_of(operand_shapes(dot, computation)[0])
-    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-    contracted = [left[int(dim)] for dim in (found[1].split(",") if found else ()) if dim]
+    sizes = sizes_of(operand_shapes(dot, computation)[0])
+    match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+    contracted = [sizes[int(dim)] for dim in (match[1].split(",") if match else ()) if dim]
     return 2 * math.prod(sizes_of(dot.shape)) * math.prod(contracted)
 
 
@@ -235,27 +238,27 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
         convolution: The instruction.
         computation: Computation that has it.
     """
-    left = sizes_of(operand_shapes(convolution, computation)[0])
+    sizes = sizes_of(operand_shapes(convolution, computation)[0])
     result = sizes_of(convolution.shape)
     attributes = convolution.attributes
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     if labels is None:
         raise ValueError(f"{convolution.name} has no dim_labels: {attributes[:200]}")
     counts = [
-        int(found[1]) if (found := re.search(rf"{name}_group_count=(\d+)", attributes)) else 1
+        int(match[1]) if (match := re.search(rf"{name}_group_count=(\d+)", attributes)) else 1
         for name in ("feature", "batch")
     ]
     products = (
-        (left[labels[1].index("f")] // counts[0])
-        * (left[labels[1].index("b")] // counts[1])
+        (sizes[labels[1].index("f")] // counts[0])
+        * (sizes[labels[1].index("b")] // counts[1])
         * result[labels[3].index("f")]
     )
     window = re.search(r"window=\{([^}]*)\}", attributes)
     fields = dict(part.split("=") for part in window[1].split()) if window else {}
-    for dim in range(len(left) - 2):
+    for dim in range(len(sizes) - 2):
         place = str(dim)
         products *= _valid_positions(
-            left[labels[1].index(place)],
+            sizes[labels[1].index(place)],
             result[labels[3].index(place)],
             *(_field(fields, name, dim) for name in ("size", "stride", "lhs_dilate", "rhs_dilate")),
             int(fields["pad"].split("x")[dim].split("_")[0]) if "pad" in fields else 0,
@@ -282,12 +285,12 @@ def _valid_positions(
 
 def _users(origin: Instruction, computation: Computation) -> Iterator[tuple[Instruction, str]]:
     """Yield the instructions that use a value, and its name there; reshapes are seen through."""
-    for one in computation.values():
-        if origin.name in one.operands:
-            if one.opcode in _SAME:
-                yield from _users(one, computation)
+    for instruction in computation.values():
+        if origin.name in instruction.operands:
+            if instruction.opcode in _SAME:
+                yield from _users(instruction, computation)
             else:
-                yield one, origin.name
+                yield instruction, origin.name
 
 
 def _behind(instruction: Instruction, computation: Computation) -> Instruction:
@@ -310,7 +313,9 @@ def _own(fusion: Instruction, name: str, shapes: list[str]) -> range:
 
 
 def _ends_collective(computation: Computation) -> bool:
-    return any('"AsyncCollectiveDone"' in one.attributes for one in computation.values())
+    return any(
+        '"AsyncCollectiveDone"' in instruction.attributes for instruction in computation.values()
+    )
 
 
 def _taken(shape: str, of: str) -> int:

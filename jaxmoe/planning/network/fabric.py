@@ -126,9 +126,9 @@ def split_loads(
     for source, target in np.argwhere(flows.count).tolist():
         number = int(flows.count[source, target])
         cut = parts(number)
-        whole, rest = divmod(number * cut, fabric.spines)
-        units = np.full(fabric.spines, whole)
-        units[(source + target + np.arange(rest)) % fabric.spines] += 1
+        per_spine, remainder = divmod(number * cut, fabric.spines)
+        units = np.full(fabric.spines, per_spine)
+        units[(source + target + np.arange(remainder)) % fabric.spines] += 1
         loads[0, source] += units * flows.bytes / cut
         loads[1, target] += units * flows.bytes / cut
     return loads

@@ -46,7 +46,7 @@ def parse_classes(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: A class or a number is unknown.
     """
-    found: list[str] = []
+    classes: list[str] = []
     for word in text.split():
         match = re.fullmatch(r"([a-z]+)(?:\*([1-9]\d*))?", word)
         if match is None or match[1] not in CARDS:
@@ -55,8 +55,8 @@ def parse_classes(text: str) -> tuple[str, ...]:
                 f"hosts={text!r}: {word!r} is not a class with a number of hosts{near};"
                 f" write such as 'ib*4 roce*4', of {', '.join(CARDS)}"
             )
-        found += [match[1]] * int(match[2] or 1)
-    return tuple(found)
+        classes += [match[1]] * int(match[2] or 1)
+    return tuple(classes)
 
 
 def class_bandwidth(classes: Sequence[str]) -> Float[np.ndarray, "H H"]:
@@ -67,9 +67,9 @@ def class_bandwidth(classes: Sequence[str]) -> Float[np.ndarray, "H H"]:
     """
     rates = np.asarray([CARDS[name] for name in classes])
     names = np.asarray(classes)
-    found = np.where(names[:, None] == names[None], rates, CARDS["ethernet"])
-    np.fill_diagonal(found, np.inf)
-    return found
+    bandwidth = np.where(names[:, None] == names[None], rates, CARDS["ethernet"])
+    np.fill_diagonal(bandwidth, np.inf)
+    return bandwidth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,9 @@ def exchanges(
     per_host, names = size // num_hosts, list(mesh)
     places = np.arange(size).reshape(tuple(mesh.values()))
     by_axes: dict[tuple[str, ...], list[Traffic]] = {}
-    for one in traffic:
-        by_axes.setdefault(one.axes, []).append(one)
-    found = []
+    for entry in traffic:
+        by_axes.setdefault(entry.axes, []).append(entry)
+    result = []
     for axes, reasons in by_axes.items():
         last = [names.index(axis) for axis in axes]
         number = math.prod(mesh[axis] for axis in axes)
@@ -126,17 +126,17 @@ def exchanges(
         if not pairs.size:
             continue
         _, starts = np.unique(pairs[0], return_index=True)
-        found.append(
+        result.append(
             Exchange(
                 axes=axes,
-                bytes=sum(one.bytes for one in reasons),
-                latency=latency * sum(one.messages for one in reasons),
+                bytes=sum(entry.bytes for entry in reasons),
+                latency=latency * sum(entry.messages for entry in reasons),
                 sources=pairs[1],
                 targets=pairs[2],
                 starts=starts,
             )
         )
-    return found
+    return result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,28 +160,28 @@ def slowest_link(
     """
     sizes = dict(mesh)
     number = math.prod(sizes[axis] for axis in axes)
-    one = Traffic(reason="", axes=axes, num_devices=number, bytes=1.0, messages=0.0)
+    unit_traffic = Traffic(reason="", axes=axes, num_devices=number, bytes=1.0, messages=0.0)
     links = np.asarray(host_links)
-    crossing = exchanges([one], sizes, len(links), 0.0)
+    crossing = exchanges([unit_traffic], sizes, len(links), 0.0)
     return min((float(links[e.sources, e.targets].min()) for e in crossing), default=None)
 
 
 def order_seconds(
     order: Int[np.ndarray, " H"],
-    found: Sequence[Exchange],
+    exchanges_in_step: Sequence[Exchange],
     bandwidth: Float[np.ndarray, "H H"],
 ) -> float:
     """Return the seconds of a step's messages between hosts.
 
     Args:
         order: Host at each position.
-        found: Result of `exchanges`.
+        exchanges_in_step: Result of `exchanges`.
         bandwidth: Bytes per second from a host to another.
     """
     total = 0.0
-    for one in found:
-        rates = bandwidth[order[one.sources], order[one.targets]]
-        times = one.latency + one.bytes / np.minimum.reduceat(rates, one.starts)
+    for exchange in exchanges_in_step:
+        rates = bandwidth[order[exchange.sources], order[exchange.targets]]
+        times = exchange.latency + exchange.bytes / np.minimum.reduceat(rates, exchange.starts)
         total += float(times.max() + _MEAN * times.mean())
     return total
 
@@ -192,15 +192,15 @@ def greedy_order(bandwidth: Float[np.ndarray, "H H"]) -> Int[np.ndarray, " H"]:
     Args:
         bandwidth: Bytes per second from a host to another.
     """
-    order, left = [0], set(range(1, len(bandwidth)))
-    while left:
-        order.append(max(left, key=lambda host: (bandwidth[order[-1], host], -host)))
-        left.remove(order[-1])
+    order, remaining = [0], set(range(1, len(bandwidth)))
+    while remaining:
+        order.append(max(remaining, key=lambda host: (bandwidth[order[-1], host], -host)))
+        remaining.remove(order[-1])
     return np.asarray(order)
 
 
 def best_order(
-    found: Sequence[Exchange],
+    exchanges_in_step: Sequence[Exchange],
     bandwidth: Float[np.ndarray, "H H"],
     *,
     moves: int = 20_000,
@@ -209,7 +209,7 @@ def best_order(
     """Return the best order of the annealing, and its seconds.
 
     Args:
-        found: Result of `exchanges`.
+        exchanges_in_step: Result of `exchanges`.
         bandwidth: Bytes per second from a host to another.
         moves: Number of moves to try.
         seed: Seed of the moves.
@@ -217,18 +217,22 @@ def best_order(
     rng = np.random.default_rng(seed)
     order = greedy_order(bandwidth)
     plain = np.arange(len(order))
-    seconds, best = order_seconds(order, found, bandwidth), order
+    seconds, best = order_seconds(order, exchanges_in_step, bandwidth), order
     least = seconds
-    if (own := order_seconds(plain, found, bandwidth)) <= least:  # no reason to reorder
-        order, best, seconds, least = plain, plain, own, own
-    if len(order) < 2 or not found:
+    if (
+        plain_seconds := order_seconds(plain, exchanges_in_step, bandwidth)
+    ) <= least:  # no reason to reorder
+        order, best, seconds, least = plain, plain, plain_seconds, plain_seconds
+    if len(order) < 2 or not exchanges_in_step:
         return best, least
     scale, temperature = max(least, 1e-30), 1.0
     for _ in range(moves):
         moved = _moved(order, rng)
-        other = order_seconds(moved, found, bandwidth)
-        if other <= seconds or rng.random() < math.exp((seconds - other) / scale / temperature):
-            order, seconds = moved, other
+        seconds_moved = order_seconds(moved, exchanges_in_step, bandwidth)
+        if seconds_moved <= seconds or rng.random() < math.exp(
+            (seconds - seconds_moved) / scale / temperature
+        ):
+            order, seconds = moved, seconds_moved
             if seconds < least:
                 best, least = order, seconds
         temperature = max(_COOLING * temperature, 1e-9)
@@ -246,5 +250,8 @@ def _moved(order: Int[np.ndarray, " H"], rng: np.random.Generator) -> Int[np.nda
         return moved
     if kind == 2:  # insert a host elsewhere
         return np.insert(np.delete(order, first), last, order[first])
-    part, rest = order[first : last + 1], np.delete(order, np.s_[first : last + 1])  # move a part
-    return np.insert(rest, int(rng.integers(len(rest) + 1)), part)
+    part, remaining = (
+        order[first : last + 1],
+        np.delete(order, np.s_[first : last + 1]),
+    )  # move a part
+    return np.insert(remaining, int(rng.integers(len(remaining) + 1)), part)

@@ -21,8 +21,8 @@ def linked_chip(chip: Chip, table: LinkTable) -> Chip:
         table: Table of `python -m experiments.doctor --links`.
     """
     rates = [(size.axis, table.axis_rate(size.axis)) for size in table.mesh]
-    known = tuple((axis, rate) for axis, rate in rates if rate is not None)
-    return dataclasses.replace(chip, rates=known)
+    measured_rates = tuple((axis, rate) for axis, rate in rates if rate is not None)
+    return dataclasses.replace(chip, rates=measured_rates)
 
 
 def host_bandwidth(table: LinkTable) -> Float[np.ndarray, "H H"]:
@@ -38,12 +38,12 @@ def host_bandwidth(table: LinkTable) -> Float[np.ndarray, "H H"]:
     """
     process_of = dict(zip(table.devices, table.processes, strict=True))
     number = max(table.processes) + 1
-    found = np.full((number, number), np.inf)
+    bandwidth = np.full((number, number), np.inf)
     for link in table.links:
         pair = process_of[link.source], process_of[link.target]
         if pair[0] != pair[1]:
-            found[pair] = min(found[pair], table.rate(link).bandwidth)
-    missing = np.isinf(found) & ~np.eye(number, dtype=bool)
+            bandwidth[pair] = min(bandwidth[pair], table.rate(link).bandwidth)
+    missing = np.isinf(bandwidth) & ~np.eye(number, dtype=bool)
     if missing.any():
         source, target = map(int, np.argwhere(missing)[0])
         raise ValueError(
@@ -51,4 +51,4 @@ def host_bandwidth(table: LinkTable) -> Float[np.ndarray, "H H"]:
             f" measured, such as {source} -> {target}: measure them with python -m"
             " experiments.doctor --links --pairs processes"
         )
-    return found
+    return bandwidth

@@ -100,12 +100,12 @@ def network_lines(config: NetworkConfig, plan: StepPlan, chip: Chip) -> list[str
 def _measured(table: LinkTable, plan: StepPlan, chip: Chip) -> Iterator[str]:
     mesh, linked = dict(plan.mesh.shape), linked_chip(chip, table)
     yield f"measured links       of {len(table.devices)} x {table.device_kind}"
-    for one in step_traffic(plan):
-        found = seconds_of(one, mesh, linked)
-        nominal = seconds_of(one, mesh, dataclasses.replace(chip, rates=()))
-        is_known = linked.measured_rate(one.axes) is not None
-        text = f"{found:.3g} s measured" if is_known else "not measured"
-        yield f"  {one.reason} over {' x '.join(one.axes)}: {text}, {nominal:.3g} s nominal"
+    for entry in step_traffic(plan):
+        seconds = seconds_of(entry, mesh, linked)
+        nominal = seconds_of(entry, mesh, dataclasses.replace(chip, rates=()))
+        is_known = linked.measured_rate(entry.axes) is not None
+        text = f"{seconds:.3g} s measured" if is_known else "not measured"
+        yield f"  {entry.reason} over {' x '.join(entry.axes)}: {text}, {nominal:.3g} s nominal"
 
 
 def host_links(config: NetworkConfig, num_devices: int, order: Sequence[int] = ()) -> HostLinks:
@@ -152,11 +152,11 @@ def _hosts(
     bandwidth: Float[np.ndarray, "H H"], classes: tuple[str, ...], plan: StepPlan, chip: Chip
 ) -> Iterator[str]:
     mesh = dict(plan.mesh.shape)
-    found = exchanges(step_traffic(plan), mesh, len(bandwidth), chip.link_latency)
-    order, seconds = best_order(found, bandwidth)
-    given = order_seconds(np.arange(len(order)), found, bandwidth)
+    exchanges_in_step = exchanges(step_traffic(plan), mesh, len(bandwidth), chip.link_latency)
+    order, seconds = best_order(exchanges_in_step, bandwidth)
+    plain = order_seconds(np.arange(len(order)), exchanges_in_step, bandwidth)
     yield (
-        f"order of hosts       {seconds:.3g} s of messages between hosts, {given:.3g} s as given:"
+        f"order of hosts       {seconds:.3g} s of messages between hosts, {plain:.3g} s as given:"
         f" --execution.host_order {' '.join(map(str, order))}"
     )
     if classes:
@@ -175,16 +175,17 @@ def _fabric(config: NetworkConfig, plan: StepPlan, chip: Chip) -> Iterator[str]:
         f"leaf-spine network   {config.spines} spines, {config.devices_per_leaf} devices under a"
         " leaf; load of the fullest link over that of spraying"
     )
-    for one in step_traffic(plan):
-        kind = "all-to-all" if one.reason in _ALL_TO_ALL else "collective-permute"
-        flows = flows_of(kind, one.axes, one.bytes, mesh, fabric)
+    for entry in step_traffic(plan):
+        kind = "all-to-all" if entry.reason in _ALL_TO_ALL else "collective-permute"
+        flows = flows_of(kind, entry.axes, entry.bytes, mesh, fabric)
         ideal = sprayed(flows, fabric)
         if not ideal:
             continue
         shown = ", ".join(f"{way.name} {way.congestion:.2f}" for way in spreads(flows, fabric))
         parts = max(exact_parts(int(n), fabric.spines) for n in flows.count[flows.count > 0].flat)
         yield (
-            f"  {one.reason} over {' x '.join(one.axes)}: {shown} ({parts} parts); one path at most"
+            f"  {entry.reason} over {' x '.join(entry.axes)}: {shown} ({parts} parts); one path"
+            f" at most"
             f" {single_path_bound(flows, fabric):.2f};"
             f" {ideal / fabric.link_bandwidth:.3g} s sprayed"
         )

@@ -82,9 +82,9 @@ class ExFlowConfig(Placer):
             f"{name}, improved": _improve(affinity, devices, num_devices)
             for name, devices in candidates.items()
         }
-        found, bound = _program(affinity, layers, num_devices, self.time_limit_s)
-        if found is not None:
-            candidates["highs"] = found
+        solution, bound = _program(affinity, layers, num_devices, self.time_limit_s)
+        if solution is not None:
+            candidates["highs"] = solution
         costs = {name: crossings(affinity, devices) for name, devices in candidates.items()}
         best = min(costs, key=lambda name: costs[name])
         return Solution(
@@ -147,15 +147,15 @@ def _program(
         return None, 0.0
     x = np.arange(num_layers * number * num_devices).reshape(num_layers, number, num_devices)
     z = x.size + np.arange(len(pairs) * num_devices).reshape(len(pairs), num_devices)
-    layer, here, there = pairs.T
-    weight = affinity[layer, here, there].astype(float)
+    layer, expert, next_expert = pairs.T
+    weight = affinity[layer, expert, next_expert].astype(float)
     cost = np.zeros(x.size + z.size)
     cost[z] = -weight[:, None]
     upper = np.ones(len(cost))
     if num_layers:
         forbidden = np.arange(num_devices)[None, :] > np.arange(number)[:, None]
         upper[x[0][forbidden]] = 0.0
-    ends = [x[layer, here], x[layer + 1, there]]
+    ends = [x[layer, expert], x[layer + 1, next_expert]]
     row = np.arange(z.size)
     stays = [
         Rows(
@@ -174,11 +174,13 @@ def _program(
         sums(shares, number / num_devices),
     ]
     is_whole = np.arange(len(cost)) < x.size
-    found = minimise(cost, constraints, upper=upper, is_whole=is_whole, time_limit_s=time_limit_s)
+    solution = minimise(
+        cost, constraints, upper=upper, is_whole=is_whole, time_limit_s=time_limit_s
+    )
     # Crossings are integers and not negative.
-    bound = found.bound
+    bound = solution.bound
     if np.isfinite(bound):
         bound = max(float(np.ceil(weight.sum() + bound - 1e-6)), 0.0)
-    if found.values is None:
+    if solution.values is None:
         return None, bound
-    return found.values[x].argmax(-1), bound
+    return solution.values[x].argmax(-1), bound

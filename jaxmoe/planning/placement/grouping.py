@@ -126,8 +126,8 @@ def grouping_cost(
         num_devices: P.
         balance: Weight of equal loads.
     """
-    held = np.bincount(ids, weights=frequency, minlength=num_devices)
-    uneven = np.abs(held - frequency.sum() / num_devices).sum()
+    frequencies = np.bincount(ids, weights=frequency, minlength=num_devices)
+    uneven = np.abs(frequencies - frequency.sum() / num_devices).sum()
     remote = np.sum(counts, where=ids[:, None] != experts[None, :])
     return float(balance * uneven + (1.0 - balance) * remote)
 
@@ -141,7 +141,7 @@ def cluster_ids(
 ) -> Int[np.ndarray, " V"]:
     """Return the device of each token id for given experts; arguments as in `grouping_cost`."""
     local = counts @ np.eye(num_devices)[experts]  # V, P
-    mean, held = frequency.sum() / num_devices, np.zeros(num_devices)
+    mean, frequencies = frequency.sum() / num_devices, np.zeros(num_devices)
     ids, seen = np.full(len(frequency), -1), np.flatnonzero(frequency)
     order = seen[np.argsort(-frequency[seen], kind="stable")]
     is_better = True
@@ -150,8 +150,8 @@ def cluster_ids(
         for j in order:
             old = ids[j]
             if old >= 0:
-                held[old] -= frequency[j]
-            added = np.abs(held + frequency[j] - mean) - np.abs(held - mean)
+                frequencies[old] -= frequency[j]
+            added = np.abs(frequencies + frequency[j] - mean) - np.abs(frequencies - mean)
             price = balance * added - (1.0 - balance) * local[j]
             new = int(np.argmin(price))
             # After the first assignment only a true gain moves an id.
@@ -159,7 +159,7 @@ def cluster_ids(
                 new = old
             is_better |= new != old
             ids[j] = new
-            held[new] += frequency[j]
+            frequencies[new] += frequency[j]
     return np.where(ids < 0, 0, ids)
 
 

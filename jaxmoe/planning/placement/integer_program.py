@@ -67,7 +67,7 @@ def minimise(
     if time_limit_s <= 0.0 or entries > MOST_ENTRIES:
         return Found(None, -np.inf)
     optimize, sparse = require("scipy.optimize"), require("scipy.sparse")
-    given = [
+    bounds = [
         optimize.LinearConstraint(
             sparse.csr_array(
                 (rows.value, (rows.row, rows.column)), shape=(len(rows.low), len(cost))
@@ -81,7 +81,7 @@ def minimise(
         cost,
         integrality=is_whole.astype(int),
         bounds=optimize.Bounds(np.zeros(len(cost)), upper),
-        constraints=given,
+        constraints=bounds,
         options={"time_limit": time_limit_s},
     )
     bound = getattr(result, "mip_dual_bound", None)

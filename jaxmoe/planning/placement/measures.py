@@ -49,8 +49,8 @@ def pair_traffic(flow: Int[np.ndarray, "M P P"]) -> Float[np.ndarray, "P P"]:
 
 def imbalance(loads: Int[np.ndarray, "L E"], device_of: Devices, num_devices: int) -> float:
     """Return |load - mean load| summed over devices and layers."""
-    held = device_loads(loads, device_of, num_devices)
-    return float(np.abs(held - held.mean(1, keepdims=True)).sum())
+    device_totals = device_loads(loads, device_of, num_devices)
+    return float(np.abs(device_totals - device_totals.mean(1, keepdims=True)).sum())
 
 
 def device_loads(
@@ -70,8 +70,8 @@ def experts_devices(trace: RoutingTrace, placement: ExpertPlacement) -> Int[np.n
 def homes(trace: RoutingTrace, placement: ExpertPlacement) -> Int[np.ndarray, "L T"]:
     """Return the device with most of a token's experts, the lowest of equals; -1 for none."""
     devices = experts_devices(trace, placement)
-    held = np.stack([(devices == c).sum(-1) for c in range(placement.num_devices)])
-    return np.where(held.max(0) > 0, held.argmax(0), -1)
+    num_by_device = np.stack([(devices == c).sum(-1) for c in range(placement.num_devices)])
+    return np.where(num_by_device.max(0) > 0, num_by_device.argmax(0), -1)
 
 
 def local_share(

@@ -108,17 +108,21 @@ def cluster_by_load(
         time_limit_s: Time limit for HiGHS, seconds.
     """
     number, share = len(loads), len(loads) // num_devices
-    greedy, held, free = np.zeros(number, int), np.zeros(num_devices), np.full(num_devices, share)
+    greedy, device_totals, free = (
+        np.zeros(number, int),
+        np.zeros(num_devices),
+        np.full(num_devices, share),
+    )
     for expert in np.argsort(-loads, kind="stable"):
-        cluster = int(np.argmin(np.where(free > 0, held, np.inf)))
+        cluster = int(np.argmin(np.where(free > 0, device_totals, np.inf)))
         greedy[expert] = cluster
-        held[cluster] += loads[expert]
+        device_totals[cluster] += loads[expert]
         free[cluster] -= 1
     candidates = [np.arange(number) // share, greedy]
-    found = _clusters_by_program(loads, num_devices, time_limit_s)
-    if found is not None:
-        candidates.append(found)
-    return min(candidates, key=lambda one: imbalance(loads[None], one[None], num_devices))
+    program_labels = _clusters_by_program(loads, num_devices, time_limit_s)
+    if program_labels is not None:
+        candidates.append(program_labels)
+    return min(candidates, key=lambda labels: imbalance(loads[None], labels[None], num_devices))
 
 
 def _clusters_by_program(
@@ -145,14 +149,14 @@ def _clusters_by_program(
         for sign in (1.0, -1.0)
     ]
     constraints = [*distances, sums(x, 1.0), sums(x.T, number / num_devices)]
-    found = minimise(
+    solution = minimise(
         cost,
         constraints,
         upper=upper,
         is_whole=np.arange(len(cost)) < x.size,
         time_limit_s=time_limit_s,
     )
-    return None if found.values is None else found.values[x].argmax(-1)
+    return None if solution.values is None else solution.values[x].argmax(-1)
 
 
 def label_devices(
@@ -189,13 +193,13 @@ def _swap(flow: Flow, labels: Labels) -> Labels:
     while is_better:
         is_better = False
         for layer in range(len(labels)):
-            for one, other in pairs:
-                labels[layer, [one, other]] = labels[layer, [other, one]]
+            for first, second in pairs:
+                labels[layer, [first, second]] = labels[layer, [second, first]]
                 new = _crowding(flow, labels)
                 if new < cost:
                     cost, is_better = new, True
                 else:
-                    labels[layer, [one, other]] = labels[layer, [other, one]]
+                    labels[layer, [first, second]] = labels[layer, [second, first]]
     return labels
 
 
@@ -234,14 +238,14 @@ def _labels_by_program(
         _equals(z.reshape(-1, number), y[layer, k].ravel()),
         _equals(z.swapaxes(1, 2).reshape(-1, number), y[layer + 1, m].ravel()),
     ]
-    found = minimise(
+    solution = minimise(
         cost,
         constraints,
         upper=upper,
         is_whole=np.arange(len(cost)) < y.size,
         time_limit_s=time_limit_s,
     )
-    return None if found.values is None else found.values[y].argmax(-1), found.bound
+    return None if solution.values is None else solution.values[y].argmax(-1), solution.bound
 
 
 def _equals(variables: Int[np.ndarray, "R N"], total: Int[np.ndarray, " R"]) -> Rows:

@@ -122,11 +122,11 @@ def check_placement(model: ModelConfig, placement: ExpertPlacement) -> None:
     moe = model.moe
     if moe is None or not model.num_moe_layers:
         raise ValueError("placement: the model has no MoE layer, and no expert to place")
-    have, wanted = placement.device_of.shape, (model.num_moe_layers, moe.num_experts)
-    if have != wanted:
+    have, model_shape = placement.device_of.shape, (model.num_moe_layers, moe.num_experts)
+    if have != model_shape:
         raise ValueError(
             f"placement: it is of {have[0]} MoE layers of {have[1]} experts, and the model has"
-            f" {wanted[0]} of {wanted[1]}: record the trace of this model"
+            f" {model_shape[0]} of {model_shape[1]}: record the trace of this model"
         )
     router = moe.router
     if not router.traits.is_learned:
@@ -165,12 +165,12 @@ def _moves(model: ModelConfig, placement: ExpertPlacement) -> dict[tuple[str, ..
     return moves
 
 
-def _orders(row: ParameterSpec, own: np.ndarray, before: np.ndarray) -> Orders:
+def _orders(row: ParameterSpec, layer_order: np.ndarray, before: np.ndarray) -> Orders:
     """Return the orders of one parameter, stacked over the layers of its stack."""
     orders: list[np.ndarray | None] = []
     for axis, size in zip(row.declaration.axes, row.shape, strict=True):
         has_experts = axis in (ax.EXPERTS, ax.ROUTER_OUT)
-        orders.append(own[:, :size] if has_experts else None)
+        orders.append(layer_order[:, :size] if has_experts else None)
     if row.declaration.role == "router_residual":
         orders[1] = before
     return tuple(orders)

@@ -79,8 +79,8 @@ class RoutingTrace:
     def affinity(self) -> Int[np.ndarray, "M E E"]:
         """Return the pairs of slots between adjacent MoE layers, M = L - 1; see the module."""
         number, pairs = self.num_experts + 1, []
-        for here, there in zip(self.expert_ids[:-1], self.expert_ids[1:], strict=True):
-            both = here[:, :, None].astype(np.int64) * number + there[:, None, :]
+        for experts, next_experts in zip(self.expert_ids[:-1], self.expert_ids[1:], strict=True):
+            both = experts[:, :, None].astype(np.int64) * number + next_experts[:, None, :]
             table = np.bincount(both.ravel(), minlength=number**2).reshape(number, number)
             pairs.append(table[:-1, :-1])
         empty = np.zeros((0, self.num_experts, self.num_experts), np.int64)
@@ -94,8 +94,8 @@ class RoutingTrace:
             vocab_size: V, above every id of the trace.
         """
         number = self.num_experts + 1
-        both = self.token_ids[:, None].astype(np.int64) * number + self.expert_ids[layer]
-        table = np.bincount(both.ravel(), minlength=vocab_size * number)
+        pairs = self.token_ids[:, None].astype(np.int64) * number + self.expert_ids[layer]
+        table = np.bincount(pairs.ravel(), minlength=vocab_size * number)
         return table.reshape(vocab_size, number)[:, :-1]
 
     @property

@@ -98,9 +98,9 @@ class _Search:
         factor = self.factors.get(execution.remat, 1.0)
         return Candidate(plan=plan, time=time, memory=memory, factor=factor)
 
-    def smallest(self, one: Arrangement) -> Candidate:
+    def smallest(self, arrangement: Arrangement) -> Candidate:
         """Return the plan of an arrangement that needs least memory."""
-        return self.candidate(one.smallest, predict_time(one.smallest, self.chip))
+        return self.candidate(arrangement.smallest, predict_time(arrangement.smallest, self.chip))
 
 
 def search(
@@ -125,17 +125,17 @@ def search(
         factors: Compiled temporaries over those of the closed form, by remat.
     """
     refused: dict[str, str] = {}
-    known: list[Arrangement] = []
+    kept_arrangements: list[Arrangement] = []
     for mesh in meshes:
-        found = list(arrangements(plan, mesh, space or Space(), fold))
-        dividing = [one for one in found if isinstance(one, Arrangement)]
-        if not dividing and found:
-            refused[mesh_in_words(mesh)] = str(found[0])
-        known += dividing
+        all_arrangements = list(arrangements(plan, mesh, space or Space(), fold))
+        dividing = [one for one in all_arrangements if isinstance(one, Arrangement)]
+        if not dividing and all_arrangements:
+            refused[mesh_in_words(mesh)] = str(all_arrangements[0])
+        kept_arrangements += dividing
     searching = _Search(chip, factors or {})
     fitting: list[Candidate] = []
     faster: dict[int, Candidate] = {}
-    for place, candidate in _by_time(known, searching):
+    for place, candidate in _by_time(kept_arrangements, searching):
         if candidate.excess(chip) <= 0:
             fitting.append(candidate)
             if len(fitting) == keep:
@@ -143,18 +143,18 @@ def search(
         elif not fitting:
             faster.setdefault(place, candidate)
     fitting.sort(key=lambda one: (float(f"{one.time.step:.6g}"), one.need))
-    closest = None if fitting else _closest(known, searching)
+    closest = None if fitting else _closest(kept_arrangements, searching)
     return Found(
         fitting=fitting,
         faster=list(faster.values()) if fitting else [],
         closest=closest,
         refused=refused,
         num_meshes=len(meshes),
-        num_arrangements=len(known),
+        num_arrangements=len(kept_arrangements),
     )
 
 
-def _by_time(known: Sequence[Arrangement], searching: _Search) -> Iterator[tuple[int, Candidate]]:
+def _by_time(entries: Sequence[Arrangement], searching: _Search) -> Iterator[tuple[int, Candidate]]:
     """Yield plans with the place of their arrangement, by predicted time.
 
     An arrangement ends with its first plan that fits. One that can never fit is not gone through.
@@ -163,49 +163,51 @@ def _by_time(known: Sequence[Arrangement], searching: _Search) -> Iterator[tuple
     queue: list[tuple[float, int, int, int, int, StepTime]] = []
 
     def push(place: int, number: int, remat: int) -> None:
-        time = predict_time(known[place].at(number, remat), chip)
+        time = predict_time(entries[place].at(number, remat), chip)
         heapq.heappush(queue, (time.step, next(serial), place, number, remat, time))
 
-    for place, one in enumerate(known):
+    for place, arrangement in enumerate(entries):
         # With stages more micro-batches may be faster: each number is a start of its own.
-        has_order = one.plan.execution.mesh.stage == 1
-        for number in range(1 if has_order else len(one.numbers)):
+        has_order = arrangement.plan.execution.mesh.stage == 1
+        for number in range(1 if has_order else len(arrangement.numbers)):
             push(place, number, 0)
-    ended: set[int] = set()
+    finished: set[int] = set()
     possible: set[int] = set()
     while queue:
         _, _, place, number, remat, time = heapq.heappop(queue)
-        if place in ended:
+        if place in finished:
             continue
-        one = known[place]
-        if place not in possible and least_bytes(one.plan) > chip.available:
-            ended.add(place)
+        arrangement = entries[place]
+        if place not in possible and least_bytes(arrangement.plan) > chip.available:
+            finished.add(place)
             continue
-        candidate = searching.candidate(one.at(number, remat), time)
+        candidate = searching.candidate(arrangement.at(number, remat), time)
         yield place, candidate
         if candidate.excess(chip) <= 0:
-            ended.add(place)
+            finished.add(place)
             continue
         if place not in possible:
-            if searching.smallest(one).excess(chip) > 0:
-                ended.add(place)
+            if searching.smallest(arrangement).excess(chip) > 0:
+                finished.add(place)
                 continue
             possible.add(place)
         if remat:
             continue
-        for other in range(1, len(one.remats)):
-            push(place, number, other)
-        if one.plan.execution.mesh.stage == 1 and number + 1 < len(one.numbers):
+        for index in range(1, len(arrangement.remats)):
+            push(place, number, index)
+        if arrangement.plan.execution.mesh.stage == 1 and number + 1 < len(arrangement.numbers):
             push(place, number + 1, 0)
 
 
-def _closest(known: Sequence[Arrangement], searching: _Search) -> Candidate | None:
+def _closest(entries: Sequence[Arrangement], searching: _Search) -> Candidate | None:
     """Return the plan that needs least memory."""
     closest: Candidate | None = None
-    for least, _, one in sorted((least_bytes(one.plan), i, one) for i, one in enumerate(known)):
+    for least, _, arrangement in sorted(
+        (least_bytes(arrangement.plan), i, arrangement) for i, arrangement in enumerate(entries)
+    ):
         if closest is not None and least >= closest.need:
             break
-        candidate = searching.smallest(one)
+        candidate = searching.smallest(arrangement)
         if closest is None or candidate.need < closest.need:
             closest = candidate
     return closest

@@ -51,20 +51,20 @@ def cheapest(groups: Sequence[Sequence[Choice]], needed: float) -> tuple[Choice,
     Returns:
         The choices, or None where all together free too little.
     """
-    found: list[tuple[float, float, tuple[Choice, ...]]] = [(0.0, 0.0, ())]
+    frontier: list[tuple[float, float, tuple[Choice, ...]]] = [(0.0, 0.0, ())]
     for choices in groups:
         sums = [
             (seconds + choice.seconds, freed + choice.freed, (*taken, choice))
-            for seconds, freed, taken in found
+            for seconds, freed, taken in frontier
             for choice in choices
         ]
-        found, most = [], -1.0
+        frontier, most = [], -1.0
         # A sum that takes longer and frees no more is never part of the best.
-        for one in sorted(sums, key=lambda one: (one[0], -one[1])):
-            if one[1] > most:
-                found.append(one)
-                most = one[1]
-    enough = [one for one in found if one[1] >= needed]
+        for entry in sorted(sums, key=lambda entry: (entry[0], -entry[1])):
+            if entry[1] > most:
+                frontier.append(entry)
+                most = entry[1]
+    enough = [entry for entry in frontier if entry[1] >= needed]
     return enough[0][2] if enough else None
 
 
@@ -84,27 +84,29 @@ def choices_of(plan: StepPlan, chip: Chip) -> list[list[Choice]]:
 
     moments, layers = of(state.opt_state), of([state.params[name] for name in names])
     host: dict[str, Any] = {"optimizer_memory": "host", "optimizer_parts": _PARTS}
-    kept = min(1.0, 3 / _PARTS)
+    share_kept = min(1.0, 3 / _PARTS)
     link = chip.host_bandwidth
-    held = [Choice()]
+    choices = [Choice()]
     if execution.mesh.stage == 1 and execution.optimizer_memory == "device":
-        freed, moved = (1 - kept) * moments, 2 * moments
-        held.append(Choice(freed=freed, seconds=moved / link, fields=tuple(host.items())))
+        freed, moved = (1 - share_kept) * moments, 2 * moments
+        choices.append(Choice(freed=freed, seconds=moved / link, fields=tuple(host.items())))
         if STATE_LAYOUTS[execution.rules].is_streamable and execution.telemetry == "brief":
             # Forward and backward, and the update: parameters; written, norm and update: gradients.
             moved += (2 * plan.accumulation + 2 + 3 * plan.accumulation) * layers
             fields = host | {"parameter_memory": "host", "remat_dense": None}
             fields |= {} if execution.remat == "offload" else {"remat": "full"}
-            freed += (1 - kept) * 2 * layers
-            held.append(Choice(freed=freed, seconds=moved / link, fields=tuple(fields.items())))
+            freed += (1 - share_kept) * 2 * layers
+            choices.append(Choice(freed=freed, seconds=moved / link, fields=tuple(fields.items())))
     inputs = [Choice()]
     if execution.remat == "full":
         calls = sum(stack.num_calls for stack in plan.model.stacks)
         stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize * calls
-        kept = stream * plan.model.residual.arrays
-        moved = 2 * kept * plan.accumulation
-        inputs.append(Choice(freed=kept, seconds=moved / link, fields=(("remat", "offload"),)))
-    return [held, inputs]
+        share_kept = stream * plan.model.residual.arrays
+        moved = 2 * share_kept * plan.accumulation
+        inputs.append(
+            Choice(freed=share_kept, seconds=moved / link, fields=(("remat", "offload"),))
+        )
+    return [choices, inputs]
 
 
 def policy_fields(plan: StepPlan, chip: Chip, needed: float) -> Mapping[str, Any] | None:
@@ -118,7 +120,7 @@ def policy_fields(plan: StepPlan, chip: Chip, needed: float) -> Mapping[str, Any
     Returns:
         Fields by name, or None where host memory does not help enough.
     """
-    taken = cheapest(choices_of(plan, chip), needed)
-    if taken is None:
+    choices = cheapest(choices_of(plan, chip), needed)
+    if choices is None:
         return None
-    return {field: value for choice in taken for field, value in choice.fields}
+    return {field: value for choice in choices for field, value in choice.fields}

@@ -74,15 +74,15 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     Raises:
         ValueError: The mesh does not divide a parameter, the heads, the layers or the batch.
     """
-    own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
-    check_pipeline(own.model, own.execution, own.accumulation)
-    own.gradients.check(own)
-    sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
-    for layout in own.execution.state_layout.rules:
-        own.table.check_divides(layout, sizes)
+    moved = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
+    check_pipeline(moved.model, moved.execution, moved.accumulation)
+    moved.gradients.check(moved)
+    sizes, rules = dict(moved.mesh.shape), moved.execution.axis_rules
+    for layout in moved.execution.state_layout.rules:
+        moved.table.check_divides(layout, sizes)
     length = (plan.sequence_length,)
     rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
-    check_rows(plan.model.context, own.execution, plan.sequence_length, sizes)
+    check_rows(plan.model.context, moved.execution, plan.sequence_length, sizes)
     parts = mesh.batch_shards * plan.accumulation
     if plan.batch_size % parts:
         raise ValueError(
@@ -90,7 +90,7 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
             " devices that share a batch (mesh replica x data x expert) times"
             f" training.accumulation={plan.accumulation}: choose a multiple of {parts}"
         )
-    return own
+    return moved
 
 
 def mesh_in_words(mesh: MeshConfig) -> str:
@@ -101,9 +101,9 @@ def mesh_in_words(mesh: MeshConfig) -> str:
 
 def mesh_flags(mesh: MeshConfig) -> list[str]:
     """Return the mesh as words of a command line."""
-    named = {axis: size for axis, size in mesh.by_axis.items() if size != 1 or axis == ax.DATA}
+    sizes = {axis: size for axis, size in mesh.by_axis.items() if size != 1 or axis == ax.DATA}
     return [
-        word for axis, size in named.items() for word in (f"--execution.mesh.{axis}", str(size))
+        word for axis, size in sizes.items() for word in (f"--execution.mesh.{axis}", str(size))
     ]
 
 

@@ -86,13 +86,13 @@ class Arrangement:
         """Return the plan with a number of micro-batches and a remat, both by their index."""
         execution, (routed, dense) = self.plan.execution, self.remats[remat]
         if (execution.remat, execution.remat_dense) == (routed, dense):
-            own = self.plan
+            plan = self.plan
         else:
             changed = dataclasses.replace(execution, remat=routed, remat_dense=dense)
-            own = dataclasses.replace(self.plan, execution=changed)
-        if own.accumulation == self.numbers[number]:
-            return own
-        return dataclasses.replace(own, accumulation=self.numbers[number])
+            plan = dataclasses.replace(self.plan, execution=changed)
+        if plan.accumulation == self.numbers[number]:
+            return plan
+        return dataclasses.replace(plan, accumulation=self.numbers[number])
 
     @property
     def smallest(self) -> StepPlan:
@@ -146,15 +146,15 @@ def _arrangement(
     """
     remats = _remats(plan, space) or ((execution.remat, execution.remat_dense),)
     if not space.has_micro_batches:
-        own = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold)
-        return Arrangement(own, remats, (own.accumulation,))
+        changed = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold)
+        return Arrangement(changed, remats, (changed.accumulation,))
     unit = fewest_micro_batches(execution)
     first = unit if plan.gradients.paths(2) is None else max(unit, 2)
-    own = dataclasses.replace(plan, execution=execution, accumulation=first)
-    own = on_mesh(own, mesh, fold)
-    numbers = divisors(own.batch_size // mesh.batch_shards)
+    changed = dataclasses.replace(plan, execution=execution, accumulation=first)
+    changed = on_mesh(changed, mesh, fold)
+    numbers = divisors(changed.batch_size // mesh.batch_shards)
     fitting = tuple(n for n in numbers if n % unit == 0 and n >= first)
-    return Arrangement(own, remats, fitting)
+    return Arrangement(changed, remats, fitting)
 
 
 def _remats(plan: StepPlan, space: Space) -> tuple[RematPair, ...]:
@@ -170,7 +170,9 @@ def _rules(mesh: MeshConfig, space: Space) -> tuple[StateLayoutName, ...]:
     """Return the layouts that differ on a mesh."""
     if mesh.batch_shards * mesh.seq == 1:
         return space.rules[:1]
-    return tuple(one for one in space.rules if mesh.replica > 1 or one not in _ACROSS_REPLICAS)
+    return tuple(
+        rules for rules in space.rules if mesh.replica > 1 or rules not in _ACROSS_REPLICAS
+    )
 
 
 def _spreads(

@@ -20,38 +20,41 @@ def plan_in_words(plan: StepPlan) -> str:
         plan: Step on its mesh.
     """
     execution, number = plan.execution, plan.accumulation
-    words = [mesh_in_words(execution.mesh)]
+    parts = [mesh_in_words(execution.mesh)]
     if execution.fold is not None:
         fold = execution.fold
-        words.append(f"experts over {fold.expert * fold.expert_tensor}")
+        parts.append(f"experts over {fold.expert * fold.expert_tensor}")
     if number > 1:
-        words.append(f"{number} micro-batches")
-    words.append(execution.rules)
+        parts.append(f"{number} micro-batches")
+    parts.append(execution.rules)
     if execution.dispatcher.spreads_experts:
-        words.append(execution.dispatcher.name)
+        parts.append(execution.dispatcher.name)
     if execution.mesh.stage > 1:
-        words.append(schedule_in_words(execution.pipeline))
-    words.append(f"remat {execution.remat}")
+        parts.append(schedule_in_words(execution.pipeline))
+    parts.append(f"remat {execution.remat}")
     if execution.remat_dense is not None:
-        words.append(f"{execution.remat_dense} in dense layers")
-    return ", ".join(words)
+        parts.append(f"{execution.remat_dense} in dense layers")
+    return ", ".join(parts)
 
 
-def why_not(best: Candidate, other: Candidate) -> str:
+def why_not(best: Candidate, candidate: Candidate) -> str:
     """Return by how much a plan is slower, and the part of its step that adds most.
 
     Of plans that take the same time it is the memory.
 
     Args:
         best: Plan that was chosen.
-        other: Plan that fits too.
+        candidate: Plan that fits too.
     """
-    parts, others = _parts(best), _parts(other)
-    added = {name: others.get(name, 0.0) - parts.get(name, 0.0) for name in {*parts, *others}}
+    parts, candidate_parts = _parts(best), _parts(candidate)
+    added = {
+        name: candidate_parts.get(name, 0.0) - parts.get(name, 0.0)
+        for name in {*parts, *candidate_parts}
+    }
     most = max(sorted(added), key=added.__getitem__)
-    slower = other.time.step - best.time.step
+    slower = candidate.time.step - best.time.step
     if slower <= 1e-6 * best.time.step:
-        return f"as fast, {(other.need - best.need) / 1e6:.4g} MB more"
+        return f"as fast, {(candidate.need - best.need) / 1e6:.4g} MB more"
     return f"+{slower:.3g} s: {most} +{added[most]:.3g} s"
 
 

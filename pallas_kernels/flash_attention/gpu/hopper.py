@@ -82,9 +82,9 @@ def _attend_kernel(
     def _compute():
         plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         start = block * KEPT + warpgroup * ROWS
-        own = q_smem.at[warpgroup]
+        queries = q_smem.at[warpgroup]
         rows = pl.ds(start, ROWS)
-        plgpu.copy_gmem_to_smem(q_ref.at[sequence, rows, head], own, full_q.at[warpgroup])
+        plgpu.copy_gmem_to_smem(q_ref.at[sequence, rows, head], queries, full_q.at[warpgroup])
         plgpu.barrier_wait(full_q.at[warpgroup])
         steps = walk.steps()
 
@@ -98,7 +98,7 @@ def _attend_kernel(
             out, top, total = carry
             slot = slot_of(at, tiles.stages)
 
-            pair = (own, k_smem.at[slot])
+            pair = (queries, k_smem.at[slot])
             (products,) = registers.products(shape, pair, started=take_turn)
             logits = logits_of(products, rules)
             registers.free(free_k.at[slot])

@@ -101,12 +101,12 @@ def _d_q_kernel(
 
 def _d_kv_kernel(
     q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, static,
-    tiles, wanted,
+    tiles, names,
 ):  # fmt: skip
     sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("m")
     rules, registers, group = static.rules, static.registers, static.group
     mask, refs = static.mask(refs, sequence)
-    results, refs = refs[: len(wanted)], refs[len(wanted) :]
+    results, refs = refs[: len(names)], refs[len(names) :]
     k_smem, v_smem, q_smem, d_out_smem, lse_smem, delta_smem, full_k, full, free = refs
     block = jax.lax.axis_index("i")
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -128,7 +128,7 @@ def _d_kv_kernel(
             slot = slot_of(at, tiles.stages)
             plgpu.barrier_wait(full.at[slot])
             q, d_out = q_smem.at[slot], d_out_smem.at[slot]
-            pairs = ((k, q), (v, d_out)) if "k" in wanted else ((k, q),)
+            pairs = ((k, q), (v, d_out)) if "k" in names else ((k, q),)
             products, *d_weights = registers.products(shape, *pairs)
             logits = logits_of(products, rules)
             lse = registers.load(lse_smem.at[slot], 1)
@@ -141,13 +141,13 @@ def _d_kv_kernel(
                 delta = registers.load(delta_smem.at[slot], 1)
                 d_logits = sloped(weights * (d_weight - along(delta, shape, 1)), logits, rules)
                 added["k"] = (d_logits.astype(dtype), q)
-            sums = registers.add(sums, *(added[name] for name in wanted))
+            sums = registers.add(sums, *(added[name] for name in names))
             registers.free(free.at[slot], has_loaded=True)
             return sums
 
         widths = {"k": k_smem.shape[-1], "v": v_smem.shape[-1]}
-        sums = tuple(registers.constant((ROWS, widths[name]), 0.0) for name in wanted)
-        for name, ref, total in zip(wanted, results, walk.fold(step, sums), strict=True):
+        sums = tuple(registers.constant((ROWS, widths[name]), 0.0) for name in names)
+        for name, ref, total in zip(names, results, walk.fold(step, sums), strict=True):
             ref[sequence, rows, head] = total * rules.scale if name == "k" else total
 
     @pl.when(warpgroup == COMPUTING)
@@ -181,22 +181,24 @@ def differentiate(
     static = Call.of(operands, interpret)
     q_blocks, kv_blocks = q.shape[1] // KEPT, k.shape[1] // KEPT
     by_query, by_key = tiles
-    kept = tuple(shared((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))
-    both = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
+    key_slots = tuple(shared((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))
+    all_computed = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
 
-    def ring(one: Tiles, arrivals: int) -> tuple[Any, ...]:
-        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=one.stages)
-        return full, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=one.stages)
+    def ring(tile_config: Tiles, arrivals: int) -> tuple[Any, ...]:
+        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile_config.stages)
+        return full, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tile_config.stages)
 
-    def slots(one: Tiles) -> tuple[Any, ...]:
-        return tuple(shared((one.stages, one.passing, x.shape[3]), dtype) for x in (k, v))
+    def slots(tile_config: Tiles) -> tuple[Any, ...]:
+        return tuple(
+            shared((tile_config.stages, tile_config.passing, x.shape[3]), dtype) for x in (k, v)
+        )
 
     lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, by_query.passing)))
     (d_q,) = call(
         functools.partial(_d_q_kernel, static=static, tiles=by_query, q_blocks=q_blocks),
         (*arrays, *lists, *filled),
         (jax.ShapeDtypeStruct(q.shape, jnp.float32),),
-        (*kept, *slots(by_query), both, *ring(by_query, 2)),
+        (*key_slots, *slots(by_query), all_computed, *ring(by_query, 2)),
         (q_blocks, b, n),
         ("i", "b", "n"),
         interpret,
@@ -206,18 +208,18 @@ def differentiate(
     lists = listed(kinds.swapaxes(1, 2))
     numbers = plgpu.SMEM((by_key.stages, by_key.passing), jnp.float32)
     d_kv = {}
-    for wanted in by_key.together:
+    for names in by_key.together:
         results = call(
-            functools.partial(_d_kv_kernel, static=static, tiles=by_key, wanted=wanted),
+            functools.partial(_d_kv_kernel, static=static, tiles=by_key, names=names),
             (*arrays, *lists, *filled),
             tuple(
-                jax.ShapeDtypeStruct({"k": k, "v": v}[name].shape, jnp.float32) for name in wanted
+                jax.ShapeDtypeStruct({"k": k, "v": v}[name].shape, jnp.float32) for name in names
             ),
-            (*kept, *slots(by_key), numbers, numbers, both, *ring(by_key, 4)),
+            (*key_slots, *slots(by_key), numbers, numbers, all_computed, *ring(by_key, 4)),
             (kv_blocks, b, m),
             ("i", "b", "m"),
             interpret,
         )
-        d_kv |= zip(wanted, results, strict=True)
+        d_kv |= zip(names, results, strict=True)
     d_k, d_v = d_kv["k"], d_kv["v"]
     return d_q[:, :s, :, :h], d_k[:, :u, :, :h], d_v[:, :u, :, :hv]

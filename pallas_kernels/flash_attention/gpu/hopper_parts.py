@@ -107,8 +107,11 @@ class Walk:
 
     def fold(self, step: Callable[..., Any], carry: Any) -> Any:
         """Fold step(at, carry, is_masked) over WHOLE, then over MASKED blocks."""
-        whole = self.counts[self.sequence, self.block, 0] * self.heads
-        for first, last, is_masked in ((jnp.int32(0), whole, False), (whole, self.steps(), True)):
+        num_unmasked = self.counts[self.sequence, self.block, 0] * self.heads
+        for first, last, is_masked in (
+            (jnp.int32(0), num_unmasked, False),
+            (num_unmasked, self.steps(), True),
+        ):
             carry = jax.lax.fori_loop(
                 first, last, functools.partial(step, is_masked=is_masked), carry
             )
@@ -159,8 +162,8 @@ class Call:
             refs: References, to the tokens and others.
             sequence: Index of the program's sequence.
         """
-        left = list(refs)
-        tokens = Tokens(*(left.pop(0) if is_given else None for is_given in self.given))
+        remaining = list(refs)
+        tokens = Tokens(*(remaining.pop(0) if is_given else None for is_given in self.given))
         mask = Mask(
             rules=self.rules,
             registers=self.registers,
@@ -168,7 +171,7 @@ class Call:
             sequence=sequence,
             num_keys=self.num_keys,
         )
-        return mask, tuple(left)
+        return mask, tuple(remaining)
 
 
 def load_ring(walk: Walk, stages: int, parts: tuple[tuple[Any, Callable[..., None]], ...]) -> None:

@@ -44,10 +44,10 @@ def tiles_forward(h: int, hv: int) -> Tiles | None:
     h, hv = filled_width(h), filled_width(hv)
     if max(h, hv) > 256:
         return None
-    kept = 2 * KEPT * (h + (0 if h == hv else hv))
+    resident_bytes = 2 * KEPT * (h + (0 if h == hv else hv))
     for passing in (128, 64):
         # Registers of a thread: rows of 64 over 128 threads, out and scores in float32.
-        if (hv + passing) // 2 <= 160 and kept + 2 * 2 * passing * (h + hv) <= SHARED:
+        if (hv + passing) // 2 <= 160 and resident_bytes + 2 * 2 * passing * (h + hv) <= SHARED:
             return Tiles(passing=passing, stages=2)
     return None
 
@@ -57,9 +57,9 @@ def tiles_backward(h: int, hv: int) -> tuple[Tiles, Tiles] | None:
     h, hv = filled_width(h), filled_width(hv)
     if h + hv > 320:
         return None
-    kept = 2 * KEPT * (h + hv)
-    keys = 128 if h <= 128 and kept + 2 * 2 * 128 * (h + hv) <= SHARED else 64
-    of_d_kv = min(3, (SHARED - kept) // (2 * 64 * (h + hv + 4)))
+    resident_bytes = 2 * KEPT * (h + hv)
+    keys = 128 if h <= 128 and resident_bytes + 2 * 2 * 128 * (h + hv) <= SHARED else 64
+    of_d_kv = min(3, (SHARED - resident_bytes) // (2 * 64 * (h + hv + 4)))
     # 64 queries at least: WGMMA takes its right operand in pieces of that many rows.
     together = ("kv",) if h + hv <= 256 else ("k", "v")
     return (

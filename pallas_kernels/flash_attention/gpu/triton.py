@@ -155,9 +155,9 @@ def _token_specs(tokens: Tokens) -> Any:
 
 def _list_specs(lists: BlockLists) -> Any:
     row = _batch_index(lists.order.shape[0])
-    others = lists.order.shape[2]
+    num_listed = lists.order.shape[2]
     specs: list[Any] = [
-        pl.BlockSpec((None, None, others), lambda i, b, n: (row(b), i, 0)),
+        pl.BlockSpec((None, None, num_listed), lambda i, b, n: (row(b), i, 0)),
         pl.BlockSpec((None, None, 2), lambda i, b, n: (row(b), i, 0)),
     ]
     return BlockLists(*specs)
@@ -189,8 +189,8 @@ def _mask(rules: Rules, tokens: Tokens, num_keys: int, q: Any, k: Any, q_axis: i
 
 def _through(lists: BlockLists, step: Callable[..., Any], carry: Any) -> Any:
     """Fold step(block, carry, is_masked) over the list: WHOLE blocks, then MASKED ones."""
-    whole, met = lists.counts[0], lists.counts[1]
-    for start, end, is_masked in ((0, whole, False), (whole, met, True)):
+    num_unmasked, met = lists.counts[0], lists.counts[1]
+    for start, end, is_masked in ((0, num_unmasked, False), (num_unmasked, met, True)):
         carry = jax.lax.fori_loop(
             start,
             end,
@@ -202,14 +202,14 @@ def _through(lists: BlockLists, step: Callable[..., Any], carry: Any) -> Any:
 
 def _attend_kernel(q_ref, k_ref, v_ref, lists, tokens, out_ref, lse_ref, *, rules, blocks, u):
     q = q_ref[...]
-    own = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
+    program_rows = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
 
     def step(block: Array, carry: Any, is_masked: bool) -> Any:
         out, top, total = carry
         keys = pl.ds(block * blocks.passing, blocks.passing)
         logits = capped_logits(dot(q, k_ref[keys, :], 1, 1), rules)
         if is_masked:
-            logits = jnp.where(_mask(rules, tokens, u, own, keys, 0), logits, -jnp.inf)
+            logits = jnp.where(_mask(rules, tokens, u, program_rows, keys, 0), logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1))
         # Rows that have seen no key: logits are -inf, and so must the result be.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if is_masked else new_top
@@ -235,7 +235,7 @@ def _d_q_kernel(
     q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, lists, tokens, d_q_ref, *, rules, blocks, u
 ):
     q, d_out, lse, delta = q_ref[...], d_out_ref[...], lse_ref[...], delta_ref[...]
-    own = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
+    program_rows = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
 
     def step(block: Array, d_q: Array, is_masked: bool) -> Array:
         keys = pl.ds(block * blocks.passing, blocks.passing)
@@ -243,7 +243,7 @@ def _d_q_kernel(
         logits = capped_logits(dot(q, k, 1, 1), rules)
         weights = jnp.exp2(logits - lse[:, None])
         if is_masked:
-            weights = jnp.where(_mask(rules, tokens, u, own, keys, 0), weights, 0.0)
+            weights = jnp.where(_mask(rules, tokens, u, program_rows, keys, 0), weights, 0.0)
         d_logits = weights * (dot(d_out, v_ref[keys, :], 1, 1) - delta[:, None])
         slope = _slope(logits, rules)
         d_logits = d_logits if slope is None else d_logits * slope
@@ -258,7 +258,7 @@ def _d_kv_kernel(
     *, rules, blocks, u,
 ):  # fmt: skip
     k, v = k_ref[...], v_ref[...]
-    own = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
+    program_rows = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
 
     def one_head(head: Array, sums: Any) -> Any:
         def step(block: Array, sums: Any, is_masked: bool) -> Any:
@@ -268,7 +268,7 @@ def _d_kv_kernel(
             logits = capped_logits(dot(k, q, 1, 1), rules)
             weights = jnp.exp2(logits - lse_ref[head, queries][None, :])
             if is_masked:
-                weights = jnp.where(_mask(rules, tokens, u, queries, own, 1), weights, 0.0)
+                weights = jnp.where(_mask(rules, tokens, u, queries, program_rows, 1), weights, 0.0)
             d_v = d_v + dot(weights.astype(d_out.dtype), d_out, 1, 0)
             d_logits = weights * (dot(v, d_out, 1, 1) - delta_ref[head, queries][None, :])
             slope = _slope(logits, rules)
@@ -317,12 +317,12 @@ def _call(
     operands: Operands,
     gradient: OutGradient | tuple[()],
     blocks: _Blocks,
-    wanted: tuple[str, ...],
+    outputs: tuple[str, ...],
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """Run a kernel whose programs write blocks of queries, or of keys where `wanted` has "d_k"."""
+    """Run a kernel whose programs write blocks of queries, or of keys where `outputs` has "d_k"."""
     q, k, v, tokens, rules = operands
-    sizes, by_key = _Sizes.of(q, k, v), "d_k" in wanted
+    sizes, by_key = _Sizes.of(q, k, v), "d_k" in outputs
     block_q, block_k = (blocks.passing, blocks.kept) if by_key else (blocks.kept, blocks.passing)
     kinds = kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (block_q, block_k))
     lists = listed(kinds.swapaxes(1, 2) if by_key else kinds)
@@ -354,8 +354,8 @@ def _call(
         functools.partial(kernel, rules=rules, blocks=blocks, u=sizes.u),
         grid=grid,
         in_specs=[*in_specs, _list_specs(lists), _token_specs(tokens)],
-        out_specs=[results[name][0] for name in wanted],
-        out_shape=[shape_varying_like(*results[name][1:], *like) for name in wanted],
+        out_specs=[results[name][0] for name in outputs],
+        out_shape=[shape_varying_like(*results[name][1:], *like) for name in outputs],
         compiler_params=_COMPILER(max(filled.h, filled.hv)),
         interpret=interpret,
         name="flash_attention" + kernel.__name__.removesuffix("_kernel").removeprefix("_attend"),

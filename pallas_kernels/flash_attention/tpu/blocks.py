@@ -269,8 +269,8 @@ def _marks(xp: ModuleType, sizes: Sizes, tokens: Tokens) -> tuple[Any, Any]:
     if kv_positions is None:
         kv_positions = np.arange(sizes.u, dtype=np.int32)
     sides = [q_positions, q_segment_ids], [kv_positions, kv_segment_ids]
-    given = [x for side in sides for x in side if x is not None]
-    b = sizes.b if any(x.ndim == 2 for x in given) else 1
+    arrays = [x for side in sides for x in side if x is not None]
+    b = sizes.b if any(x.ndim == 2 for x in arrays) else 1
 
     def stack(side: list[Any], blocks: int, block: int, times: int) -> Any:
         """Return [b' blocks c times*block]."""

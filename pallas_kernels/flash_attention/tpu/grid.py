@@ -80,8 +80,8 @@ class Grid(NamedTuple):
         bounds = row_bounds if self.by == "rows" else key_bounds
         start = self.record(b, at, self.by)
         first, last = bounds[start + 4], bounds[start + 5]
-        other = jnp.clip(first + step, 0, jnp.maximum(last, 0))
-        pair = (at, other) if self.by == "rows" else (other, at)
+        column = jnp.clip(first + step, 0, jnp.maximum(last, 0))
+        pair = (at, column) if self.by == "rows" else (column, at)
         return *pair, first + step <= last
 
     def record(self, b: Any, at: Any, side: Side) -> Any:

@@ -74,8 +74,8 @@ def attend(
         cost_estimate=grid.cost(products=2, itemsize=q.dtype.itemsize),
         name="flash_attention",
     )
-    given = (plan.row_bounds, plan.key_bounds, *arrays, *marks)
-    out, lse = call(*match_varying(given, q, k, v))
+    inputs = (plan.row_bounds, plan.key_bounds, *arrays, *marks)
+    out, lse = call(*match_varying(inputs, q, k, v))
     return sizes.from_rows(out), sizes.from_statistics(lse)
 
 

@@ -97,10 +97,10 @@ def _multiply_kernel(
         x = x.astype(jnp.float32)
         if not blocks:
             return x
-        own = row_scales_ref.at[block, pl.ds(tiles_ref[at, 1] + offset, ROWS)]
-        others = weight_scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, columns)]
-        x = x * along(registers.load(own, 0), shape, 0)
-        return x * along(registers.load(others, 1), shape, 1)
+        row_scales = row_scales_ref.at[block, pl.ds(tiles_ref[at, 1] + offset, ROWS)]
+        weight_scales = weight_scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, columns)]
+        x = x * along(registers.load(row_scales, 0), shape, 0)
+        return x * along(registers.load(weight_scales, 1), shape, 1)
 
     def compute(index: Array, first: Array) -> Array:
         at, column, own_steps = tile_of(index)

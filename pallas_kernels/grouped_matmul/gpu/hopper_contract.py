@@ -53,8 +53,8 @@ def _contract_kernel(
 
     def tile_of(index: Array) -> tuple[Array, Array, Array]:
         """Return its group, row and column."""
-        group, rest = _divided(index, per_group)
-        row, column = _divided(rest, tiles.num_columns)
+        group, tile = _divided(index, per_group)
+        row, column = _divided(tile, tiles.num_columns)
         return group, row * TILE, column * columns
 
     def steps_of(group: Array) -> tuple[Array, Array]:
@@ -81,9 +81,9 @@ def _contract_kernel(
         begin, steps = steps_of(group)
 
         def mask(step: Array, slot: Array) -> None:
-            own = first_row(begin, step - first)
-            low = jnp.maximum(begin + (step - first) * depth, starts_ref[group]) - own
-            high = ends_ref[group] - own
+            block_start = first_row(begin, step - first)
+            low = jnp.maximum(begin + (step - first) * depth, starts_ref[group]) - block_start
+            high = ends_ref[group] - block_start
 
             @pl.when((low > 0) | (high < depth))
             def _edge() -> None:
@@ -112,11 +112,11 @@ def _contract_kernel(
         @pl.loop(0, steps)
         def _step(step: Array) -> None:
             slot = ring.acquire(first + step)
-            own = pl.ds(pl.multiple_of(first_row(begin, step), ALIGNED), depth)
+            block_start = pl.ds(pl.multiple_of(first_row(begin, step), ALIGNED), depth)
             for part in range(COMPUTING):
-                source = rows_ref.at[own, pl.ds(row + part * ROWS, ROWS)]
+                source = rows_ref.at[block_start, pl.ds(row + part * ROWS, ROWS)]
                 plgpu.copy_gmem_to_smem(source, rows_smem.at[slot, part], full.at[slot])
-            source = others_ref.at[own, pl.ds(column, columns)]
+            source = others_ref.at[block_start, pl.ds(column, columns)]
             plgpu.copy_gmem_to_smem(source, others_smem.at[slot], full.at[slot])
 
         return first + steps

@@ -118,12 +118,12 @@ def tiles_widened(
     depth = LINE // 2
     bits = 4 if few_bits == jnp.int4 else 8
     slot = depth * (rows * 2 + COMPUTING * columns * bits // 8)
-    left = SHARED - _STAGED - COMPUTING * 2 * depth * columns * 2
+    free_bytes = SHARED - _STAGED - COMPUTING * 2 * depth * columns * 2
     return WidenedTiles(
         rows=rows,
         columns=columns,
         depth=depth,
-        stages=min(2 * STAGES, left // slot),
+        stages=min(2 * STAGES, free_bytes // slot),
         panel=next(x for x in range(min(PANEL, number), 0, -1) if number % x == 0),
         num_columns=number,
     )
@@ -145,9 +145,9 @@ def place_of(
         index: Index of the tile.
     """
     panel = count[0] * tiles.panel
-    rest, width = jax.lax.rem(index, panel), jnp.int32(tiles.panel)
-    column = jax.lax.div(index, panel) * tiles.panel + jax.lax.rem(rest, width)
-    at = jax.lax.div(rest, width)
+    offset, width = jax.lax.rem(index, panel), jnp.int32(tiles.panel)
+    column = jax.lax.div(index, panel) * tiles.panel + jax.lax.rem(offset, width)
+    at = jax.lax.div(offset, width)
     return at, column * tiles.step, jnp.where(rows[at, 0] < groups, steps, 0)
 
 

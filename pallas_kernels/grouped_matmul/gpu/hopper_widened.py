@@ -103,8 +103,8 @@ def _widened_kernel(
         )
         for i in range(0, tiles.rows, ROWS):
             row = tiles_ref[at, 1] + i
-            some = tiles_ref[at, 2] - i, tiles_ref[at, 3] - i
-            stores.put(out[i : i + ROWS], out_ref, (row, column), some)
+            bounds = tiles_ref[at, 2] - i, tiles_ref[at, 3] - i
+            stores.put(out[i : i + ROWS], out_ref, (row, column), bounds)
         return last
 
     def load(index: Array, first: Array) -> Array:

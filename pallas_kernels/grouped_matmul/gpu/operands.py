@@ -74,13 +74,18 @@ def operands_of(rows: Any, weights: Any, *, is_turned: bool) -> Operands:
     has_scales_inside = is_turned and weights.axis is not None
     if has_scales_inside or any(_is_micro(x) for x in (rows, weights)):
         return without_scales(rows, weights)
-    own = _values(rows) if isinstance(rows, QuantizedArray) else rows
-    others = _values(weights) if isinstance(rows, QuantizedArray) else weights.values
-    if isinstance(rows, QuantizedArray) and own.dtype != others.dtype:
-        own, others = own.astype(jnp.bfloat16), others.astype(jnp.bfloat16)
+    row_values = _values(rows) if isinstance(rows, QuantizedArray) else rows
+    weight_values = _values(weights) if isinstance(rows, QuantizedArray) else weights.values
+    if isinstance(rows, QuantizedArray) and row_values.dtype != weight_values.dtype:
+        row_values, weight_values = (
+            row_values.astype(jnp.bfloat16),
+            weight_values.astype(jnp.bfloat16),
+        )
     if weights.ndim == 2:
-        one = weights.scales.astype(jnp.float32)
-        return Operands(rows=own, weights=others, row_scales=_scales_of(rows), weight_scales=one)
+        scale = weights.scales.astype(jnp.float32)
+        return Operands(
+            rows=row_values, weights=weight_values, row_scales=_scales_of(rows), weight_scales=scale
+        )
     groups, _, width = weights.shape
     if is_turned:
         width = weights.shape[1]
@@ -90,8 +95,8 @@ def operands_of(rows: Any, weights: Any, *, is_turned: bool) -> Operands:
     weight_scales = weights.scales.astype(jnp.float32)
     weight_scales = jnp.broadcast_to(weight_scales, (groups, parts[1], width))
     return Operands(
-        rows=own,
-        weights=others,
+        rows=row_values,
+        weights=weight_values,
         row_scales=jnp.repeat(row_scales, blocks // parts[0], axis=1),
         weight_scales=jnp.repeat(weight_scales, blocks // parts[1], axis=1),
     )

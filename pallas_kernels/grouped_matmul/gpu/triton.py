@@ -170,11 +170,11 @@ def _contract_kernel(starts_ref, ends_ref, rows_ref, others_ref, out_ref, *, blo
     def step(i: Array, total: Array) -> Array:
         begin = start + i * depth
         first = jnp.minimum(begin, rows_ref.shape[0] - depth)
-        own = pl.ds(first, depth)
+        row_slice = pl.ds(first, depth)
 
         def read(ref: Any, columns: Any) -> Array:
             # Both factors are masked: rows of other groups may be NaN.
-            x = ref[own, columns]
+            x = ref[row_slice, columns]
             index = first + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             return jnp.where((index >= begin) & (index < end), x, jnp.zeros_like(x))
 

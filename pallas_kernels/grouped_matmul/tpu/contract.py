@@ -69,7 +69,7 @@ def contract_parts(
     tile = blocks_for("contract", num_rows, n, k, each=each, is_wide=is_wide)
     visits = visit_groups(group_sizes, num_rows, tile.rows)
     wide = -(-n // tile.out)
-    given = [*visits.as_read(), rows, others]
+    operands = [*visits.as_read(), rows, others]
     specs = [
         pl.BlockSpec((tile.rows, tile.summed), lambda i, j, v, *at: (at[1][v], i)),
         pl.BlockSpec(
@@ -78,7 +78,7 @@ def contract_parts(
         ),
     ]
     if scale is not None:
-        given.append(scale.reshape(1))
+        operands.append(scale.reshape(1))
         specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     is_integer = jnp.issubdtype(dtypes[0], jnp.integer)
     sums = jnp.int32 if is_integer else jnp.float32
@@ -94,7 +94,7 @@ def contract_parts(
             ),
             scratch_shapes=[pltpu.VMEM((tile.summed, tile.out), sums)],
         ),
-        out_shape=shape_varying_like((groups, parts, k, n), out_dtype, *given),
+        out_shape=shape_varying_like((groups, parts, k, n), out_dtype, *operands),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit(),
@@ -107,7 +107,7 @@ def contract_parts(
             + groups * parts * k * n * jnp.dtype(out_dtype).itemsize,
         ),
         name=name,
-    )(*match_varying(given, given))
+    )(*match_varying(operands, operands))
 
 
 def _kernel(

@@ -120,7 +120,7 @@ def multiply_and(
         pl.BlockSpec((x.shape[0], tile.rows, tile.out), lambda o, v, s, *at: (0, at[1][v], o))
         for x in extras
     ]
-    given = [*visits.as_read(), *arrays, *extras]
+    operands = [*visits.as_read(), *arrays, *extras]
     scratch = []
     if call.is_decoded:
         sides = (tile.out, tile.summed) if is_turned else (tile.summed, tile.out)
@@ -140,7 +140,7 @@ def multiply_and(
             ],
             scratch_shapes=scratch,
         ),
-        out_shape=[shape_varying_like((c, num_rows, width), d, *given) for c, d in outs],
+        out_shape=[shape_varying_like((c, num_rows, width), d, *operands) for c, d in outs],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit(),
@@ -153,7 +153,7 @@ def multiply_and(
             + num_rows * width * (result_bytes + sum(x.shape[0] * x.itemsize for x in extras)),
         ),
         name=name,
-    )(*match_varying(given, given))
+    )(*match_varying(operands, operands))
     return list(results)
 
 
@@ -195,10 +195,10 @@ def _operands(call: _Call) -> tuple[list[Array], list[pl.BlockSpec]]:
     f, tile = call.factors, call.tile
     across, along = (tile.out, tile.summed) if call.is_turned else (tile.summed, tile.out)
 
-    def rows(o: Any, v: Any, s: Any, group: Any, read: Any, *rest: Any) -> Any:
+    def rows(o: Any, v: Any, s: Any, group: Any, read: Any, *scalars: Any) -> Any:
         return 0, read[v], s
 
-    def matrix(o: Any, v: Any, s: Any, group: Any, *rest: Any) -> Any:
+    def matrix(o: Any, v: Any, s: Any, group: Any, *scalars: Any) -> Any:
         return group[v], 0, *((o, s) if call.is_turned else (s, o))
 
     arrays = [f.rows, f.weights, *f.more]
@@ -219,7 +219,8 @@ def _operands(call: _Call) -> tuple[list[Array], list[pl.BlockSpec]]:
         arrays.append(f.weight_scales)
         specs.append(
             pl.BlockSpec(
-                (None, call.parts, 1, tile.out), lambda o, v, s, group, *rest: (group[v], 0, 0, o)
+                (None, call.parts, 1, tile.out),
+                lambda o, v, s, group, *scalars: (group[v], 0, 0, o),
             )
         )
     elif f.weight_scales is not None:
@@ -227,7 +228,7 @@ def _operands(call: _Call) -> tuple[list[Array], list[pl.BlockSpec]]:
         cuts = 1 if blocks == 1 else f.weights.shape[2] // across
         arrays.append(f.weight_scales.reshape(groups, parts, cuts, blocks // cuts, n))
 
-        def scale(o: Any, v: Any, s: Any, group: Any, *rest: Any) -> Any:
+        def scale(o: Any, v: Any, s: Any, group: Any, *scalars: Any) -> Any:
             _, _, cut, column = matrix(o, v, s, group)
             return group[v], 0, cut if cuts > 1 else 0, 0, column
 
@@ -239,15 +240,15 @@ def _kernel(
     group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _Call
 ) -> None:
     f, tile = call.factors, call.tile
-    given = iter(refs)
-    rows, weights = next(given), next(given)
-    more = [next(given) for _ in f.more]
-    row_scales: Any = next(given) if f.row_scales is not None else None
-    weight_scales: Any = next(given) if f.weight_scales is not None else None
-    extras = [next(given) for _ in range(call.num_extras)]
-    outs = [next(given) for _ in range(call.num_outs)]
-    matrices: Any = next(given) if call.is_decoded else weights
-    totals: Any = next(given) if call.steps > 1 else None
+    operands = iter(refs)
+    rows, weights = next(operands), next(operands)
+    more = [next(operands) for _ in f.more]
+    row_scales: Any = next(operands) if f.row_scales is not None else None
+    weight_scales: Any = next(operands) if f.weight_scales is not None else None
+    extras = [next(operands) for _ in range(call.num_extras)]
+    outs = [next(operands) for _ in range(call.num_outs)]
+    matrices: Any = next(operands) if call.is_decoded else weights
+    totals: Any = next(operands) if call.steps > 1 else None
     visit, step = pl.program_id(1), pl.program_id(2)
     before = jnp.maximum(visit - 1, 0)
     first_row, end_row = low[visit], high[visit]
@@ -374,8 +375,10 @@ def _product(
     size = call.tile.summed // number
     scales, total = row_scales[at, :], None
     for i in range(number):
-        here = slice(i * size, (i + 1) * size)
-        piece = dot(x[:, here], matrices[part, here, :], contracted).astype(jnp.float32)
+        piece_slice = slice(i * size, (i + 1) * size)
+        piece = dot(x[:, piece_slice], matrices[part, piece_slice, :], contracted).astype(
+            jnp.float32
+        )
         piece = piece * scales[:, i : i + 1] * weight_scales[part, i : i + 1, :]
         total = piece if total is None else total + piece
     assert total is not None

@@ -86,15 +86,15 @@ def _visits(
     is_used = index < bounds[-1]
     with_rows = -(-ends[-1] // tile)
     final = jnp.maximum(with_rows - 1, 0)
-    own = first[group] + index - (bounds - counts)[group]
-    read = jnp.where(is_used, own, final)
+    block_index = first[group] + index - (bounds - counts)[group]
+    read = jnp.where(is_used, block_index, final)
     past = jnp.minimum(with_rows + index - bounds[-1], tiles - 1)
-    low, high = (jnp.clip(edge[group] - own * tile, 0, tile) for edge in (starts, ends))
+    low, high = (jnp.clip(edge[group] - block_index * tile, 0, tile) for edge in (starts, ends))
     none = jnp.zeros_like(low)
     return Visits(
         group=group,
         read=read,
-        write=jnp.where(is_used, own, past),
+        write=jnp.where(is_used, block_index, past),
         low=jnp.where(is_used, low, none),
         high=jnp.where(is_used, high, none),
     )

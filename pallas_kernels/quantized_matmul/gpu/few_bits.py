@@ -68,7 +68,7 @@ def _few_bits_kernel(
     def _compute():
         plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         rows = pl.ds(row * tiles.rows + warpgroup * ROWS, ROWS)
-        own = pl.ds(warpgroup * ROWS, ROWS)
+        warpgroup_rows = pl.ds(warpgroup * ROWS, ROWS)
         is_moved = sums == jnp.float32 or has_x or has_w
         width = min(_MOVED, tiles.columns) if is_moved else tiles.columns
         shape = (ROWS, width)
@@ -80,7 +80,7 @@ def _few_bits_kernel(
         def scaled(slot: Any, part: Any, total: Array) -> Array:
             total = total.astype(jnp.float32)
             if x_scale_smem is not None:
-                scales = registers.load(x_scale_smem.at[slot, own], 0)
+                scales = registers.load(x_scale_smem.at[slot, warpgroup_rows], 0)
                 total = total * along(scales, shape, 0)
             if w_scale_smem is not None:
                 scales = registers.load(w_scale_smem.at[slot, part], 1)
@@ -93,7 +93,7 @@ def _few_bits_kernel(
             # While this warpgroup adds, the other one multiplies.
             for part, total in zip(parts, totals, strict=True):
                 (product,) = registers.products(
-                    shape, (x_smem.at[slot, own], w_smem.at[slot, part])
+                    shape, (x_smem.at[slot, warpgroup_rows], w_smem.at[slot, part])
                 )
                 moved.append(total + scaled(slot, part, product))
             release(step)
@@ -103,7 +103,7 @@ def _few_bits_kernel(
             zeros = tuple(registers.constant(shape, 0.0) for _ in parts)
             totals = jax.lax.fori_loop(0, steps, move, zeros)
         else:
-            operands = (x_smem, own), (w_smem, None)
+            operands = (x_smem, warpgroup_rows), (w_smem, None)
             first, last = jnp.int32(0), jnp.int32(steps)
             total = registers.sum_of(shape, ring, first, last, operands, (False, True))
             totals = (total.astype(jnp.float32),)

@@ -60,8 +60,8 @@ class Tiles:
 def blocks_of(x: Any, w: QuantizedArray) -> int | None:
     """Return the products along k that share all their scales; None where all do."""
     sizes = [a.block_size for a in (x, w) if isinstance(a, QuantizedArray)]
-    found = [size for size in sizes if size is not None]
-    return math.gcd(*found) if found else None
+    block_sizes = [size for size in sizes if size is not None]
+    return math.gcd(*block_sizes) if block_sizes else None
 
 
 def reason_against(x: Any, w: QuantizedArray) -> str | None:
@@ -117,14 +117,14 @@ def tiles_widened(
     is_whole = block is None and exact is None
     # Registers of a thread: `rows` for 128 columns, twice where sums are moved.
     rows = _even(m, 128 if is_whole else 64)
-    own = COMPUTING * columns
-    slot = STEP * (own * w_bits // 8 + rows * 2) + 4 * (own + rows)
-    stages = min(8, (SHARED - 2 * STEP * own * 2) // slot)
+    accumulators = COMPUTING * columns
+    slot = STEP * (accumulators * w_bits // 8 + rows * 2) + 4 * (accumulators + rows)
+    stages = min(8, (SHARED - 2 * STEP * accumulators * 2) // slot)
     section = 1 if is_whole else section // STEP
     # Sections of other lengths would make the sum ragged.
     while (k // STEP) % section:
         section -= 1
-    programs = (n // own) * -(-m // rows)
+    programs = (n // accumulators) * -(-m // rows)
     splits = _splits(programs, k // STEP // section, section)
     return Tiles(rows=rows, columns=columns, stages=stages, section=section, splits=splits)
 
@@ -144,9 +144,9 @@ def tiles_few_bits(m: int, n: int, block: int | None, out_bytes: int) -> Tiles:
     columns = 256 if n % 256 == 0 and programs >= _CORES * 3 // 4 else 128
     slot = STEP_FEW_BITS * (rows + columns) + 4 * (rows + columns)
     # Two buffers of 64 rows and columns per warpgroup, from which the result is written.
-    left = SHARED - COMPUTING * 2 * 64 * 64 * out_bytes
+    free_bytes = SHARED - COMPUTING * 2 * 64 * 64 * out_bytes
     section = 1 if block is None else block // STEP_FEW_BITS
-    return Tiles(rows=rows, columns=columns, stages=min(6, left // slot), section=section)
+    return Tiles(rows=rows, columns=columns, stages=min(6, free_bytes // slot), section=section)
 
 
 def _even(m: int, most: int) -> int:

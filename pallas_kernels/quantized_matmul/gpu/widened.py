@@ -51,11 +51,11 @@ from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled, pad
 from pallas_kernels.quantized_matmul.gpu.tiles import STEP, Tiles, tiles_widened
 
 
-def _widened_kernel(*refs, tiles, given, sections, sums, registers):
+def _widened_kernel(*refs, tiles, is_given, sections, sums, registers):
     names = ("x", "w", "x_scales", "w_scales", "out")
-    there = [name for name in names if given.get(name, True)]
-    at = dict(zip(there, refs, strict=False))
-    x_smem, w_smem, wide, x_scale_smem, w_scale_smem, full, free = refs[len(there) :]
+    present = [name for name in names if is_given.get(name, True)]
+    at = dict(zip(present, refs, strict=False))
+    x_smem, w_smem, wide, x_scale_smem, w_scale_smem, full, free = refs[len(present) :]
     ring = Ring(stages=tiles.stages, full=full, free=free)
     warpgroup = jax.lax.axis_index("warpgroup")
     column, row, split = (jax.lax.axis_index(name) for name in ("n", "m", "split"))
@@ -242,7 +242,7 @@ def _call(x: Array, factors: Scaled, tiles: Tiles, sums: Any, bits: int, interpr
         functools.partial(
             _widened_kernel,
             tiles=tiles,
-            given={name: table is not None for name, table in tables.items()},
+            is_given={name: table is not None for name, table in tables.items()},
             sections=-(-sections // tiles.splits),
             sums=sums,
             registers=Registers(is_interpreted=interpret is not None),

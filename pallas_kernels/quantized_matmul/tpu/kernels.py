@@ -112,10 +112,10 @@ def _multiply(x: Any, w: Any, out_dtype: Any, num_wide: int | None = None) -> Ar
         pl.BlockSpec((1, tn), lambda i, j, t: (0, j)),
         pl.BlockSpec((None, per_tile, tn), lambda i, j, t: (t, 0, j)),
     )
-    given = (*left, *right)
-    is_given = tuple(array is not None for array in given)
-    arrays = [array for array in given if array is not None]
-    in_specs = [spec for spec, there in zip(specs, is_given, strict=True) if there]
+    operands = (*left, *right)
+    is_given = tuple(array is not None for array in operands)
+    arrays = [array for array in operands if array is not None]
+    in_specs = [spec for spec, is_present in zip(specs, is_given, strict=True) if is_present]
     sums = jnp.int32 if layout.is_integer and layout.block is None else jnp.float32
     out = pl.pallas_call(
         functools.partial(_kernel, layout=layout, is_given=is_given),
@@ -135,10 +135,10 @@ def _multiply(x: Any, w: Any, out_dtype: Any, num_wide: int | None = None) -> Ar
 
 
 def _kernel(*refs: Any, layout: Layout, is_given: tuple[bool, ...]) -> None:
-    *given, out, sums = refs
-    operands = iter(given)
+    *inputs, out, sums = refs
+    operands = iter(inputs)
     x, x_ends, x_parts, w, w_ends, w_parts = (
-        next(operands) if there else None for there in is_given
+        next(operands) if is_present else None for is_present in is_given
     )
     assert x is not None and w is not None
     step = pl.program_id(2)
@@ -178,12 +178,14 @@ def _in_runs(add: Callable[[int | None], None], step: Any, layout: Layout) -> No
     if layout.narrow_from is None:
         add(None)
         return
-    whole, rest = divmod(layout.narrow_from, layout.tile_k // (layout.block or layout.tile_k))
-    if whole:
-        pl.when(step < whole)(lambda: add(None))
-    if rest:
-        pl.when(step == whole)(lambda: add(rest))
-    pl.when(step >= whole + (rest > 0))(lambda: add(0))
+    num_tiles, remainder = divmod(
+        layout.narrow_from, layout.tile_k // (layout.block or layout.tile_k)
+    )
+    if num_tiles:
+        pl.when(step < num_tiles)(lambda: add(None))
+    if remainder:
+        pl.when(step == num_tiles)(lambda: add(remainder))
+    pl.when(step >= num_tiles + (remainder > 0))(lambda: add(0))
 
 
 def _blocks(x: Array, w: Array, layout: Layout) -> Iterator[tuple[int, Array, Array]]:
@@ -202,8 +204,8 @@ def _blocks(x: Array, w: Array, layout: Layout) -> Iterator[tuple[int, Array, Ar
         lane = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 1)
         for i in range(LANES // block):
             is_inside = (lane >= i * block) & (lane < (i + 1) * block)
-            own = jnp.where(is_inside, wide, jnp.zeros_like(wide))
-            yield start // block + i, own.astype(left.dtype), right
+            rows = jnp.where(is_inside, wide, jnp.zeros_like(wide))
+            yield start // block + i, rows.astype(left.dtype), right
 
 
 def _dot(x: Array, w: Array, layout: Layout, is_narrow: bool = False) -> Array:

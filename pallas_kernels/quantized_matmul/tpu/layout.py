@@ -69,10 +69,10 @@ class Layout(NamedTuple):
 
     def unfilled(self, out: Array, k: int) -> Array:
         """Return [m K] without the padding of blocks, [m k]."""
-        given, filled = self.filled
-        if given < filled:
-            whole = out[:, : out.shape[1] // filled * filled]
-            out = whole.reshape(out.shape[0], -1, filled)[:, :, :given].reshape(out.shape[0], -1)
+        size, filled = self.filled
+        if size < filled:
+            blocks = out[:, : out.shape[1] // filled * filled]
+            out = blocks.reshape(out.shape[0], -1, filled)[:, :, :size].reshape(out.shape[0], -1)
         return out[:, :k]
 
 
@@ -103,10 +103,10 @@ def lay_out(
     """
     (m, k), n = x.shape, w.shape[1]
     is_integer = isinstance(x, QuantizedArray) and jnp.issubdtype(x.values.dtype, jnp.integer)
-    given = _common_block(x, w)
-    filled = k if given is None else _whole(given)
+    block_size = _common_block(x, w)
+    filled = k if block_size is None else _whole(block_size)
     block = None
-    if given is not None:
+    if block_size is not None:
         block = max(b for b in (32, 64, *range(LANES, EXACT + 1, LANES)) if filled % b == 0)
     if is_integer and _values(x).dtype == jnp.int4 == w.values.dtype:
         num_wide = 0
@@ -114,19 +114,19 @@ def lay_out(
     is_narrow &= block is None or block >= LANES
     narrow_from = (num_wide or 0) * (filled // (block or filled)) if is_narrow else None
     layout = Layout(
-        m=_up(m, _ROWS), k=_up(k // (given or k) * filled, LANES), n=n, tile_m=0, tile_k=0,
+        m=_up(m, _ROWS), k=_up(k // (block_size or k) * filled, LANES), n=n, tile_m=0, tile_k=0,
         tile_n=0, block=block, multiplied=_multiplied(x), is_integer=is_integer,
-        narrow_from=narrow_from, filled=(given or k, filled), is_turned=is_turned,
+        narrow_from=narrow_from, filled=(block_size or k, filled), is_turned=is_turned,
     )  # fmt: skip
     layout = _with_tiles(layout, x, w, out_dtype)
     if layout.tile_m < layout.m:
         layout = layout._replace(m=m)
-    left = Factor(None, None, None)
+    x_factor = Factor(None, None, None)
     if not isinstance(x, jax.ShapeDtypeStruct):
         values = fill(_filled(_values(x), 1, layout), 0, layout.m)
-        left = Factor(values, _ends(x, m, layout.m), _parts(x, layout, layout.m))
+        x_factor = Factor(values, _ends(x, m, layout.m), _parts(x, layout, layout.m))
     right = Factor(_filled(w.values, 0, layout), _ends(w, n, n), _parts(w, layout, n))
-    return layout, left, right
+    return layout, x_factor, right
 
 
 # Blocks of scales.
@@ -142,11 +142,11 @@ def _parts(a: Any, layout: Layout, length: int) -> Array | None:
     """Return the scales of a side with blocks, [tiles, blocks of a tile, m or n]."""
     if layout.block is None or not isinstance(a, QuantizedArray) or a.block_size is None:
         return None
-    given, filled = layout.filled
+    size, filled = layout.filled
     scales = a.scales.astype(jnp.float32)
     scales = scales.T if a.axis == -1 else scales
     # Repeat for the common blocks, then for the pieces into which they are cut.
-    scales = jnp.repeat(scales, a.block_size // given * (filled // layout.block), axis=0)
+    scales = jnp.repeat(scales, a.block_size // size * (filled // layout.block), axis=0)
     scales = fill(fill(scales, 0, layout.k // layout.block), 1, length)
     return scales.reshape(layout.k // layout.tile_k, layout.tile_k // layout.block, length)
 
@@ -161,10 +161,10 @@ def _ends(a: Any, length: int, filled: int) -> Array | None:
 
 def _filled(values: Array, axis: int, layout: Layout) -> Array:
     """Pad every block, and then k."""
-    given, filled = layout.filled
-    if given < filled:
+    size, filled = layout.filled
+    if size < filled:
         before, after = values.shape[:axis], values.shape[axis + 1 :]
-        parts = fill(values.reshape(*before, -1, given, *after), axis + 1, filled)
+        parts = fill(values.reshape(*before, -1, size, *after), axis + 1, filled)
         values = parts.reshape(*before, -1, *after)
     return fill(values, axis, layout.k)
 

@@ -123,9 +123,9 @@ def _grid_spec(shape: Shape, dtype: Any) -> Any:
 
 
 def _kernel(*refs: Any, shape: Shape) -> None:
-    place, visits, q, d_out, lse, delta, row_marks, key_marks, k, v, d_q, d_k, d_v, *rest = refs
-    sums_q, sums_k, sums_v, from_k, from_v, *rest = rest
-    semaphores, slots = rest[:4], rest[4:]
+    place, visits, q, d_out, lse, delta, row_marks, key_marks, k, v, d_q, d_k, d_v, *scratch = refs
+    sums_q, sums_k, sums_v, from_k, from_v, *scratch = scratch
+    semaphores, slots = scratch[:4], scratch[4:]
     travel = KeyTravel(shape, place, (k, v), slots)
     sums = _SumTravel(
         travel, ((sums_k, from_k, d_k), (sums_v, from_v, d_v)), semaphores, shape.rules.scale
@@ -235,8 +235,8 @@ class _SumTravel:
 
     def _store_home(self, slot: Any, head: Any) -> None:
         copies = [
-            pltpu.make_async_copy(arrived.at[slot], own.at[head], self._store.at[side])
-            for side, (_, arrived, own) in enumerate(self._sides)
+            pltpu.make_async_copy(arrived.at[slot], output.at[head], self._store.at[side])
+            for side, (_, arrived, output) in enumerate(self._sides)
         ]
         for copy in copies:
             copy.start()

@@ -79,8 +79,8 @@ class Shape(NamedTuple):
 
     def owner(self, place: Any, step: Any) -> Any:
         """Return the rank whose keys are here in a step."""
-        here = place[self.axes.index(self.axis_name)]
-        return jax.lax.rem(here - step + self.ranks, self.ranks)
+        rank = place[self.axes.index(self.axis_name)]
+        return jax.lax.rem(rank - step + self.ranks, self.ranks)
 
     def keys(self, index: Any) -> Any:
         """Return the slice of a block of keys."""
@@ -249,19 +249,19 @@ def make_visits(sizes: Sizes, plan: Plan, rules: Rules, axis_name: str) -> Array
 class KeyTravel:
     """Rotation of keys in one step of the grid, inside a kernel."""
 
-    def __init__(self, shape: Shape, place: Any, own: tuple[Any, Any], scratch: Any):
+    def __init__(self, shape: Shape, place: Any, local_keys: tuple[Any, Any], scratch: Any):
         self.shape = shape
         self.head, self.step, self.block = (pl.program_id(axis) for axis in range(3))
         self.turn = self.head * shape.ranks + self.step
         self.slot = jax.lax.rem(self.turn, 2)
-        here: Any = {axis: place[at] for at, axis in enumerate(shape.axes)}
-        rank, name = here[shape.axis_name], shape.axis_name
-        self.here = here
-        self.next: Any = here | {name: jax.lax.rem(rank + 1, shape.ranks)}
-        self.previous: Any = here | {name: jax.lax.rem(rank + shape.ranks - 1, shape.ranks)}
+        coordinates: Any = {axis: place[at] for at, axis in enumerate(shape.axes)}
+        rank, name = coordinates[shape.axis_name], shape.axis_name
+        self.here = coordinates
+        self.next: Any = coordinates | {name: jax.lax.rem(rank + 1, shape.ranks)}
+        self.previous: Any = coordinates | {name: jax.lax.rem(rank + shape.ranks - 1, shape.ranks)}
         k_slots, v_slots, *semaphores = scratch
         self._load, self._send, self._receive, self._capacity, self._passed = semaphores
-        self._sides = ((own[0], k_slots), (own[1], v_slots))
+        self._sides = ((local_keys[0], k_slots), (local_keys[1], v_slots))
         self.keys = k_slots.at[self.slot]
         self.values = v_slots.at[self.slot]
 
@@ -350,8 +350,8 @@ class KeyTravel:
 
     def _loading(self, head: Any, slot: Any) -> list[Any]:
         return [
-            pltpu.make_async_copy(own.at[head], slots.at[slot], self._load.at[side])
-            for side, (own, slots) in enumerate(self._sides)
+            pltpu.make_async_copy(local.at[head], slots.at[slot], self._load.at[side])
+            for side, (local, slots) in enumerate(self._sides)
         ]
 
     def _sending(self, slot: Any) -> list[Any]:

@@ -96,9 +96,9 @@ class Sender:
     @property
     def arrived(self) -> tuple[Array, ...]:
         """Arrays that arrived, once all kernels were called."""
-        found = [x for x in self._arrived if x is not None]
-        assert len(found) == len(self._parcels) and not self._shares
-        return tuple(found)
+        copies = [x for x in self._arrived if x is not None]
+        assert len(copies) == len(self._parcels) and not self._shares
+        return tuple(copies)
 
 
 def send(parcels: Sequence[Parcel], axis_name: str) -> tuple[Array, ...]:
@@ -149,21 +149,21 @@ def _run_and_send(
         sources, refs = refs[:num_sent], refs[num_sent + len(partial) :]
         outs, refs = refs[: len(out_shape)], refs[len(out_shape) :]
         targets, (*scratch, sending, receiving, passed) = refs[:num_sent], refs[num_sent:]
-        here: Any = {axis: routes[2 * num_sent + at] for at, axis in enumerate(axes)}
+        coordinates: Any = {axis: routes[2 * num_sent + at] for at, axis in enumerate(axes)}
         copies = [
             pltpu.make_async_remote_copy(
                 source,
                 target,
                 sending.at[at],
                 receiving.at[at],
-                here | {axis_name: jnp.maximum(routes[2 * at], 0)},
+                coordinates | {axis_name: jnp.maximum(routes[2 * at], 0)},
             )
             for at, (source, target) in enumerate(zip(sources, targets, strict=True))
         ]
 
         @pl.when(_is_step(grid_spec.grid, 0))
         def _():
-            meet(here, axis_name, passed)
+            meet(coordinates, axis_name, passed)
             for at, copy in enumerate(copies):
                 pl.when(routes[2 * at] >= 0)(copy.start)
 
@@ -242,25 +242,25 @@ def mesh_place() -> tuple[tuple[str, ...], Array]:
     return axes, jnp.stack([jax.lax.axis_index(axis) for axis in axes])
 
 
-def meet(here: Any, axis_name: str, passed: Any) -> None:
+def meet(coordinates: Any, axis_name: str, passed: Any) -> None:
     """Wait until every rank of the axis is in this kernel; call it at the start.
 
     Args:
-        here: Dict with the index of this device along every mesh axis.
+        coordinates: Dict with the index of this device along every mesh axis.
         axis_name: Mesh axis of the ring.
         passed: Regular semaphore of this kernel, for `part`.
     """
     ranks = jax.lax.axis_size(axis_name)
     barrier = pltpu.get_barrier_semaphore()
-    others = [
-        here | {axis_name: jax.lax.rem(here[axis_name] + distance, ranks)}
+    neighbours = [
+        coordinates | {axis_name: jax.lax.rem(coordinates[axis_name] + distance, ranks)}
         for distance in range(1, ranks)
     ]
-    for other in others:
-        pl.semaphore_signal(barrier, 1, device_id=other)
+    for neighbour in neighbours:
+        pl.semaphore_signal(barrier, 1, device_id=neighbour)
     pl.semaphore_wait(barrier, ranks - 1)
-    for other in others:
-        pl.semaphore_signal(passed, 1, device_id=other)
+    for neighbour in neighbours:
+        pl.semaphore_signal(passed, 1, device_id=neighbour)
 
 
 def part(axis_name: str, passed: Any) -> None:

@@ -102,7 +102,7 @@ def _run(
     segments = pad(segments, "edge")
     factors = _factors(pad(dt), decay, segments)  # [B 4 S N]
     factors = jnp.moveaxis(factors, 2, 3).reshape(batch, 4, heads // together, together, padded)
-    own = pl.BlockSpec((None, together, width, TOKENS), lambda b, n, q: (b, n, 0, q))
+    token_spec = pl.BlockSpec((None, together, width, TOKENS), lambda b, n, q: (b, n, 0, q))
     group = pl.BlockSpec(
         (None, None, TOKENS, numbers), lambda b, n, q: (b, n * together // shared, q, 0)
     )
@@ -120,14 +120,14 @@ def _run(
         functools.partial(_kernel, heads=together),
         grid=(batch, heads // together, chunks),
         in_specs=[
-            own,
+            token_spec,
             pl.BlockSpec((None, 4, None, together, TOKENS), lambda b, n, q: (b, 0, n, 0, q)),
             group,
             group,
             pl.BlockSpec((None, 1, TOKENS), lambda b, n, q: (b, 0, q)),
             state,
         ],
-        out_specs=[own, state],
+        out_specs=[token_spec, state],
         out_shape=[
             shape_varying_like((batch, heads, width, padded), x.dtype, arrays),
             shape_varying_like(initial.shape, jnp.float32, arrays),
@@ -147,18 +147,18 @@ def _run(
 
 
 def _factors(dt: Array, decay: Array, segments: Array) -> Float32[Array, "B 4 S N"]:
-    """Return dt, the sums l, `carried` and `kept` of every token."""
+    """Return dt, the sums l, `carried` and `to_end` of every token."""
 
     def cut(array: Array) -> Array:
         return array.reshape(array.shape[0], -1, TOKENS, *array.shape[2:])
 
-    steps, own = cut(dt), cut(segments)[..., None]
+    steps, segment = cut(dt), cut(segments)[..., None]
     sums = jnp.cumsum(steps * decay[None, None, None], axis=2)
-    last = own[:, :, -1:]
+    last = segment[:, :, -1:]
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
-    carried = jnp.where(own == before, jnp.exp(sums), 0.0)
-    kept = jnp.where(own == last, jnp.exp(sums[:, :, -1:] - sums) * steps, 0.0)
-    return jnp.stack([each.reshape(dt.shape) for each in (steps, sums, carried, kept)], axis=1)
+    carried = jnp.where(segment == before, jnp.exp(sums), 0.0)
+    to_end = jnp.where(segment == last, jnp.exp(sums[:, :, -1:] - sums) * steps, 0.0)
+    return jnp.stack([each.reshape(dt.shape) for each in (steps, sums, carried, to_end)], axis=1)
 
 
 def _kernel(
@@ -172,16 +172,16 @@ def _kernel(
     is_read = jax.lax.broadcasted_iota(jnp.int32, square, 0) <= jax.lax.broadcasted_iota(
         jnp.int32, square, 1
     )
-    own = segments[...]
-    is_read &= column(own) == own
+    segment = segments[...]
+    is_read &= column(segment) == segment
     scores = dot(b[...], c[...], ((1,), (1,)))
     for head in range(heads):
-        steps, sums, carried, kept = (factors[i, head : head + 1, :] for i in range(4))
+        steps, sums, carried, to_end = (factors[i, head : head + 1, :] for i in range(4))
         exponents = jnp.where(is_read, sums - column(sums), -jnp.inf)
         weights = (scores * jnp.exp(exponents)).astype(c.dtype)
         before, inputs = state[head], x[head].astype(jnp.float32)
         read = dot(before.astype(c.dtype), c[...], ((1,), (1,)))
         within = dot((inputs * steps).astype(c.dtype), weights, ((1,), (0,)))
         y[head] = (within + carried * read).astype(y.dtype)
-        added = dot((inputs * kept).astype(b.dtype), b[...], ((1,), (0,)))
+        added = dot((inputs * to_end).astype(b.dtype), b[...], ((1,), (0,)))
         state[head] = carried[:, TOKENS - 1 :] * before + added

@@ -69,8 +69,8 @@ def with_new_keys(
     new = keys.astype(jnp.float32)
     updates = {"low": "min", "high": "max", "total": "add"}
     return {
-        name: getattr(held.at[layer, rows, pages], updates[name])(new, mode="drop")
-        for name, held in summaries.items()
+        name: getattr(summary.at[layer, rows, pages], updates[name])(new, mode="drop")
+        for name, summary in summaries.items()
     }
 
 
@@ -99,7 +99,7 @@ def page_scores(
 def attention_received(
     q: Float[Array, "B S N H"],
     keys: Float[Array, "B u M H"],
-    held: Int[Array, " u"],
+    key_positions: Int[Array, " u"],
     positions: Int[Array, "B S"],
     token_mask: Bool[Array, "B S"],
     rules: AttentionRules,
@@ -111,7 +111,7 @@ def attention_received(
     Args:
         q: Queries of the prompts, padded on the right.
         keys: Keys of this device.
-        held: Their positions.
+        key_positions: Their positions.
         positions: Positions of the queries.
         token_mask: False for padding.
         rules: Mask, scale and soft cap.
@@ -125,14 +125,14 @@ def attention_received(
     index = last - jnp.int32(number) + jnp.arange(number, dtype=jnp.int32)[None, :]
     is_token, index = index >= 0, jnp.maximum(index, 0)
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    asked = q[rows, index].reshape(batch, number, heads, -1, width).astype(jnp.float32)
+    queries = q[rows, index].reshape(batch, number, heads, -1, width).astype(jnp.float32)
     logits = jnp.einsum(
-        "bwmgh,bumh->bmgwu", asked, keys.astype(jnp.float32), preferred_element_type=jnp.float32
+        "bwmgh,bumh->bmgwu", queries, keys.astype(jnp.float32), preferred_element_type=jnp.float32
     )
     logits *= jnp.float32(width**-0.5 if rules.scale is None else rules.scale)
     if rules.softcap is not None:
         logits = jnp.float32(rules.softcap) * jnp.tanh(logits / jnp.float32(rules.softcap))
-    distance = positions[rows, index][:, :, None] - held[None, None, :]
+    distance = positions[rows, index][:, :, None] - key_positions[None, None, :]
     is_seen = (distance >= 0) & is_token[:, :, None]
     if rules.window is not None:
         is_seen &= distance < rules.window

@@ -192,24 +192,30 @@ class PageSelectionConfig(CacheReading):
 
         def run(q, k, v, cache, layer, positions, token_mask, *, batch_axes):
             del batch_axes
-            held = held_positions(cache.k.shape[2], axes)
-            entries = write_tokens(KVCache(cache.k, cache.v), k, v, layer, positions - held[0])
+            key_positions = held_positions(cache.k.shape[2], axes)
+            entries = write_tokens(
+                KVCache(cache.k, cache.v), k, v, layer, positions - key_positions[0]
+            )
             cache = cache._replace(k=entries.k, v=entries.v)
             if not reads_all:
                 rounded = out_of_cache(into_cache(k, entries.k), q.dtype)
-                pages = (positions - held[0]) // jnp.int32(self.size)
-                given = rounded, layer, pages, token_mask
-                cache = cache._replace(summaries=with_new_keys(cache.summaries, *given))
+                pages = (positions - key_positions[0]) // jnp.int32(self.size)
+                operands = rounded, layer, pages, token_mask
+                cache = cache._replace(summaries=with_new_keys(cache.summaries, *operands))
                 if q.shape[1] == 1:
-                    return self._attend_to_pages(q, cache, layer, positions, held, rules, axes)
+                    return self._attend_to_pages(
+                        q, cache, layer, positions, key_positions, rules, axes
+                    )
             keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in entries)
-            about = HeldTokens(positions, None), HeldTokens(held, None)
-            out, found = attend_and_merge(q, keys, values, *about, rules, axes)
+            token_pair = HeldTokens(positions, None), HeldTokens(key_positions, None)
+            out, seen = attend_and_merge(q, keys, values, *token_pair, rules, axes)
             if self.evicted_share and q.shape[1] > 1:
-                given = q, keys, held, positions, token_mask, rules, axes
-                kept = self._kept(attention_received(*given, self.size), token_mask, held, axes)
-                cache = cache._replace(is_kept=cache.is_kept.at[layer].set(kept))
-            return out, found, cache
+                operands = q, keys, key_positions, positions, token_mask, rules, axes
+                pages_kept = self._kept(
+                    attention_received(*operands, self.size), token_mask, key_positions, axes
+                )
+                cache = cache._replace(is_kept=cache.is_kept.at[layer].set(pages_kept))
+            return out, seen, cache
 
         island = placement.island(
             run,
@@ -224,7 +230,7 @@ class PageSelectionConfig(CacheReading):
         cache: SummarizedCache,
         layer: Array,
         positions: Array,
-        held: Array,
+        key_positions: Array,
         rules: AttentionRules,
         axes: tuple[str, ...],
     ) -> tuple[Array, Seen, SummarizedCache]:
@@ -232,7 +238,7 @@ class PageSelectionConfig(CacheReading):
         every, choice = self.layers_per_choice, layer // jnp.int32(self.layers_per_choice)
 
         def choose() -> Array:
-            return self._chosen(q, cache, layer, positions, held, rules, axes)
+            return self._chosen(q, cache, layer, positions, key_positions, rules, axes)
 
         if every == 1:
             chosen = choose()
@@ -250,14 +256,14 @@ class PageSelectionConfig(CacheReading):
             for part in (cache.k, cache.v)
         )
         rows, heads = keys.shape[0], chosen.shape[2]
-        slots = held.reshape(-1, self.size)[pages]  # B, M, number, size
+        slots = key_positions.reshape(-1, self.size)[pages]  # B, M, number, size
         slots = jnp.where(is_read[..., None] > 0, slots, jnp.int32(_NEVER)).reshape(rows, -1)
-        asked = q.reshape(rows, 1, num_heads // heads, width)
+        single_queries = q.reshape(rows, 1, num_heads // heads, width)
         queries = HeldTokens(jnp.repeat(positions, heads, axis=0), None)
-        out, found = attend_and_merge(
-            asked, keys, values, queries, HeldTokens(slots, None), rules, axes
+        out, seen = attend_and_merge(
+            single_queries, keys, values, queries, HeldTokens(slots, None), rules, axes
         )
-        by_head = {name: part.reshape(batch, num_heads, 1) for name, part in found.items()}
+        by_head = {name: part.reshape(batch, num_heads, 1) for name, part in seen.items()}
         return out.reshape(batch, 1, num_heads, -1), by_head, cache
 
     def _chosen(
@@ -266,13 +272,13 @@ class PageSelectionConfig(CacheReading):
         cache: SummarizedCache,
         layer: Array,
         positions: Array,
-        held: Array,
+        key_positions: Array,
         rules: AttentionRules,
         axes: tuple[str, ...],
     ) -> Bool[Array, "B p M"]:
         """Return which pages of this device are among those that a token reads."""
         size, heads = jnp.int32(self.size), cache.k.shape[3]
-        starts = held[:: self.size][None, :]  # positions of the first slots
+        starts = key_positions[:: self.size][None, :]  # positions of the first slots
         number = jnp.clip(positions + 1 - starts, 0, size)  # B, p: keys that the token may see
         by_head = q.reshape(q.shape[0], heads, -1, q.shape[3])
         scores = page_scores(by_head, layer_of(cache.summaries, layer), number)
@@ -292,10 +298,10 @@ class PageSelectionConfig(CacheReading):
         return own_pages(is_best, pages, axes) & may_read
 
     def _kept(
-        self, received: Array, token_mask: Array, held: Array, axes: tuple[str, ...]
+        self, received: Array, token_mask: Array, key_positions: Array, axes: tuple[str, ...]
     ) -> Bool[Array, "B p M"]:
         """Return which pages of this device are left after the prompt."""
-        pages = held[:: self.size][None, :] // jnp.int32(self.size)
+        pages = key_positions[:: self.size][None, :] // jnp.int32(self.size)
         length = jnp.sum(token_mask, axis=1, dtype=jnp.int32)[:, None]
         end = (length - 1) // jnp.int32(self.size) - jnp.int32(self.latest - 1)
         may_go = (pages >= self.first) & (pages < end)

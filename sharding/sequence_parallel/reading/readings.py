@@ -171,8 +171,8 @@ class WholeCacheConfig(CacheReading):
     ) -> tuple[Float[Array, "B S N H"], Seen, Any]:
         """Write new keys and values and attend to all; see `KVCache.attend`."""
         del token_mask
-        given = {"placement": placement, "positions": positions, "rules": rules}
-        return cache.attend(q, k, v, layer, **given)
+        options = {"placement": placement, "positions": positions, "rules": rules}
+        return cache.attend(q, k, v, layer, **options)
 
 
 WHOLE_CACHE: Final = WholeCacheConfig()

@@ -74,7 +74,7 @@ def pages_of(
 
     def read(part: Array) -> Array:
         paged = part.reshape(*part.shape[:2], -1, size, *part.shape[3:])
-        found = paged[layer, rows, pages, :, head]  # B, M, K, size, H
-        return found.reshape(batch * heads, -1, 1, part.shape[-1])
+        tokens = paged[layer, rows, pages, :, head]  # B, M, K, size, H
+        return tokens.reshape(batch * heads, -1, 1, part.shape[-1])
 
     return jax.tree.map(read, stacked)

@@ -149,8 +149,8 @@ class Computation:
             y = combine(outputs, computed, tokens.shape[0])
             dropped = jnp.zeros((moe.num_experts,), jnp.float32)
         if not layout.is_spread:  # equal along axes of one device, which the type must say
-            rest = (axis for axis in layout.experts.all if axis not in batch_axes)
-            single = tuple(axis for axis in rest if jax.lax.axis_size(axis) == 1)
+            further_axes = (axis for axis in layout.experts.all if axis not in batch_axes)
+            single = tuple(axis for axis in further_axes if jax.lax.axis_size(axis) == 1)
             y, dropped = jax.lax.psum((y, dropped), single)
         if output.slots is not None:
             y = write_slots(y, output.slots)
@@ -162,8 +162,8 @@ class Computation:
         # Report.
         if layout.own_axes:
             dropped = jax.lax.psum(dropped, layout.own_axes)
-        kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
-        statistics = dataclasses.replace(statistics, kept=kept)
+        num_kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
+        statistics = dataclasses.replace(statistics, kept=num_kept)
         device = {}
         if order is not None:
             ids = computed.expert_ids.reshape(-1, moe.top_k)
@@ -328,8 +328,8 @@ def _assign(
             num_experts=moe.num_experts,
             num_free=moe.num_routed - moe.num_experts,
         )
-        kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
-        statistics = dataclasses.replace(statistics, kept=kept)
+        num_kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
+        statistics = dataclasses.replace(statistics, kept=num_kept)
     extra = statistics.extra
     for balancer in of_statistics(moe.balancers):
         extra = extra | balancer.observe(output, inputs)

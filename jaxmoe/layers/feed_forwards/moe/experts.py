@@ -72,7 +72,7 @@ def encoded(axes: Mapping[str, tuple[str | None, ...]], halo: HaloProduct) -> di
         halo: Product in few bits.
     """
     encode = partial(halo.encode, is_stack=True)
-    return {name: Encoded(own, encode) for name, own in axes.items()}
+    return {name: Encoded(leaf_axes, encode) for name, leaf_axes in axes.items()}
 
 
 def in_halves(weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class MoE(nn.Module):
             router=router,
             train=self.train,
         )
-        given, axes = self._arguments(params, weights, free, routing, layout)
+        arguments, axes = self._arguments(params, weights, free, routing, layout)
         rows, results = _row_axes(layout)
         island = placement.island(
             computation.run,
@@ -107,7 +107,7 @@ class MoE(nn.Module):
                 observed=computation.observed_axes(results),
             ),
         )
-        computed = island(x, given)
+        computed = island(x, arguments)
         logits = computed.logits
         if moe.router.traits.carries_logits:
             logits = placement.place(logits, (ax.ACT_BATCH, ax.ACT_SEQ, None))
@@ -148,13 +148,13 @@ class MoE(nn.Module):
     ) -> tuple[LocalInputs, LocalInputs]:
         """Return the arguments of the island, and their logical axes in the same record."""
         dtype, (rows, _) = self.execution.precision.compute_dtype, _row_axes(layout)
-        own = {name: as_factor(weight, dtype) for name, weight in weights.items()}
+        factors = {name: as_factor(weight, dtype) for name, weight in weights.items()}
         kernel = self.execution.kernels.grouped_swiglu
         if layout.gathers_width and self.execution.halo is None and reads_halves(kernel):
-            own = in_halves(own)
-        given = LocalInputs(
+            factors = in_halves(factors)
+        arguments = LocalInputs(
             router=params,
-            weights=own,
+            weights=factors,
             constants=free,
             coupled=_merged(weights) if self.train and of_weights(self.moe.balancers) else {},
             state=routing.router_state,
@@ -169,20 +169,20 @@ class MoE(nn.Module):
         )
         axes = LocalInputs(
             router=_whole(params),
-            weights=self._weight_axes(own, layout),
+            weights=self._weight_axes(factors, layout),
             constants=_whole(free),
-            coupled=_whole(given.coupled),
-            state=_whole(given.state),
+            coupled=_whole(arguments.coupled),
+            state=_whole(arguments.state),
             token_mask=rows,
             segment_ids=rows,
-            context=jax.tree.map(lambda x: rows + (None,) * (x.ndim - 2), given.context),
+            context=jax.tree.map(lambda x: rows + (None,) * (x.ndim - 2), arguments.context),
             key={} if routing.key is None else (),
             layer={} if routing.layer is None else (),
             previous_logits={} if routing.previous_logits is None else (*rows, None),
             expert_device={} if routing.expert_device is None else rows,
             outputs={} if routing.expert_outputs is None else (None, None),
         )
-        return given, axes
+        return arguments, axes
 
     def _weight_axes(self, weights: dict[str, Any], layout: MoELayout) -> dict[str, Any]:
         """Return the logical axes of the experts' weights in the island, and their encoding."""

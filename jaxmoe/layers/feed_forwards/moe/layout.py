@@ -67,8 +67,10 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
     mesh = jax.sharding.get_abstract_mesh().shape
     gathers_width = any(mesh[axis] > 1 for axis in placement.mesh_axes(ax.EXPERT_EMBED))
     if not moe.router.traits.mixes_tokens:
-        received, own = (positions, ()) if moe.capacity is None else ((), positions)
-        return MoELayout(received, own, experts, moves_tokens(execution), gathers_width)
+        received, expert_positions = (positions, ()) if moe.capacity is None else ((), positions)
+        return MoELayout(
+            received, expert_positions, experts, moves_tokens(execution), gathers_width
+        )
     if experts.all:
         _check_whole(moe, positions, mesh)
     return MoELayout((), (), experts, moves_tokens(execution), gathers_width)

@@ -76,10 +76,10 @@ def apply_zero_computation(
         raise ValueError("zero_computation needs a router in which tokens choose experts")
     first = num_experts + free.num_zero
     ids = assignments.expert_ids.reshape(-1, assignments.top_k, 1)  # T, K
-    wanted = first + jnp.arange(free.num_copy + free.num_constant, dtype=ids.dtype)
+    places = first + jnp.arange(free.num_copy + free.num_constant, dtype=ids.dtype)
     gates_TK = assignments.gates.reshape(-1, assignments.top_k, 1)
     gates = jnp.sum(
-        jnp.where(ids == wanted[None, None, :], gates_TK, 0.0), axis=1
+        jnp.where(ids == places[None, None, :], gates_TK, 0.0), axis=1
     )  # T, copy and constant
     wide = x.astype(jnp.float32)
     of_input = gates[:, : free.num_copy].sum(-1)
