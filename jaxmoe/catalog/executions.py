@@ -136,6 +136,10 @@ _BACKWARD: Final = {
         "jaxmoe.training.pipeline.gradients:PipelineBackward",
         "All micro-batches in a pipeline over `stage`, by its schedule.",
     ),
+    "probed": (
+        "jaxmoe.contrib.mkor.backward:ProbedBackward",
+        "One micro-batch after the other, with probes of the dense matrices.",
+    ),
     "repeated": (
         "jaxmoe.training.repeated.rows:RepeatedBackward",
         "Several passes over each row, which an adapter compares.",

@@ -57,7 +57,7 @@ _OPTIMIZER: Final = {
         "Muon on spheres for matrices, Adam on a sphere for the head, AdamW for all else: HyperP.",
     ),
     "mkor": (
-        "jaxmoe.optim.mkor:MKORConfig",
+        "jaxmoe.contrib.mkor.optimizer:MKORConfig",
         "AdamW, with the gradients of dense matrices between inverse factors (MKOR).",
     ),
     "sgd": (

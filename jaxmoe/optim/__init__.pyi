@@ -8,7 +8,6 @@ from jaxmoe.optim.groups import Members as Members
 from jaxmoe.optim.groups import Optimizer as Optimizer
 from jaxmoe.optim.groups import train_only as train_only
 from jaxmoe.optim.hypersphere import adamh as adamh
-from jaxmoe.optim.mkor import MKORConfig as MKORConfig
 from jaxmoe.optim.muon import MuonConfig as MuonConfig
 from jaxmoe.optim.muon import muon as muon
 from jaxmoe.optim.muonh import MuonHConfig as MuonHConfig

@@ -33,12 +33,8 @@ ADAM = GroupTraits(moments_per_parameter=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AdamWConfig(Optimizer):
-    """AdamW for every role."""
-
-    name: ClassVar[str] = "adamw"
-    stays_finite: ClassVar[bool] = True
-    groups: ClassVar[Mapping[Group, GroupTraits]] = {"adamw": ADAM}
+class AdamWFields(Optimizer):
+    """Numbers of AdamW, for an optimiser whose last part it is."""
 
     learning_rate: float = 3e-3
     """Peak learning rate; the schedule and the role's multiplier multiply it."""
@@ -50,6 +46,15 @@ class AdamWConfig(Optimizer):
     """Number added to the root of the second moment; the role's multiplier multiplies it."""
     weight_decay: float = 0.1
     """Decoupled weight decay, times the learning rate and the role's multiplier."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWConfig(AdamWFields):
+    """AdamW for every role."""
+
+    name: ClassVar[str] = "adamw"
+    stays_finite: ClassVar[bool] = True
+    groups: ClassVar[Mapping[Group, GroupTraits]] = {"adamw": ADAM}
 
     def transformation(self, members: Members) -> optax.GradientTransformation:
         """Return AdamW for the group."""

@@ -8,7 +8,7 @@ w = w - rate * (multiplier * direction + decay * w)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,13 +53,25 @@ class FiniteTransformation(LayerwiseTransformation):
     __slots__ = ()
 
 
-class ProbingTransformation(LayerwiseTransformation):
-    """A transformation whose update takes `stats`, the gradients of the probes of a step.
+class MeasuringTransformation(LayerwiseTransformation):
+    """A transformation whose update takes more than gradients, state and parameters.
 
-    See `jaxmoe.layers.probes`.
+    A member of `Backward` measures its further arguments (`GradientSums.extra_args`).
     """
 
     __slots__ = ()
+
+    backward: ClassVar[str]
+    """Name of the member."""
+
+
+def backward_name(optimizer: optax.GradientTransformation) -> str | None:
+    """Return the member of `Backward` that a transformation needs; None for any.
+
+    Args:
+        optimizer: Any optax transformation.
+    """
+    return optimizer.backward if isinstance(optimizer, MeasuringTransformation) else None
 
 
 def check_numbers(prefix: str = "", **values: Any) -> None:
@@ -110,11 +122,9 @@ def standard_promotion(
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(_widen(updates), state, params, **extra)
 
-    kind = LayerwiseTransformation
-    if isinstance(inner, ProbingTransformation):
-        kind = ProbingTransformation
-    elif stays_finite:
-        kind = FiniteTransformation
+    kind = FiniteTransformation if stays_finite else LayerwiseTransformation
+    if isinstance(inner, MeasuringTransformation):
+        kind = type(inner)
     return kind(init, update)
 
 

@@ -17,7 +17,7 @@ from jaxmoe.data.levels import LevelPacking
 from jaxmoe.data.mixture import tasks_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import abstract_params, quantized_params
-from jaxmoe.optim.steps import ProbingTransformation
+from jaxmoe.optim.steps import backward_name
 from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
@@ -277,7 +277,7 @@ def _uncalled(plan: Plan, execution: ExecutionConfig) -> frozenset[str]:
         and execution.precision.weights == "floating"
         and execution.telemetry == "brief"
         and plan.model.adapter is None
-        and not isinstance(plan.optimizer, ProbingTransformation)
+        and backward_name(plan.optimizer) is None
     )
     names = ("quantized_matmul", "grouped_matmul", "grouped_outer")
     return frozenset(names if is_plain else ())

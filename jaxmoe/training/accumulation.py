@@ -66,9 +66,8 @@ class GradientSums:
     row_nll: Float[Array, " B"] | None = None
     """Sum of row i of each micro-batch, which one worker holds, if the losses of workers are
     reported."""
-    probes: Any = None
-    """Gradients of the probes of dense matrices, for optimisers that read them; see
-    `jaxmoe.layers.probes`."""
+    extra_args: dict[str, Any] = struct.field(default_factory=dict)
+    """Further arguments of the optimiser's update; see `MeasuringTransformation.backward`."""
 
     def __add__(self, other: GradientSums) -> GradientSums:
         # Some indicators are maxima: the record defines its own sum.

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of one step: the loss of the micro-batches, differentiated and summed.
 
-`MicroBatchBackward` takes them one after the other; the other members of `Backward` are listed in
-`jaxmoe/training/estimators/backward.py`.
+`MicroBatchBackward` takes them one after the other; the other members of `Backward` are in
+`jaxmoe/catalog/executions.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,6 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
-from jaxmoe.layers.probes import TOKENS, probe_view, probed_rows, zero_probes
 from jaxmoe.layers.view import View
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
@@ -75,7 +75,13 @@ class MicroBatchBackward(Backward):
         paths = step.gradients.paths(rows.accumulation)
         return accumulate(
             partial(
-                compute_gradients, step, state, rows.total_weight, is_whole=is_whole, whole=whole
+                compute_gradients,
+                step,
+                state,
+                rows.total_weight,
+                is_whole=is_whole,
+                whole=whole,
+                backward=self,
             ),
             rows.batch,
             rows.accumulation,
@@ -84,6 +90,25 @@ class MicroBatchBackward(Backward):
             statistics_of=partial(batch_statistics, step, state, whole=whole) if is_whole else None,
             kept=None if paths is None else paths.kept,
         )
+
+    def differentiate(
+        self,
+        step: Step,
+        loss_of: Callable[..., tuple[Array, Any]],
+        trained: Any,
+        batch: Batch,
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """Return gradients of a micro-batch, further arguments of the update, and what is aside.
+
+        Args:
+            step: What is trained, and how.
+            loss_of: (trained parameters, view=None) -> (loss, what is aside).
+            trained: Parameters that are trained.
+            batch: Rows of the micro-batch.
+        """
+        del step, batch
+        grads, aside = jax.grad(loss_of, has_aux=True)(trained)
+        return grads, {}, aside
 
 
 def compute_gradients(
@@ -96,6 +121,7 @@ def compute_gradients(
     *,
     is_whole: bool,
     whole: Any = None,
+    backward: MicroBatchBackward = MicroBatchBackward(),
 ) -> GradientSums:
     """Return the gradients of one micro-batch's part of the loss.
 
@@ -108,15 +134,14 @@ def compute_gradients(
         others: Statistics of the micro-batches before this one, or of the whole batch; or None.
         is_whole: Whether they are those of the whole batch.
         whole: Gathered parameters, with a layout that gathers them once a step.
+        backward: How the loss is differentiated.
     """
     model, table = step.model, step.table
 
     def loss_of(
-        trained: Any, probes: Any
+        trained: Any, view: View | None = None
     ) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
         params = trained if table is None else table.merged(trained, state.params)
-        cycles = [scan.name for scan in model.scans if scan.is_cycle]
-        view = None if probes is None else probe_view(probes, cycles)
         nll, rows, output = _forward(
             step, params, state, micro, whole, has_rows=step.reads_rows, view=view
         )
@@ -134,14 +159,9 @@ def compute_gradients(
         return loss + sum(losses.values()), (loss, losses, output.statistics, indicators, rows)
 
     trained = state.params if table is None else table.trained(state.params)
-    probes = None
-    if step.has_probes:
-        zeros = zero_probes(probed_rows(parameter_table(model) if table is None else table))
-        both = jax.grad(loss_of, (0, 1), has_aux=True)(trained, zeros)
-        (grads, probes), (loss, losses, *aside) = both
-        probes |= {TOKENS: jnp.float32(micro.batch.tokens.size)}
-    else:
-        grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(trained, None)
+    grads, extra_args, (loss, losses, *aside) = backward.differentiate(
+        step, loss_of, trained, micro.batch
+    )
     statistics, indicators, rows = jax.lax.stop_gradient(aside)
     return GradientSums(
         grads=grads,
@@ -150,7 +170,7 @@ def compute_gradients(
         statistics=statistics,
         indicators=indicators,
         row_nll=rows,
-        probes=probes,
+        extra_args=extra_args,
     )
 
 

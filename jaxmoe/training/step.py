@@ -31,7 +31,6 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.optim.steps import ProbingTransformation
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
@@ -148,11 +147,6 @@ class Step:
         """
         parts = tuple(part for part in self.parts if part.name != name)
         return dataclasses.replace(self, parts=parts)
-
-    @property
-    def has_probes(self) -> bool:
-        """Whether the optimiser reads the gradients of probes; see `jaxmoe.layers.probes`."""
-        return isinstance(self.optimizer, ProbingTransformation)
 
     def __call__(
         self, state: TrainState, batch: Batch, first_row: Any = 0

@@ -15,8 +15,9 @@ The matrix receives no gradient. `Packed` is every form of a matrix other than a
 
 A matrix with a low-rank addition (`LowRank`) holds one of these forms or a floating array.
 
-To add a form: its class in `Packed` of `sharding/products/quantized.py`, and a branch in
-`quantized_einsum`, `quantized_groups` and `logical_axes` there.
+To add a form that a layer multiplies in a way of its own: a class that extends `WrappedMatrix`
+(`sharding/products/wrapped.py`). To add a quantised one: its class in `Packed`, and a branch in
+`quantized_einsum`, `quantized_groups` and `logical_axes`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from pallas_kernels import MixedArray, QuantizedArray, grouped_matmul, quantize,
 from pallas_kernels.backend import Implementation
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding.products.low_rank import LowRank
-from sharding.products.observed import ObservedArray, observed_einsum, observed_groups
-from sharding.products.probed import ProbedArray, probed_axes
+from sharding.products.wrapped import WrappedMatrix
 
 Axes = tuple[str | None, ...]
 
-Packed = QuantizedArray | MixedArray | ObservedArray | ProbedArray
+Quantized = QuantizedArray | MixedArray
+"""Matrix of a layer in few bits."""
+Packed = Quantized | WrappedMatrix
 """Matrix of a layer that is not a floating array."""
 Weight = Array | Packed | LowRank
 """Matrix of a layer in any form."""
@@ -46,7 +48,7 @@ Weight = Array | Packed | LowRank
 def quantized_einsum(
     subscripts: str,
     x: Float[Array, ...],
-    weight: Packed,
+    weight: Quantized,
     *,
     activations: QuantizedDtype | None,
     dtype: Any,
@@ -74,9 +76,6 @@ def quantized_einsum(
             f"{subscripts}: with a quantised matrix, what is summed over must be last in the"
             " first term, first in the second, and nowhere else"
         )
-    if isinstance(weight, ObservedArray):
-        return observed_einsum(subscripts, x, weight, dtype=dtype)
-    assert not isinstance(weight, ProbedArray)  # `Product.of` multiplies it as a floating matrix
     rows = x.reshape(-1, math.prod(x.shape[len(row_letters) :]))
     matrix = flattened(weight, len(summed))
     if isinstance(weight, QuantizedArray) and activations is not None:
@@ -102,9 +101,8 @@ def quantized_groups(
         activations: Dtype to which rows are rounded, with a scale per row; None: not rounded.
         implementation: Implementation of `grouped_matmul`.
     """
-    if isinstance(weight, ObservedArray):
-        return observed_groups(rows, weight, group_sizes, implementation=implementation)
-    assert not isinstance(weight, ProbedArray)  # experts have no probes
+    if isinstance(weight, WrappedMatrix):
+        return weight.multiply_groups(rows, group_sizes, implementation=implementation)
     options = {"implementation": implementation, "out_dtype": rows.dtype}
     if isinstance(weight, QuantizedArray) and activations is not None:
         rounded = quantize(rows, activations, axis=-1)
@@ -114,9 +112,7 @@ def quantized_groups(
     return grouped_matmul(rows, flattened(weight, 1, num_batch=1), group_sizes, **options)
 
 
-def flattened(
-    weight: QuantizedArray | MixedArray, num_summed: int, num_batch: int = 0
-) -> QuantizedArray | MixedArray:
+def flattened(weight: Quantized, num_summed: int, num_batch: int = 0) -> Quantized:
     """Return a quantised matrix flattened to one dimension that is summed over and one that is not.
 
     Args:
@@ -158,11 +154,8 @@ def logical_axes(weight: Weight, axes: Axes) -> Any:
         # `order` has the batch dimensions and, whole, one of channels.
         order = (*axes[: weight.order.ndim - 1], None)
         return dataclasses.replace(weight, weights=logical_axes(weight.weights, axes), order=order)
-    if isinstance(weight, ObservedArray):
-        largest = (*axes[: weight.largest.ndim - 1], None)
-        return dataclasses.replace(weight, values=axes, largest=largest)
-    if isinstance(weight, ProbedArray):
-        return probed_axes(weight, axes)
+    if isinstance(weight, WrappedMatrix):
+        return weight.logical_axes(axes)
     if not isinstance(weight, QuantizedArray):
         return axes
     scales = tuple(

@@ -34,8 +34,8 @@ from sharding.constrain import Encoded, Placement
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.halo import HaloProduct
 from sharding.products.low_rank import LowRank
-from sharding.products.probed import ProbedArray, probed_product
-from sharding.products.quantized import Packed, Weight, logical_axes, quantized_einsum
+from sharding.products.quantized import Quantized, Weight, logical_axes, quantized_einsum
+from sharding.products.wrapped import WrappedMatrix
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ class Product:
             return self.halo.project(x, weight, self.dtype)
         if isinstance(weight, LowRank):
             return weight.added(self.of(x, weight.weight, placement), x)
-        if isinstance(weight, ProbedArray):
-            product = partial(placement.einsum, self.subscripts, axes=(), dtype=self.dtype)
-            return probed_product(product, x, weight)
-        if isinstance(weight, Packed):
+        product = partial(placement.einsum, self.subscripts, axes=(), dtype=self.dtype)
+        if isinstance(weight, WrappedMatrix):
+            return weight.multiply(product, x)
+        if isinstance(weight, Quantized):
             options = {"activations": self.activations, "dtype": self.dtype or x.dtype}
             return quantized_einsum(self.subscripts, x, weight, **options)
-        return placement.einsum(self.subscripts, x, weight, axes=(), dtype=self.dtype)
+        return product(x, weight)
 
 
 def out_of_stream(

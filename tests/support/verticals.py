@@ -264,14 +264,9 @@ VERTICALS = {
         ),
     ),
     "mkor": Vertical(
-        sources=(
-            "jaxmoe/optim/mkor.py",
-            "jaxmoe/layers/probes.py",
-            "sharding/products/probed.py",
-            "sharding/products/observed.py",
-        ),
-        tests=("tests/jaxmoe/optim/test_mkor.py",),
-        smoke="tests/jaxmoe/optim/test_mkor.py::test_probes_change_no_value_and_measure_sums",
+        sources=("jaxmoe/contrib/mkor/*",),
+        tests=("tests/jaxmoe/contrib/mkor/*",),
+        smoke="tests/jaxmoe/contrib/mkor/test_mkor.py::test_probes_change_no_value_and_measure_sums",
         sockets=_STEP,
     ),
     "offload": Vertical(

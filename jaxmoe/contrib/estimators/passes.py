@@ -24,7 +24,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.accumulation import GradientSums, MicroBatch, split_rows
-from jaxmoe.training.estimators.backward import num_passes
+from jaxmoe.training.estimators.backward import backward_of, num_passes
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.state import TrainState
 
@@ -101,10 +101,7 @@ def check_forward(step: Step, name: str) -> None:
             f"{start}, and replicas compute by themselves: execution.fold with"
             f" execution.mesh.replica={execution.mesh.replica} is not possible: set replica to 1"
         )
-    if step.has_probes:
-        raise ValueError(
-            f"{start}, and optimizer:mkor reads output gradients: choose another optimizer"
-        )
+    backward_of(step).check(step)
     if execution.telemetry == "detailed":
         raise ValueError(
             f"{start}, and execution.telemetry=detailed observes gradients of layers: set it to"

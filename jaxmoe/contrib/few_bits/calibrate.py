@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmoe.contrib.few_bits.observed import ObservedArray, Statistic
 from jaxmoe.data import Batch, Loader
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import channels_shape
@@ -26,7 +27,6 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.plan import Plan
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
-from sharding.products.observed import ObservedArray, Statistic
 
 
 def measure_activations(

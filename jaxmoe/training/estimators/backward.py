@@ -6,7 +6,9 @@
     sums(step, state, rows, whole)     gradients, losses and statistics of all micro-batches
 
 `ExecutionConfig.backward` names the member: micro-batches one after the other, or a pipeline over
-`stage`. A model whose adapter compares several passes over each row has `repeated` around it.
+`stage`. An optimiser whose update reads more than gradients names its own
+(`MeasuringTransformation.backward`). A model whose adapter compares several passes over each row
+has `repeated` around it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxmoe.catalog import choice
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim.steps import backward_name
 from jaxmoe.training.accumulation import GradientSums, Rows
 from jaxmoe.training.state import TrainState
 
@@ -65,9 +68,10 @@ def backward_of(step: Step) -> Backward:
     """Return the member that differentiates a step.
 
     Args:
-        step: Model and execution.
+        step: Model, optimiser and execution.
     """
-    backward: Backward = choice("backward", step.execution.backward)()
+    name = backward_name(step.optimizer) or step.execution.backward
+    backward: Backward = choice("backward", name)()
     if num_passes(step.model) == 1:
         return backward
     return choice("backward", "repeated")(backward)

@@ -114,7 +114,7 @@ class Inputs(NamedTuple):
     params: Any
     """Parameters that are trained."""
     summed: GradientSums
-    """Loss, and gradients of probes for an optimiser that reads them."""
+    """Loss, and further arguments of the optimiser's update."""
     clipped: Clipped
     """Norm and factor of the gradients."""
 
@@ -183,9 +183,9 @@ class WholeUpdate(Update):
         """Return updates, parameters and state; see the base class."""
         fetched = fetch(state.opt_state, step.execution)
         update: Any = step.optimizer.update
-        probes = inputs.summed.probes
-        options = {} if probes is None else {"stats": probes}
-        updates, opt_state = update(inputs.grads, fetched, inputs.params, **options)
+        updates, opt_state = update(
+            inputs.grads, fetched, inputs.params, **inputs.summed.extra_args
+        )
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), inputs.params, updates)
         return updates, params, WholeState(new=opt_state, old=fetched, execution=step.execution)
 
@@ -221,7 +221,7 @@ def update_params(
     Args:
         step: Model, optimiser, groups of the parameters, and layout.
         state: State before the step.
-        summed: Loss, and gradients of probes for an optimiser that reads them.
+        summed: Loss, and further arguments of the optimiser's update.
         clipped: Gradients, laid out as the parameters.
     """
     model, execution, table, grads = step.model, step.execution, step.table, clipped.grads

@@ -17,7 +17,6 @@ from jaxmoe.optim import (
     OPTIMIZERS,
     AdamWConfig,
     LinearConfig,
-    MKORConfig,
     MuonConfig,
     MuonHConfig,
     SGDConfig,
@@ -202,7 +201,7 @@ CASES = {
         _alone_on_its_sphere,
     ),
     # Before its first factors; what follows is in test_mkor.py.
-    "mkor": (MKORConfig(**FIELDS), ("adamw", "adamw"), _adamw),
+    "mkor": (OPTIMIZERS["mkor"](**FIELDS), ("adamw", "adamw"), _adamw),
     "sgd": (
         SGDConfig(learning_rate=0.05, momentum=0.7, weight_decay=0.3),
         ("muonh", "adamh"),

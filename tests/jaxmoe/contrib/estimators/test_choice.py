@@ -4,7 +4,6 @@
 
 import dataclasses
 
-import optax
 import pytest
 
 from jaxmoe.checkpoint.migrate import migrate
@@ -13,13 +12,11 @@ from jaxmoe.contrib.estimators.evolution import EvolutionConfig
 from jaxmoe.contrib.estimators.seed_pool import SeedPoolConfig
 from jaxmoe.contrib.estimators.spsa import SPSAConfig
 from jaxmoe.contrib.estimators.surrogate import SurrogateConfig
-from jaxmoe.optim import AdamWConfig, MKORConfig, MuonHConfig, SGDConfig
+from jaxmoe.optim import AdamWConfig, MuonHConfig, SGDConfig
 from jaxmoe.replicas import DiLoCoConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig, WatchConfig
 from jaxmoe.run.plan import make_plan
-from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.estimators import BackpropConfig
-from jaxmoe.training.step import Step
 from tests.support.estimators import step_of
 from tests.support.models import TINY
 
@@ -92,13 +89,6 @@ def test_sums_of_derivatives_hold_no_momentum():
     training = TrainingConfig(gradients=SeedPoolConfig(), clip=None)
     with pytest.raises(ValueError, match=r"optimizer.momentum=0.9 moves parameters beside"):
         PretrainConfig(training=training, optimizer=SGDConfig(momentum=0.9))
-
-
-def test_mkor_needs_a_backward_pass():
-    optimizer = MKORConfig().build(parameter_table(TINY), lambda count: count)
-    with pytest.raises(ValueError, match=r"optimizer:mkor reads output gradients"):
-        Step(model=TINY, optimizer=optimizer, gradients=SPSAConfig())
-    assert not Step(model=TINY, optimizer=optax.sgd(0.1)).has_probes
 
 
 def test_configs_without_an_estimator_mean_backpropagation():

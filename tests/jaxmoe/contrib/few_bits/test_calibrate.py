@@ -3,6 +3,7 @@
 """Calibration: what products see on held-out data, and that planted outliers are found."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,13 @@ import pytest
 
 from experiments.recipes.markov import markov
 from jaxmoe.contrib.few_bits.calibrate import measure_activations
+from jaxmoe.contrib.few_bits.observed import ObservedArray
 from jaxmoe.data import evaluation_batches
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.quantize import channels_shape
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
 from pallas_kernels.quantized_matmul.mixed_array import channel_order
-from sharding.products.observed import ObservedArray, observed_einsum, observed_groups
 from tests.support.tolerances import assert_close
 
 OUTLIERS = (3, 11, 17, 30)
@@ -97,7 +98,7 @@ def test_products_measure_rows_and_have_no_other_gradient():
 
     def loss(largest, x, w):
         weight = ObservedArray(values=w, largest=largest)
-        out = observed_einsum("bsnh,nhd->bsd", x, weight, dtype=jnp.float32)
+        out = weight.multiply(partial(jnp.einsum, "bsnh,nhd->bsd"), x)
         return out.sum(), out
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
@@ -116,7 +117,7 @@ def test_groups_measure_their_own_rows():
 
     def loss(largest):
         weight = ObservedArray(values=w, largest=largest)
-        out = observed_groups(jnp.asarray(rows), weight, jnp.asarray(sizes), implementation=None)
+        out = weight.multiply_groups(jnp.asarray(rows), jnp.asarray(sizes), implementation=None)
         return out.sum(), out
 
     found, out = jax.jit(jax.grad(loss, has_aux=True))(jnp.zeros((3, 4)))

@@ -32,7 +32,7 @@ def test_the_execution_and_the_adapter_name_the_member():
     assert backward_of(step_of()) == MicroBatchBackward()
     assert backward_of(step_of(execution=STAGES)) == PipelineBackward()
     assert backward_of(step_of(DRAWN)) == RepeatedBackward(MicroBatchBackward())
-    assert set(catalog.names("backward")) == {"micro_batches", "pipeline", "repeated"}
+    assert set(catalog.names("backward")) == {"micro_batches", "pipeline", "probed", "repeated"}
 
 
 @pytest.mark.parametrize(

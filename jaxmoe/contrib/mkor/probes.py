@@ -3,7 +3,7 @@
 """Means of inputs and output gradients of the dense matrices of the layers.
 
 Matrices of attention and of dense feed-forwards, shared experts included, get probes
-(`sharding/products/probed.py`) by a view of the parameters. Embedding, head, routers and routed
+(`jaxmoe/contrib/mkor/probed.py`) by a view of the parameters. Embedding, head, routers and routed
 experts have none: the rows of an expert are few and their number differs.
 """
 
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jaxtyping import Array, Float
 
+from jaxmoe.contrib.mkor.probed import ProbedArray, means
 from jaxmoe.declarations import Role
 from jaxmoe.layers.view import View
 from jaxmoe.parameters import ParameterSpec, ParameterTable
-from sharding.products.probed import ProbedArray, means
 
 PROBED_ROLES: Final[frozenset[Role]] = frozenset(
     ("attention_in", "attention_out", "attention_gate", "mlp_in", "mlp_out")

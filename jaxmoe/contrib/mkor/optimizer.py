@@ -30,21 +30,20 @@ import optax
 from flax import traverse_util
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.contrib.mkor.probes import Statistics, mean_gradients, mean_inputs, probed_rows
 from jaxmoe.declarations import MatrixAxes
-from jaxmoe.layers.probes import Statistics, mean_gradients, mean_inputs, probed_rows
-from jaxmoe.optim.adamw import ADAM, AdamWConfig, adamw_group
+from jaxmoe.optim.adamw import ADAM, AdamWFields, adamw_group
 from jaxmoe.optim.groups import GroupTraits, Members
-from jaxmoe.optim.steps import ProbingTransformation
+from jaxmoe.optim.steps import MeasuringTransformation
 from jaxmoe.parameters import Group, ParameterSpec
 from sharding.constrain import lie_at, surroundings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MKORConfig(AdamWConfig):
+class MKORConfig(AdamWFields):
     """AdamW, with the gradients of dense matrices between inverse factors (MKOR)."""
 
     name: ClassVar[str] = "mkor"
-    stays_finite: ClassVar[bool] = False  # inverses of the factors may not be
     groups: ClassVar[Mapping[Group, GroupTraits]] = {"adamw": ADAM}
 
     decay: float = 0.95
@@ -55,7 +54,7 @@ class MKORConfig(AdamWConfig):
     """Largest number in a factor, above which it moves towards the identity."""
 
     def __post_init__(self):
-        AdamWConfig.__post_init__(self)
+        AdamWFields.__post_init__(self)
         if not 0.0 < self.decay < 1.0:
             raise ValueError(f"optimizer.decay={self.decay} must lie between 0 and 1")
         if self.interval < 1:
@@ -66,9 +65,16 @@ class MKORConfig(AdamWConfig):
     def transformation(self, members: Members) -> optax.GradientTransformation:
         """Return MKOR and AdamW for the group."""
         rows = probed_rows(members.table)
-        settings = {"decay": self.decay, "interval": self.interval, "largest": self.largest}
-        chained = optax.chain(scale_by_mkor(rows, **settings), adamw_group(members, self))
-        return ProbingTransformation(*chained)
+        mkor = scale_by_mkor(rows, decay=self.decay, interval=self.interval, largest=self.largest)
+        return ProbingTransformation(*optax.chain(mkor, adamw_group(members, self)))
+
+
+class ProbingTransformation(MeasuringTransformation):
+    """A transformation whose update takes `stats`, the gradients of the probes of a step."""
+
+    __slots__ = ()
+
+    backward: ClassVar[str] = "probed"
 
 
 class MKORState(NamedTuple):
@@ -90,7 +96,7 @@ def scale_by_mkor(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation from gradients to directions of MKOR.
 
-    Its update takes `stats`, the gradients of probes; see `jaxmoe.layers.probes`.
+    Its update takes `stats`, the gradients of probes; see `jaxmoe.contrib.mkor.probes`.
 
     Args:
         rows: Matrices that are preconditioned; the gradients of all others stay.

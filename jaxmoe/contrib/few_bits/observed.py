@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.backend import Implementation
+from sharding.products.wrapped import Axes, WrappedMatrix
 
 Statistic = Literal["largest", "squares"]
 """What is measured of the activations of an input: the largest absolute value, or the sum of the
@@ -36,7 +38,7 @@ squares."""
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ObservedArray:
+class ObservedArray(WrappedMatrix):
     """Floating matrix whose activations are measured."""
 
     values: Float[Array, ...] | Any
@@ -46,61 +48,38 @@ class ObservedArray:
     statistic: Statistic = dataclasses.field(default="largest", metadata={"static": True})
     """What is measured."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
-        return self.values.shape
+    def multiply(
+        self, product: Callable[[Array, Array], Array], x: Float[Array, ...]
+    ) -> Float[Array, ...]:
+        """Return a product, and measure the activations."""
+        y = product(jax.lax.stop_gradient(x), self.values.astype(x.dtype))
+        rows = x.reshape(-1, self.largest.shape[-1])
+        ids = jnp.zeros(rows.shape[:1], jnp.int32)
+        return _measured(self.statistic, y, rows, self.largest, ids)
 
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions of the matrix."""
-        return self.values.ndim
+    def multiply_groups(
+        self,
+        rows: Float[Array, "R k"],
+        group_sizes: Int[Array, " G"],
+        *,
+        implementation: Implementation | None,
+    ) -> Float[Array, "R n"]:
+        """Return rows times the matrix of their group, and measure the rows of each group.
 
+        Rows past the last group are not measured.
+        """
+        groups, length = self.largest.shape
+        matrices = self.values.reshape(groups, length, -1).astype(rows.dtype)
+        still = jax.lax.stop_gradient(rows)
+        product = grouped_matmul(still, matrices, group_sizes, implementation=implementation)
+        ends = jnp.cumsum(group_sizes.astype(jnp.int32))
+        ids = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
+        return _measured(self.statistic, product, rows, self.largest, ids)
 
-def observed_einsum(
-    subscripts: str, x: Float[Array, ...], weight: ObservedArray, *, dtype: Any
-) -> Float[Array, ...]:
-    """Return `jnp.einsum` of activations and a matrix, and measure the activations.
-
-    Args:
-        subscripts: Subscripts of `jnp.einsum`; what is summed over is last in the first term.
-        x: Activations.
-        weight: The matrix.
-        dtype: Dtype of the result.
-    """
-    product = jnp.einsum(
-        subscripts,
-        jax.lax.stop_gradient(x),
-        weight.values.astype(x.dtype),
-        preferred_element_type=dtype,
-    )
-    rows = x.reshape(-1, weight.largest.shape[-1])
-    ids = jnp.zeros(rows.shape[:1], jnp.int32)
-    return _measured(weight.statistic, product, rows, weight.largest, ids)
-
-
-def observed_groups(
-    rows: Float[Array, "R k"],
-    weight: ObservedArray,
-    group_sizes: Int[Array, " G"],
-    *,
-    implementation: Implementation | None,
-) -> Float[Array, "R n"]:
-    """Return `grouped_matmul`, and measure the rows of each group.
-
-    Args:
-        rows: Rows sorted by group; those past the last group are not measured.
-        weight: Stack of matrices, G first, then k.
-        group_sizes: Number of rows of each group.
-        implementation: Implementation of `grouped_matmul`.
-    """
-    groups, length = weight.largest.shape
-    matrices = weight.values.reshape(groups, length, -1).astype(rows.dtype)
-    still = jax.lax.stop_gradient(rows)
-    product = grouped_matmul(still, matrices, group_sizes, implementation=implementation)
-    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
-    ids = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
-    return _measured(weight.statistic, product, rows, weight.largest, ids)
+    def logical_axes(self, axes: Axes) -> ObservedArray:
+        """Return the logical axes of the matrix and of what is measured."""
+        largest = (*axes[: self.largest.ndim - 1], None)
+        return dataclasses.replace(self, values=axes, largest=largest)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

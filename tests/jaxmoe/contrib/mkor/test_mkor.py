@@ -12,18 +12,21 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmoe.catalog import choice
+from jaxmoe.contrib.mkor.backward import ProbedBackward
+from jaxmoe.contrib.mkor.optimizer import MKORConfig, directions, scale_by_mkor, updated
+from jaxmoe.contrib.mkor.probed import ProbedArray, means
+from jaxmoe.contrib.mkor.probes import mean_gradients, mean_inputs, probed_rows
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.probes import mean_gradients, mean_inputs, probed_rows
 from jaxmoe.models.config import AttentionConfig, ModelConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig, MKORConfig
-from jaxmoe.optim.mkor import directions, scale_by_mkor, updated
+from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.gradients import batch_gradients
+from jaxmoe.training.estimators.backward import backward_of
+from jaxmoe.training.gradients import MicroBatchBackward, batch_gradients
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
-from sharding.products.probed import ProbedArray, means, probed_product
 from tests.support.estimators import state_of
 from tests.support.meshes import mesh_of
 from tests.support.models import FULL, TINY
@@ -77,7 +80,7 @@ def test_probes_change_no_value_and_measure_sums():
 
     def loss(w, probes, x):
         weight = ProbedArray(values=w, inputs=probes[0], outputs=probes[1])
-        return jnp.sum(jnp.tanh(probed_product(jnp.matmul, x, weight)) ** 2)
+        return jnp.sum(jnp.tanh(weight.multiply(jnp.matmul, x)) ** 2)
 
     plain = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
     value, (grad, probes) = jax.value_and_grad(loss, (0, 1))(w, zeros, x)
@@ -114,11 +117,14 @@ def _measured(mesh=None, parts=1, has_probes=True):
 def _assert_equal_means(one, other):
     for row in probed_rows(parameter_table(FULL)):
         for mean in (mean_inputs, mean_gradients):
-            wanted = np.asarray(mean(one.probes, row.path))
+            wanted = np.asarray(mean(one.extra_args["stats"], row.path))
             scale = np.abs(wanted).max()
             assert scale > 1e-4, row.path
             np.testing.assert_allclose(
-                mean(other.probes, row.path), wanted, atol=2e-5 * scale, err_msg=row.path
+                mean(other.extra_args["stats"], row.path),
+                wanted,
+                atol=2e-5 * scale,
+                err_msg=row.path,
             )
 
 
@@ -126,7 +132,7 @@ def _assert_equal_means(one, other):
 def test_probes_leave_the_gradients_of_a_model():
     """Against the same step without probes; the first dense matrix also against its inputs."""
     plain, probed = _measured(has_probes=False), _measured()
-    assert plain.probes is None
+    assert plain.extra_args == {}
     np.testing.assert_array_equal(plain.loss, probed.loss)
     for one, other in zip(*map(jax.tree.leaves, (plain.grads, probed.grads)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
@@ -141,7 +147,7 @@ def test_probes_leave_the_gradients_of_a_model():
     root = jnp.sqrt(jnp.mean(stream**2, -1, keepdims=True) + FULL.norm_epsilon)
     gains = params_of(FULL)["dense_blocks_0"]["attention_norm"]["gain"][0]
     first = (stream / root * gains[None, None]).reshape(-1, FULL.embed_dim).mean(0)
-    found = mean_inputs(probed.probes, "dense_blocks_0/attention/q")[0]
+    found = mean_inputs(probed.extra_args["stats"], "dense_blocks_0/attention/q")[0]
     np.testing.assert_allclose(found, first, rtol=1e-4, atol=1e-6)
 
 
@@ -212,6 +218,14 @@ def test_executions_without_probes_are_refused(execution, text):
     optimizer = MKORConfig().build(parameter_table(TINY), SCHEDULE)
     with pytest.raises(ValueError, match=text):
         Step(model=TINY, optimizer=optimizer, execution=execution)
+
+
+def test_mkor_needs_a_backward_pass():
+    optimizer = MKORConfig().build(parameter_table(TINY), lambda count: count)
+    with pytest.raises(ValueError, match=r"optimizer:mkor reads output gradients"):
+        Step(model=TINY, optimizer=optimizer, gradients=choice("gradients", "spsa")())
+    assert backward_of(Step(model=TINY, optimizer=optimizer)) == ProbedBackward()
+    assert backward_of(Step(model=TINY, optimizer=optax.sgd(0.1))) == MicroBatchBackward()
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
+from sharding.products.wrapped import Axes, WrappedMatrix
 
 
 # Not type-checked: tree functions also fill records with shapes, specs and tracers.
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProbedArray:
+class ProbedArray(WrappedMatrix):
     """Floating matrix whose inputs and output gradients are measured."""
 
     values: Float[Array, ...] | Any
@@ -39,42 +41,28 @@ class ProbedArray:
     outputs: Float[Array, "2 ..."] | Any
     """Zeros, 2 and the other dimensions."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
-        return self.values.shape
+    def multiply(
+        self, product: Callable[[Array, Array], Array], x: Float[Array, ...]
+    ) -> Float[Array, ...]:
+        """Return a product, and measure its operands in the backward pass."""
+        x = _observe_values(x, match_varying(self.inputs, x))
+        y = product(x, self.values.astype(x.dtype))
+        return _observe_gradient(y, match_varying(self.outputs, y))
 
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions of the matrix."""
-        return self.values.ndim
+    def multiply_groups(
+        self,
+        rows: Float[Array, "R k"],
+        group_sizes: Int[Array, " G"],
+        *,
+        implementation: Implementation | None,
+    ) -> Float[Array, "R n"]:
+        """Refuse a stack of experts, which has no probes."""
+        raise AssertionError("experts have no probes")
 
-
-def probed_product(
-    product: Callable[[Array, Array], Array], x: Float[Array, ...], weight: ProbedArray
-) -> Float[Array, ...]:
-    """Return a product, and measure its operands in the backward pass.
-
-    Args:
-        product: (activations, matrix in their dtype) -> product. What is summed over is last in the
-            activations and first in the matrix.
-        x: Activations.
-        weight: The matrix.
-    """
-    x = _observe_values(x, match_varying(weight.inputs, x))
-    y = product(x, weight.values.astype(x.dtype))
-    return _observe_gradient(y, match_varying(weight.outputs, y))
-
-
-def probed_axes(weight: ProbedArray, axes: tuple[str | None, ...]) -> ProbedArray:
-    """Return the logical axes of a matrix and its probes.
-
-    Args:
-        weight: The matrix.
-        axes: Logical axes of the matrix alone.
-    """
-    summed = weight.inputs.ndim - 1
-    return ProbedArray(values=axes, inputs=(None, *axes[:summed]), outputs=(None, *axes[summed:]))
+    def logical_axes(self, axes: Axes) -> ProbedArray:
+        """Return the logical axes of the matrix and its probes."""
+        first, last = axes[: self.inputs.ndim - 1], axes[self.inputs.ndim - 1 :]
+        return ProbedArray(values=axes, inputs=(None, *first), outputs=(None, *last))
 
 
 def means(probe: Float[Array, "*L 2 n"]) -> Float[Array, "*L n"]:
