@@ -58,9 +58,9 @@ def error_feedback(codec: Codec, decay: float = 1.0) -> Codec:
 
     def encode(x: Array, state: Any, key: Key[Array, ""]) -> tuple[Payload, Any]:
         error, inner = state
-        wanted = decay * error + x
-        payload, inner = codec.encode(wanted, inner, key)
-        return payload, (wanted - codec.decode(payload, wanted), inner)
+        target = decay * error + x
+        payload, inner = codec.encode(target, inner, key)
+        return payload, (target - codec.decode(payload, target), inner)
 
     return codec._replace(
         init=lambda x: (jnp.zeros_like(x), codec.init(x)), encode=encode, is_plain=False
@@ -80,10 +80,10 @@ def controlled(codec: Codec, gain: float) -> Codec:
     """
 
     def encode(x: Array, state: Any, key: Key[Array, ""]) -> tuple[Payload, Any]:
-        error, held, inner = state
-        payload, inner = codec.encode(gain * error + x - held, inner, key)
+        error, estimate, inner = state
+        payload, inner = codec.encode(gain * error + x - estimate, inner, key)
         sent = codec.decode(payload, x)
-        return payload, (error + x - held - sent, held + sent, inner)
+        return payload, (error + x - estimate - sent, estimate + sent, inner)
 
     return codec._replace(
         init=lambda x: (jnp.zeros_like(x), jnp.zeros_like(x), codec.init(x)),

@@ -35,14 +35,14 @@ def cost(method: Method, leaves: Sequence[Leaf], workers: int, worker: int | Non
         workers: Number of workers.
         worker: Number of the worker, where some encode otherwise; None for the mean of all.
     """
-    known = {leaf.path: leaf for leaf in leaves}
+    leaf_of = {leaf.path: leaf for leaf in leaves}
     weights = 0 if method.weighting is None else 4 * (workers - 1)
     exchanges = tuple(
         weights
         + sum(
-            _bits(method, known[path], fragment.shape(known[path]), workers, worker)
+            _bits(method, leaf_of[path], fragment.shape(leaf_of[path]), workers, worker)
             / 8
-            * method.exchange(known[path]).copies(workers)
+            * method.exchange(leaf_of[path]).copies(workers)
             for path in (*fragment.strided, *fragment.whole)
         )
         for fragment in method.fragments(leaves)

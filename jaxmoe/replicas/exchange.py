@@ -91,18 +91,18 @@ def mean() -> Exchange:
     Payloads must be sums' addends; see `gathered_mean` for others.
     """
 
-    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        message = _weighed(decode(payload, slow), about)
-        return jax.lax.psum(message, about.axis) / about.workers, state
+    def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+        message = _weighed(decode(payload, slow), setting)
+        return jax.lax.psum(message, setting.axis) / setting.workers, state
 
     return Exchange(init=no_state, mix=mix, is_mean=True)
 
 
-def _weighed(message: Array, about: About) -> Array:
+def _weighed(message: Array, setting: About) -> Array:
     """Return the message of this worker times its factor in a mean."""
-    if about.factors is None:
+    if setting.factors is None:
         return message
-    return message * about.factors[jax.lax.axis_index(about.axis)].astype(message.dtype)
+    return message * setting.factors[jax.lax.axis_index(setting.axis)].astype(message.dtype)
 
 
 def permuted_mean() -> Exchange:
@@ -113,18 +113,18 @@ def permuted_mean() -> Exchange:
     sum to the others: the bytes of an all-reduce, and the same result on all workers.
     """
 
-    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        if not (about.is_beside and about.is_spread and platform() == "tpu"):
-            return mean().mix(payload, decode, slow, about, state)
-        message = _weighed(decode(payload, slow), about)
-        return _sum_by_permutes(message, about) / about.workers, state
+    def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+        if not (setting.is_beside and setting.is_spread and platform() == "tpu"):
+            return mean().mix(payload, decode, slow, setting, state)
+        message = _weighed(decode(payload, slow), setting)
+        return _sum_by_permutes(message, setting) / setting.workers, state
 
     return Exchange(init=no_state, mix=mix, is_mean=True)
 
 
-def _sum_by_permutes(x: Array, about: About) -> Array:
+def _sum_by_permutes(x: Array, setting: About) -> Array:
     """Return the sum of an array over the workers, each part added up by one of them."""
-    number, worker = about.workers, jax.lax.axis_index(about.axis)
+    number, worker = setting.workers, jax.lax.axis_index(setting.axis)
     if x.shape[0] % number:
         flat = jnp.pad(x.ravel(), (0, -x.size % number))
     else:  # the layout in memory stays as it is
@@ -139,7 +139,7 @@ def _sum_by_permutes(x: Array, about: About) -> Array:
         table = jnp.zeros_like(parts)
         for hop in range(number):
             pairs = [(sender, (sender + hop) % number) for sender in range(number)]
-            part = jax.lax.ppermute(message(hop), about.axis, pairs) if hop else message(0)
+            part = jax.lax.ppermute(message(hop), setting.axis, pairs) if hop else message(0)
             table = jax.lax.dynamic_update_index_in_dim(table, part, (worker - hop) % number, 0)
         return table
 
@@ -156,9 +156,9 @@ def gathered_mean(reduce: Literal["workers", "senders"] = "workers") -> Exchange
         reduce: Divisor of each sum: all workers, or those whose message is not 0 there.
     """
 
-    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        group = Group(gather_around(payload, about), decode, about.factors)
-        return decoded_mean([group], slow, about.workers, reduce), state
+    def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+        group = Group(gather_around(payload, setting), decode, setting.factors)
+        return decoded_mean([group], slow, setting.workers, reduce), state
 
     return Exchange(
         init=no_state,
@@ -195,11 +195,14 @@ def decoded_mean(
     sums = (jnp.zeros(slow.shape, dtype), count)
     for group in groups:
 
-        def add(sums: Any, given: Any, group: Group = group) -> tuple[Any, None]:
-            message = group.decode(given[0], slow).astype(dtype)
+        def add(sums: Any, received_payload: Any, group: Group = group) -> tuple[Any, None]:
+            message = group.decode(received_payload[0], slow).astype(dtype)
             share = (message != 0).astype(dtype)
             if group.factors is not None:
-                message, share = message * given[1].astype(dtype), share * given[1].astype(dtype)
+                message, share = (
+                    message * received_payload[1].astype(dtype),
+                    share * received_payload[1].astype(dtype),
+                )
             count = sums[1] if reduce == "workers" else sums[1] + share
             return (sums[0] + message, count), None
 
@@ -211,7 +214,7 @@ def decoded_mean(
     return (total / divisor).astype(slow.dtype)
 
 
-def gather_around(payload: Payload, about: About) -> Payload:
+def gather_around(payload: Payload, setting: About) -> Payload:
     """Return the payloads of all workers in their order, [workers ...], by permutes in a ring.
 
     Each worker sends workers - 1 payloads. Permutes are asynchronous on accelerators, and carry
@@ -219,18 +222,18 @@ def gather_around(payload: Payload, about: About) -> Payload:
 
     Args:
         payload: Payload of this worker.
-        about: Axis of the workers.
+        setting: Axis of the workers.
     """
-    number = about.workers
+    number = setting.workers
     pairs = [(worker, (worker + 1) % number) for worker in range(number)]
-    me = jax.lax.axis_index(about.axis)
+    me = jax.lax.axis_index(setting.axis)
 
     def gather(x: Array) -> Array:
-        held = jnp.zeros((number, *x.shape), x.dtype)
+        gathered = jnp.zeros((number, *x.shape), x.dtype)
         for hop in range(number):
-            held = jax.lax.dynamic_update_index_in_dim(held, x, (me - hop) % number, 0)
+            gathered = jax.lax.dynamic_update_index_in_dim(gathered, x, (me - hop) % number, 0)
             if hop < number - 1:
-                x = jax.lax.ppermute(x, about.axis, pairs)
-        return held
+                x = jax.lax.ppermute(x, setting.axis, pairs)
+        return gathered
 
     return jax.tree.map(gather, payload)

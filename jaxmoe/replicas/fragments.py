@@ -120,20 +120,20 @@ def cut_fragments(leaves: Sequence[Leaf], count: int) -> tuple[Fragment, ...]:
         ValueError: A fragment would be empty.
     """
     strided, sizes = [], [0] * count
-    whole: list[list[str]] = [[] for _ in range(count)]
+    fragments: list[list[str]] = [[] for _ in range(count)]
     for leaf in leaves:
         if count > 1 and leaf.is_stacked and leaf.shape[0] % count == 0:
             strided.append(leaf.path)
-    others = [leaf for leaf in leaves if leaf.path not in strided]
-    for leaf in sorted(others, key=lambda leaf: -math.prod(leaf.shape)):
+    unstrided = [leaf for leaf in leaves if leaf.path not in strided]
+    for leaf in sorted(unstrided, key=lambda leaf: -math.prod(leaf.shape)):
         lightest = sizes.index(min(sizes))
         sizes[lightest] += math.prod(leaf.shape)
-        whole[lightest].append(leaf.path)
-    if not strided and not all(whole):
+        fragments[lightest].append(leaf.path)
+    if not strided and not all(fragments):
         raise ValueError(
             f"replicas.fragments={count} leaves a fragment without parameters: choose a number that"
             " divides model.num_layers"
         )
     return tuple(
-        Fragment(number, count, tuple(strided), tuple(whole[number])) for number in range(count)
+        Fragment(number, count, tuple(strided), tuple(fragments[number])) for number in range(count)
     )

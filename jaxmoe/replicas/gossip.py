@@ -33,14 +33,14 @@ def random_pairs(workers: int, rounds: int, seed: int) -> tuple[Pairs, ...]:
     """
     rng = np.random.default_rng(seed)
 
-    def one() -> Pairs:
+    def draw_round() -> Pairs:
         order = [int(worker) for worker in rng.permutation(workers)]
         peer = {worker: worker for worker in order}
-        for one, other in zip(order[::2], order[1::2], strict=False):
-            peer |= {one: other, other: one}
+        for member, partner in zip(order[::2], order[1::2], strict=False):
+            peer |= {member: partner, partner: member}
         return tuple(sorted(peer.items()))
 
-    return tuple(one() for _ in range(rounds))
+    return tuple(draw_round() for _ in range(rounds))
 
 
 def matched_pairs(
@@ -56,15 +56,15 @@ def matched_pairs(
     """
     rng = np.random.default_rng(seed)
 
-    def one() -> Pairs:
+    def draw_round() -> Pairs:
         peer = {worker: worker for worker in range(workers)}
         for index in rng.permutation(len(edges)):
-            one, other = edges[int(index)]
-            if peer[one] == one and peer[other] == other:
-                peer |= {one: other, other: one}
+            member, partner = edges[int(index)]
+            if peer[member] == member and peer[partner] == partner:
+                peer |= {member: partner, partner: member}
         return tuple(sorted(peer.items()))
 
-    return tuple(one() for _ in range(rounds))
+    return tuple(draw_round() for _ in range(rounds))
 
 
 def random_peers(workers: int, rounds: int, share: float, seed: int) -> tuple[Pairs, ...]:
@@ -78,37 +78,37 @@ def random_peers(workers: int, rounds: int, share: float, seed: int) -> tuple[Pa
     """
     rng = np.random.default_rng(seed)
 
-    def one() -> Pairs:
+    def draw_round() -> Pairs:
         order = [int(worker) for worker in rng.permutation(workers)]
         cycle = zip(order, [*order[1:], order[0]], strict=True)
         chosen = rng.random(workers) < share
         return tuple(sorted(pair for pair, take in zip(cycle, chosen, strict=True) if take))
 
-    return tuple(one() for _ in range(rounds))
+    return tuple(draw_round() for _ in range(rounds))
 
 
 def received(
-    tree: PyTree[Array], table: Sequence[Pairs], about: About, round: Int[Array, ""]
+    tree: PyTree[Array], table: Sequence[Pairs], setting: About, round: Int[Array, ""]
 ) -> PyTree[Array]:
     """Return what a worker receives in a round; anything if it receives nothing.
 
     Args:
         tree: What this worker sends.
         table: Rounds.
-        about: Axis of the workers.
+        setting: Axis of the workers.
         round: Number of the round, which wraps around the table.
     """
-    if about.is_spread:
+    if setting.is_spread:
         store_no_programs_on_cpus()  # each leaf has its own conditional around its permutes
     different = sorted(set(table))
-    everyone = set(range(about.workers))
+    everyone = set(range(setting.workers))
 
     def branch(pairs: Pairs, tree: PyTree[Array]) -> PyTree[Array]:
-        silent = sorted(everyone - {one for one, _ in pairs})
-        without = sorted(everyone - {other for _, other in pairs})
-        rest = () if about.is_spread else tuple(zip(silent, without, strict=True))
-        pairs = (*pairs, *rest)
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, about.axis, pairs), tree)
+        silent = sorted(everyone - {sender for sender, _ in pairs})
+        without = sorted(everyone - {receiver for _, receiver in pairs})
+        pairs_without = () if setting.is_spread else tuple(zip(silent, without, strict=True))
+        pairs = (*pairs, *pairs_without)
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, setting.axis, pairs), tree)
 
     branches = [lambda tree, pairs=pairs: branch(pairs, tree) for pairs in different]
     numbers = jnp.asarray([different.index(pairs) for pairs in table], jnp.int32)

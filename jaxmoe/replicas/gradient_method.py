@@ -122,23 +122,23 @@ def separately(
     def mix(payloads: Any, decodes: Any, params: Arrays, abouts: Any, state: Any) -> Any:
         mixed, after = {}, {}
         for path, x in params.items():
-            about = abouts[path]
-            mixed[path], after[path] = exchange(leaves[path], about).mix(
-                payloads[path], decodes[path], x, about, state[path]
+            setting = abouts[path]
+            mixed[path], after[path] = exchange(leaves[path], setting).mix(
+                payloads[path], decodes[path], x, setting, state[path]
             )
         return mixed, after
 
-    some = next(iter(leaves.values()))
-    return JointExchange(init=init, mix=mix, copies=exchange(some, None).copies)
+    example = next(iter(leaves.values()))
+    return JointExchange(init=init, mix=mix, copies=exchange(example, None).copies)
 
 
 def mean_of_alive() -> Exchange:
     """Return the exchange whose result is the mean of the messages that count."""
 
-    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        assert about.alive is not None  # set in every exchange of gradients
-        count = jnp.sum(about.alive).astype(slow.dtype)
-        return jax.lax.psum(decode(payload, slow), about.axis) / count, state
+    def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+        assert setting.alive is not None  # set in every exchange of gradients
+        count = jnp.sum(setting.alive).astype(slow.dtype)
+        return jax.lax.psum(decode(payload, slow), setting.axis) / count, state
 
     return Exchange(init=no_state, mix=mix)
 
@@ -177,7 +177,7 @@ def exchange_gradients(
     method: GradientMethod,
     leaves: Mapping[str, Leaf],
     talk: GradientTalk,
-    given: Contribution,
+    contribution: Contribution,
     params: Arrays,
     workers: Workers,
     *,
@@ -192,7 +192,7 @@ def exchange_gradients(
         method: Method.
         leaves: {path: what is known of a parameter}.
         talk: State of the exchanges.
-        given: Gradients of the workers.
+        contribution: Gradients of the workers.
         params: Trained parameters.
         workers: Workers.
         number: Number of the step.
@@ -209,19 +209,19 @@ def exchange_gradients(
         )
     flags = jnp.ones((workers.number,), bool) if alive is None else alive
 
-    def mix(own: Any, shared: Any) -> Any:
-        given, talk = own
+    def mix(worker_state: Any, shared: Any) -> Any:
+        contribution, talk = worker_state
         me = jax.lax.axis_index(workers.axis)
-        is_finite = jax.lax.all_gather(given.is_finite, workers.axis)
+        is_finite = jax.lax.all_gather(contribution.is_finite, workers.axis)
         alive = shared["alive"] & is_finite
         counted = _count_parts(method, alive, me, workers.number)
-        tokens = jax.lax.psum(jnp.sum(jnp.where(counted, given.tokens, 0.0)), workers.axis)
+        tokens = jax.lax.psum(jnp.sum(jnp.where(counted, contribution.tokens, 0.0)), workers.axis)
         parts = jax.lax.psum(jnp.sum(counted), workers.axis)
         scale = parts.astype(tokens.dtype) / jnp.where(tokens > 0.0, tokens, 1.0)
         # Selected, not multiplied: 0 times NaN is NaN.
         grads = {
             path: jnp.where(alive[me], x * scale.astype(x.dtype), jnp.zeros_like(x))
-            for path, x in given.grads.items()
+            for path, x in contribution.grads.items()
         }
         most = workers.number - 1 if method.may_lose is None else method.may_lose
         is_possible = jnp.sum(~alive) <= most
@@ -246,8 +246,8 @@ def exchange_gradients(
         "agreed": agreed,
         "alive": flags,
     }
-    like = ((talk, given.tokens), dict(params))
-    (talk, counted), mixed = workers.together(mix, like)((given, talk), shared)
+    like = ((talk, contribution.tokens), dict(params))
+    (talk, counted), mixed = workers.together(mix, like)((contribution, talk), shared)
     return mixed, talk, counted
 
 
@@ -266,22 +266,22 @@ def _mix(
     def encoded(talk: GradientTalk) -> tuple[dict[str, Array], GradientTalk]:
         payloads, decodes, codec = {}, {}, {}
         for path, x in grads.items():
-            about = abouts[path]
-            message, one = x, method.codec(leaves[path], about)
+            setting = abouts[path]
+            message, mean_leaf = x, method.codec(leaves[path], setting)
             if agreed is not None:
                 message = method.carry * agreed.momentum[path] + (1.0 - method.carry) * x
                 message = jnp.where(agreed.mask[path] & is_alive, message, jnp.zeros_like(x))
             before = talk.codec[path]
-            payloads[path], after = one.encode(message.astype(x.dtype), before, about.key)
-            decodes[path] = one.decode
+            payloads[path], after = mean_leaf.encode(message.astype(x.dtype), before, setting.key)
+            decodes[path] = mean_leaf.decode
             codec[path] = jax.tree.map(lambda n, o: jnp.where(is_alive, n, o), after, before)
         mixed, exchange = method.exchange.mix(payloads, decodes, params, abouts, talk.exchange)
         return mixed, GradientTalk(codec=codec, exchange=exchange)
 
     def averaged(talk: GradientTalk) -> tuple[dict[str, Array], GradientTalk]:
-        one = mean_of_alive()
+        mean_leaf = mean_of_alive()
         mixed = {
-            path: one.mix(x, lambda payload, like: payload, params[path], abouts[path], ())[0]
+            path: mean_leaf.mix(x, lambda payload, like: payload, params[path], abouts[path], ())[0]
             for path, x in grads.items()
         }
         return mixed, talk

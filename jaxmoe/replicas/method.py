@@ -101,12 +101,12 @@ def begin(method: Method, leaves: Mapping[str, Leaf], params: Arrays, workers: W
     """
     exchanges = {path: method.exchange(leaves[path]) for path in params}
     codecs = {path: method.codec(leaves[path]) for path in params}
-    own = workers.stack(dict(params))
+    stacked = workers.stack(dict(params))
     return Talk(
         codec=workers.stack({path: codecs[path].init(x) for path, x in params.items()}),
         exchange=workers.stack({path: exchanges[path].init(x) for path, x in params.items()}),
-        slow=None if method.is_shared else own,
-        outer=None if method.is_shared else begin_outer(method, own),
+        slow=None if method.is_shared else stacked,
+        outer=None if method.is_shared else begin_outer(method, stacked),
         weighting=None if method.weighting is None else workers.stack(method.weighting.init()),
     )
 
@@ -144,44 +144,46 @@ def send(
     splits = {path: _split(x) for path, x in params.items()}
     weights, weighting = close_round(method, talk)
 
-    def mix(own: Any, shared: Any) -> Any:
+    def mix(worker_state: Any, shared: Any) -> Any:
         factors = None
-        if own["weight"] is not None:
-            factors = factors_for(method, jax.lax.all_gather(own["weight"], workers.axis))
-        here, number = shared["slow"], shared["number"]
+        if worker_state["weight"] is not None:
+            factors = factors_for(method, jax.lax.all_gather(worker_state["weight"], workers.axis))
+        slow_params, number = shared["slow"], shared["number"]
         key = jax.random.wrap_key_data(shared["key"])
         mixed, codec, exchange = {}, {}, {}
-        for index, (path, x) in enumerate(own["params"].items()):
-            leaf, state = leaves[path], own["talk"]
-            anchor = here[path] if own["slow"] is None else own["slow"][path]
+        for index, (path, x) in enumerate(worker_state["params"].items()):
+            leaf, state = leaves[path], worker_state["talk"]
+            anchor = (
+                slow_params[path] if worker_state["slow"] is None else worker_state["slow"][path]
+            )
             codec_of, exchange_of = _codec(method, leaf, workers), method.exchange(leaf)
-            one = jax.random.fold_in(key, index)
+            leaf_key = jax.random.fold_in(key, index)
             message = anchor - x if method.anchor == "sent" else x
-            payload, after = codec_of.encode(message, state.codec[path], one)
+            payload, after = codec_of.encode(message, state.codec[path], leaf_key)
             if factors is not None:
-                after = keep_state(own["weight"] > 0.0, after, state.codec[path])
+                after = keep_state(worker_state["weight"] > 0.0, after, state.codec[path])
             codec[path] = after
-            about = About(
-                *(number, one, workers.axis, workers.number),
+            setting = About(
+                *(number, leaf_key, workers.axis, workers.number),
                 *(leaf.axes, splits[path], workers.is_spread),
                 factors=factors,
                 round_key=key,
                 is_beside=is_beside,
             )
             mixed[path], exchange[path] = exchange_of.mix(
-                payload, codec_of.decode, anchor, about, state.exchange[path]
+                payload, codec_of.decode, anchor, setting, state.exchange[path]
             )
         after = state_of(codec, exchange)
-        return ((mixed, after), ()) if own["slow"] is not None else (((), after), mixed)
+        return ((mixed, after), ()) if worker_state["slow"] is not None else (((), after), mixed)
 
     def state_of(codec: Any, exchange: Any) -> Talk:
         return Talk(codec=codec, exchange=exchange, slow=None, outer=None)
 
     state = state_of(talk.codec, talk.exchange)
-    own = {"params": dict(params), "talk": state, "slow": talk.slow, "weight": weights}
+    worker_state = {"params": dict(params), "talk": state, "slow": talk.slow, "weight": weights}
     shared = {"slow": slow, "number": number, "key": jax.random.key_data(key)}
     like = (((), state), slow) if talk.slow is None else ((dict(params), state), ())
-    (mine, state), common = workers.together(mix, like)(own, shared)
+    (mine, state), common = workers.together(mix, like)(worker_state, shared)
     result = common if talk.slow is None else mine
     after = replace(talk, codec=state.codec, exchange=state.exchange, weighting=weighting)
     return result, after
@@ -242,7 +244,7 @@ def merge(
     target = workers.stack(after) if talk.slow is None else after
     keep = method.timing.keep
     # Copied without arithmetic where nothing is kept, so that workers are bitwise equal.
-    own = (
+    local = (
         target
         if keep == 0.0
         else jax.tree.map(
@@ -250,8 +252,8 @@ def merge(
         )
     )
     if talk.slow is None:
-        return own, after, state, talk
-    return own, None, None, replace(talk, slow=after, outer=state)
+        return local, after, state, talk
+    return local, None, None, replace(talk, slow=after, outer=state)
 
 
 def mask_foreign(

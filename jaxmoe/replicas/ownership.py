@@ -33,15 +33,15 @@ class Ownership:
         """Return the rows of the worker with the most."""
         return -(-total // self.workers)
 
-    def begin(self, total: int, held: int) -> Int[Array, " R"]:
+    def begin(self, total: int, count: int) -> Int[Array, " R"]:
         """Return where a window of `held` rows begins that has all of a worker's rows.
 
         Args:
             total: Number of rows.
-            held: Rows of the window, at least `most(total)`.
+            count: Rows of the window, at least `most(total)`.
         """
         first = -(-jnp.arange(self.workers) * total // self.workers)
-        return jnp.minimum(first, total - held)
+        return jnp.minimum(first, total - count)
 
     def mask(self, leaf: Leaf, worker: Int[Array, ""]) -> Bool[Array, ...] | None:
         """Return which rows belong to a worker, with the dimensions of the parameter.
@@ -53,5 +53,5 @@ class Ownership:
         if (dimension := self.dimension(leaf)) is None:
             return None
         size = leaf.shape[dimension]
-        own = self.owner(jnp.arange(size, dtype=jnp.int32), size) == worker
-        return own.reshape([-1 if d == dimension else 1 for d in range(len(leaf.shape))])
+        is_owned = self.owner(jnp.arange(size, dtype=jnp.int32), size) == worker
+        return is_owned.reshape([-1 if d == dimension else 1 for d in range(len(leaf.shape))])

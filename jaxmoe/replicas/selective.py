@@ -72,22 +72,22 @@ def selective_mean(
         reduce: Divisor of each sum: all workers, or those whose message is not 0 there.
     """
 
-    def mix(payload: Payload, decode: Decode, like: Array, about: About, state: Any) -> Any:
+    def mix(payload: Payload, decode: Decode, like: Array, setting: About, state: Any) -> Any:
         del decode
-        fast_numbers = [worker for worker in range(about.workers) if worker not in numbers]
+        fast_numbers = [worker for worker in range(setting.workers) if worker not in numbers]
         groups = []
         for part, codec, senders in zip(
             payload, (fast, slow), (fast_numbers, sorted(numbers)), strict=True
         ):
             places = jnp.asarray(senders, jnp.int32)
-            factors = None if about.factors is None else about.factors[places]
-            groups.append(Group(gather_from(part, senders, about), codec.decode, factors))
-        return decoded_mean(groups, like, about.workers, reduce), state
+            factors = None if setting.factors is None else setting.factors[places]
+            groups.append(Group(gather_from(part, senders, setting), codec.decode, factors))
+        return decoded_mean(groups, like, setting.workers, reduce), state
 
     return Exchange(init=no_state, mix=mix, copies=lambda workers: workers - 1)
 
 
-def gather_from(payload: Payload, senders: Sequence[int], about: About) -> Payload:
+def gather_from(payload: Payload, senders: Sequence[int], setting: About) -> Payload:
     """Return the payloads of some workers in their order, [senders ...], on all workers.
 
     Each of them sends its payload workers - 1 times, straight to the receivers; others send
@@ -96,18 +96,18 @@ def gather_from(payload: Payload, senders: Sequence[int], about: About) -> Paylo
     Args:
         payload: Payload of this worker.
         senders: Numbers of the workers that send.
-        about: Axis of the workers.
+        setting: Axis of the workers.
     """
-    number, me = about.workers, jax.lax.axis_index(about.axis)
+    number, me = setting.workers, jax.lax.axis_index(setting.axis)
     places = jnp.asarray(senders, jnp.int32)
 
     def gather(x: Array) -> Array:
-        held = jnp.zeros((number, *x.shape), x.dtype)
+        gathered = jnp.zeros((number, *x.shape), x.dtype)
         for hop in range(number):
-            sources = senders if about.is_spread else range(number)
-            pairs = [(one, (one + hop) % number) for one in sources]
-            got = jax.lax.ppermute(x, about.axis, pairs) if hop else x
-            held = jax.lax.dynamic_update_index_in_dim(held, got, (me - hop) % number, 0)
-        return held[places]
+            sources = senders if setting.is_spread else range(number)
+            pairs = [(source, (source + hop) % number) for source in sources]
+            got = jax.lax.ppermute(x, setting.axis, pairs) if hop else x
+            gathered = jax.lax.dynamic_update_index_in_dim(gathered, got, (me - hop) % number, 0)
+        return gathered[places]
 
     return jax.tree.map(gather, payload)

@@ -61,9 +61,9 @@ class _Schedule:
             tasks: Tasks of each worker in the round.
             slow: Slow workers.
         """
-        for worker, given in tasks.items():
+        for worker, worker_tasks in tasks.items():
             if worker not in slow:
-                self.done |= {(worker, task) for task in given}
+                self.done |= {(worker, task) for task in worker_tasks}
         self.round += 1
 
     def count(self, task: Task) -> int:
@@ -99,12 +99,12 @@ class SelectiveReattempt(_Schedule):
         """Return the tasks of each worker in this round."""
         now, old = Task(self.round, 0), Task(self.round - self.burst, 0)
         missing = self.workers - self.absent - self.count(old) if old.job >= 0 else 0
-        given = {}
+        tasks_of_worker = {}
         for worker in range(self.workers):
             is_again = missing > 0 and (worker, old) not in self.done
             missing -= is_again
-            given[worker] = [old if is_again else now]
-        return given
+            tasks_of_worker[worker] = [old if is_again else now]
+        return tasks_of_worker
 
     def is_known(self, job: int) -> bool:
         """Return whether the gradient of a job can be decoded."""
@@ -135,14 +135,14 @@ class Multiplexed(_Schedule):
 
     def tasks(self) -> dict[int, list[Task]]:
         """Return the tasks of each worker in this round: one each of the last jobs."""
-        given: dict[int, list[Task]] = {worker: [] for worker in range(self.workers)}
+        tasks_of_worker: dict[int, list[Task]] = {worker: [] for worker in range(self.workers)}
         for place in range(self.window - 1 + self.burst):
             job = self.round - place
             if job < 0:
                 continue
-            for worker, mine in given.items():
+            for worker, mine in tasks_of_worker.items():
                 mine.append(self._task(worker, job, place))
-        return given
+        return tasks_of_worker
 
     def _task(self, worker: int, job: int, place: int) -> Task:
         """Return the task of a worker in the round `place` rounds after the job's first."""

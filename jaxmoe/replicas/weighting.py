@@ -75,8 +75,8 @@ def by_participation() -> Weighting:
     """Return weights that are the mean rounds between two participations."""
 
     def init() -> Participation:
-        zero, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
-        return Participation(jnp.zeros((), bool), zero, zero, one)
+        zero, unit = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
+        return Participation(jnp.zeros((), bool), zero, zero, unit)
 
     def add(state: Participation, tokens: Array, is_refused: Array) -> Participation:
         del tokens

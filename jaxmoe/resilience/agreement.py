@@ -39,9 +39,9 @@ def check_agreement(config: Any, seconds: float) -> None:
         ValueError: With the processes that differ, their first differing fields and both values.
         AbsentError: A process did not take part within the timeout.
     """
-    own = facts(config)
-    first = json.loads(first_text("the config of process 0", json.dumps(own), seconds))
-    lines = disagreement(first, own)
+    own_facts = facts(config)
+    first = json.loads(first_text("the config of process 0", json.dumps(own_facts), seconds))
+    lines = disagreement(first, own_facts)
     texts = everyones_text("the comparison of configs", json.dumps(lines), seconds)
     differing = {process: json.loads(text) for process, text in enumerate(texts)}
     differing = {process: lines for process, lines in differing.items() if lines}
@@ -69,17 +69,17 @@ def facts(config: Any) -> dict[str, Any]:
     return {**tree, "software": software}
 
 
-def disagreement(first: dict[str, Any], own: dict[str, Any]) -> list[str]:
+def disagreement(first: dict[str, Any], own_facts: dict[str, Any]) -> list[str]:
     """Return the first fields in which two processes differ, with both values.
 
     Args:
         first: `facts` of process 0.
-        own: `facts` of this process.
+        own_facts: `facts` of this process.
     """
-    fields = varying_fields([first, own])
+    fields = varying_fields([first, own_facts])
     lines = [
-        f"{path} is {here}, on process 0 {there}"
-        for path, (there, here) in list(fields.items())[:_SHOWN]
+        f"{path} is {own_value}, on process 0 {first_value}"
+        for path, (first_value, own_value) in list(fields.items())[:_SHOWN]
     ]
     more = len(fields) - len(lines)
     return [*lines, f"and {more} more fields"] if more > 0 else lines

@@ -154,8 +154,8 @@ class Goodput:
     @property
     def share(self) -> float:
         """Share of the steps that count in the time in which the run was meant to run."""
-        wanted = self.wall_seconds - self.seconds.get("ended", 0.0)
-        return self.seconds.get("train", 0.0) / wanted if wanted else 0.0
+        wall = self.wall_seconds - self.seconds.get("ended", 0.0)
+        return self.seconds.get("train", 0.0) / wall if wall else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries of `summary.json`."""
@@ -178,8 +178,8 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Record]:
         ValueError: It is no plain file.
     """
     path = pathlib.Path(path)
-    found = (fields for _, fields in read_lines(path)) if path.exists() else ()
-    return [Record(**fields) for fields in found if _is_record(fields)]
+    lines = (fields for _, fields in read_lines(path)) if path.exists() else ()
+    return [Record(**fields) for fields in lines if _is_record(fields)]
 
 
 def _is_record(fields: Mapping[str, Any]) -> bool:
@@ -210,8 +210,8 @@ def account(records: Iterable[Record]) -> Goodput:
         totals[row] = totals.get(row, 0.0) + value
 
     before: Record | None = None
-    for found in starts.values():
-        last = found[-1]
+    for start in starts.values():
+        last = start[-1]
         if before is not None:
             gap = last.began - (before.began + sum(before.seconds.values()))
             add(_BETWEEN.get(before.status, "down"), max(0.0, gap))
@@ -238,21 +238,23 @@ def _lost(starts: list[list[Record]]) -> tuple[dict[str, float], float]:
     """
     lost, steps = {"train": 0.0, kinds.DATA: 0.0}, 0.0
     continued = math.inf
-    for found in reversed(starts):
-        first = dataclasses.replace(found[0], step=found[0].first_step, seconds={})
-        for one, other in reversed(list(zip([first, *found], found, strict=False))):
-            if other.step < one.step:  # rolled back: what came after `one` is done again as well
-                continued, part = min(continued, other.step), 1.0
-            elif other.step <= continued:
+    for later in reversed(starts):
+        first = dataclasses.replace(later[0], step=later[0].first_step, seconds={})
+        for start, following in reversed(list(zip([first, *later], later, strict=False))):
+            if (
+                following.step < start.step
+            ):  # rolled back: what came after `one` is done again as well
+                continued, part = min(continued, following.step), 1.0
+            elif following.step <= continued:
                 continue
             else:
-                done = other.step - one.step
-                above = other.step - max(one.step, continued)
+                done = following.step - start.step
+                above = following.step - max(start.step, continued)
                 part = above / done if done else 1.0
                 steps += above if done else 0.0
             for row in lost:
-                lost[row] += part * (other.seconds.get(row, 0.0) - one.seconds.get(row, 0.0))
-        continued = min(continued, found[0].first_step)
+                lost[row] += part * (following.seconds.get(row, 0.0) - start.seconds.get(row, 0.0))
+        continued = min(continued, later[0].first_step)
     return lost, steps
 
 

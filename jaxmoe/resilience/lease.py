@@ -317,13 +317,13 @@ class Lease:
 
     def _read_holder(self) -> Holder | None:
         """Return the holder in run.lease; None if there is none that this version can read."""
-        found = _read(self._lease_file)
+        holder = _read(self._lease_file)
         kinds = dict.fromkeys(("run", "token", "host", "boot", "since"), str)
         kinds |= {"incarnation": int, "pid": int, "heartbeat": float | int, "flock": bool}
-        if found.keys() != kinds.keys():
+        if holder.keys() != kinds.keys():
             return None
-        is_read = all(isinstance(found[name], kind) for name, kind in kinds.items())
-        return Holder(**found) if is_read and 0 < found["heartbeat"] <= _LONGEST else None
+        is_read = all(isinstance(holder[name], kind) for name, kind in kinds.items())
+        return Holder(**holder) if is_read and 0 < holder["heartbeat"] <= _LONGEST else None
 
     def _heartbeat_of(self, holder: Holder) -> Any:
         """Return the count of a holder; None while the file has another holder's."""
@@ -384,7 +384,7 @@ def _is_same_file(opened: int, path: pathlib.Path) -> bool:
 def _read(path: pathlib.Path) -> dict[str, Any]:
     """Return a JSON object; empty if there is no file, or none that holds one."""
     try:
-        found = read_json(path, max_bytes=_MOST)
+        content = read_json(path, max_bytes=_MOST)
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -37,13 +37,13 @@ def worker_devices(mesh: Mesh, workers: int) -> list[list[jax.Device]]:
     """
     spec = PartitionSpec(pieces(mesh.axis_names, BATCH_AXES))
     parts = NamedSharding(mesh, spec).num_devices
-    found: list[list[jax.Device]] = [[] for _ in range(workers)]
+    devices: list[list[jax.Device]] = [[] for _ in range(workers)]
     layout = NamedSharding(mesh, spec).devices_indices_map((parts * workers,))
     for device, (rows,) in layout.items():
         first, last = rows.start or 0, parts * workers if rows.stop is None else rows.stop
         for worker in range(first // parts, (last - 1) // parts + 1):
-            found[worker].append(device)
-    return found
+            devices[worker].append(device)
+    return devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +91,10 @@ class OutlierWatch:
         floor = _LEAST_SHARE * float(np.median(np.abs(center)))
         scale = max(spread, floor / _MOST_SPREADS, np.finfo(np.float64).tiny)
         excess = np.median(differences, axis=0)
-        found = [
+        outlying = [
             Outlier(worker=int(w), excess=float(excess[w]), spreads=float(abs(excess[w]) / scale))
             for w in np.flatnonzero(np.abs(excess) > _MOST_SPREADS * scale)
             if int(w) not in self._named
         ]
-        self._named.update(outlier.worker for outlier in found)
-        return found
+        self._named.update(outlier.worker for outlier in outlying)
+        return outlying

@@ -72,27 +72,27 @@ def only_lost(has: Sequence[bool]) -> int | None:
     return lost[0] if lost else None
 
 
-def cut(words: Words, own: int, processes: int) -> UInt32[np.ndarray, "processes block"]:
+def cut(buffer: Words, process: int, processes: int) -> UInt32[np.ndarray, "processes block"]:
     """Return the blocks of one process, with zeros at its own place.
 
     Args:
-        words: As many words as `padded` returns.
-        own: Number of the process.
+        buffer: As many words as `padded` returns.
+        process: Number of the process.
         processes: Number of processes.
     """
-    return np.insert(words.reshape(processes - 1, -1), own, np.uint32(0), axis=0)
+    return np.insert(buffer.reshape(processes - 1, -1), process, np.uint32(0), axis=0)
 
 
-def encode_reference(words: Mapping[int, Words], processes: int) -> dict[int, Block]:
+def encode_reference(buffers: Mapping[int, Words], processes: int) -> dict[int, Block]:
     """Return the parity of each process from the words of all.
 
     Args:
-        words: Words by process, all of a length from `padded`.
+        buffers: Words by process, all of a length from `padded`.
         processes: Number of processes.
     """
     if processes == 1:
         return {0: np.zeros(0, np.uint32)}
-    total = sum(cut(words[own], own, processes) for own in range(processes))
+    total = sum(cut(buffers[process], process, processes) for process in range(processes))
     return dict(enumerate(np.asarray(total)))
 
 
@@ -113,30 +113,30 @@ class Peers:
         """Number of processes."""
         return len(self._devices)
 
-    def encode(self, words: Mapping[int, Words]) -> dict[int, Block]:
+    def encode(self, buffers: Mapping[int, Words]) -> dict[int, Block]:
         """Return the parity of each local process.
 
         Args:
-            words: Words of the local processes, of one length on all.
+            buffers: Words of the local processes, of one length on all.
         """
         if self.count == 1:
-            return encode_reference(words, 1)
-        block = len(next(iter(words.values()))) // (self.count - 1)
-        parity = {own: np.empty(block, np.uint32) for own in words}
+            return encode_reference(buffers, 1)
+        block = len(next(iter(buffers.values()))) // (self.count - 1)
+        parity = {process: np.empty(block, np.uint32) for process in buffers}
 
-        def given(own: int, part: slice) -> UInt32[np.ndarray, "processes piece"]:
-            blocks = words[own].reshape(self.count - 1, block)[:, part]
-            return np.insert(blocks, own, np.uint32(0), axis=0)
+        def given(process: int, part: slice) -> UInt32[np.ndarray, "processes piece"]:
+            blocks = buffers[process].reshape(self.count - 1, block)[:, part]
+            return np.insert(blocks, process, np.uint32(0), axis=0)
 
-        for part, sums in self._run(_scattered, block, words, given):
-            for own, values in sums.items():
-                parity[own][part] = values[0]
+        for part, sums in self._run(_scattered, block, buffers, given):
+            for process, values in sums.items():
+                parity[process][part] = values[0]
         return parity
 
     def rebuild(
         self,
         lost: int,
-        words: Mapping[int, Words],
+        buffers: Mapping[int, Words],
         parity: Mapping[int, Block],
         saved: Sequence[int | None] | None = None,
         processes: int | None = None,
@@ -145,7 +145,7 @@ class Peers:
 
         Args:
             lost: Number of the lost process among those that saved.
-            words: Words of the local processes; those of one that holds none are ignored.
+            buffers: Words of the local processes; those of one that holds none are ignored.
             parity: Parity of the local processes, likewise.
             saved: Number that each process had when it saved, None for one that holds nothing; its
                 own number when None.
@@ -153,43 +153,43 @@ class Peers:
         """
         processes = self.count if processes is None else processes
         saved = list(range(self.count)) if saved is None else saved
-        block = len(next(iter(words.values()))) // (processes - 1)
-        found = np.empty((processes, block), np.uint32)
+        block = len(next(iter(buffers.values()))) // (processes - 1)
+        rebuilt = np.empty((processes, block), np.uint32)
 
-        def given(own: int, part: slice) -> UInt32[np.ndarray, "processes piece"]:
-            number = saved[own]
-            blocks = words[own].reshape(processes - 1, block)[:, part]
+        def given(process: int, part: slice) -> UInt32[np.ndarray, "processes piece"]:
+            number = saved[process]
+            blocks = buffers[process].reshape(processes - 1, block)[:, part]
             if number is None or number == lost:
                 return np.zeros((processes, blocks.shape[1]), np.uint32)
-            return np.insert(np.negative(blocks), number, parity[own][part], axis=0)
+            return np.insert(np.negative(blocks), number, parity[process][part], axis=0)
 
-        for part, sums in self._run(_summed, block, words, given, rows=processes):
-            found[:, part] = next(iter(sums.values()))
-        return np.delete(found, lost, axis=0).reshape(-1), np.negative(found[lost])
+        for part, sums in self._run(_summed, block, buffers, given, rows=processes):
+            rebuilt[:, part] = next(iter(sums.values()))
+        return np.delete(rebuilt, lost, axis=0).reshape(-1), np.negative(rebuilt[lost])
 
-    def shared(self, holder: int, words: Mapping[int, Words]) -> Words:
+    def shared(self, holder: int, buffers: Mapping[int, Words]) -> Words:
         """Return the words of one process, on every process.
 
         Args:
             holder: Number of that process.
-            words: Words of the local processes, of one length on all; those of others are ignored.
+            buffers: Words of the local processes, of one length on all; further ones are ignored.
         """
-        found = np.empty(len(next(iter(words.values()))), np.uint32)
+        shared = np.empty(len(next(iter(buffers.values()))), np.uint32)
 
-        def given(own: int, part: slice) -> UInt32[np.ndarray, "1 piece"]:
-            piece = words[own][None, part]
-            return piece if own == holder else np.zeros_like(piece)
+        def given(process: int, part: slice) -> UInt32[np.ndarray, "1 piece"]:
+            piece = buffers[process][None, part]
+            return piece if process == holder else np.zeros_like(piece)
 
-        for part, sums in self._run(_summed, len(found), words, given, rows=1):
-            found[part] = next(iter(sums.values()))[0]
-        return found
+        for part, sums in self._run(_summed, len(shared), buffers, given, rows=1):
+            shared[part] = next(iter(sums.values()))[0]
+        return shared
 
     def _run(
         self,
         make: Callable[[Mesh], Callable[[Array], Array]],
         block: int,
-        here: Mapping[int, Any],
-        given: Callable[[int, slice], UInt32[np.ndarray, "rows piece"]],
+        local: Mapping[int, Any],
+        rows_of: Callable[[int, slice], UInt32[np.ndarray, "rows piece"]],
         rows: int | None = None,
     ) -> Iterator[tuple[slice, dict[int, np.ndarray]]]:
         """Yield the pieces of a block, all of one size, and the result of each."""
@@ -200,18 +200,21 @@ class Peers:
             part = slice(start, min(start + size, block))
             width = part.stop - part.start
             arrays = []
-            for own in sorted(here):
-                piece = np.pad(given(own, part), ((0, 0), (0, size - width)))
-                arrays.append(jax.device_put(piece[None], self._devices[own]))
+            for process in sorted(local):
+                piece = np.pad(rows_of(process, part), ((0, 0), (0, size - width)))
+                arrays.append(jax.device_put(piece[None], self._devices[process]))
             shape = (self.count, rows, size)
-            whole = jax.make_array_from_single_device_arrays(shape, placed, arrays)
+            global_array = jax.make_array_from_single_device_arrays(shape, placed, arrays)
             # The program uses its own mesh, not the current one.
             with jax.set_mesh(self._mesh):
-                summed = make(self._mesh)(whole)
+                summed = make(self._mesh)(global_array)
             by_device = {shard.device: shard.data for shard in summed.addressable_shards}
             yield (
                 part,
-                {own: np.asarray(by_device[self._devices[own]])[:, :width] for own in here},
+                {
+                    process: np.asarray(by_device[self._devices[process]])[:, :width]
+                    for process in local
+                },
             )
 
 

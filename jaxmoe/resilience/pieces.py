@@ -58,17 +58,17 @@ def pieces_of(
         groups: Devices of each process.
     """
     group_of = {device: number for number, group in enumerate(groups) for device in group}
-    found: list[list[Piece]] = [[] for _ in groups]
+    pieces_by_group: list[list[Piece]] = [[] for _ in groups]
     for path, leaf in sorted(leaves_of(state).items()):
         indices: list[set[Index]] = [set() for _ in groups]
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
             indices[group_of[device]].add(index_of(index, leaf.shape))
-        for pieces, own in zip(found, indices, strict=True):
-            for index in sorted(own):
+        for pieces, index_set in zip(pieces_by_group, indices, strict=True):
+            for index in sorted(index_set):
                 start = num_words(pieces)
                 size = math.prod(last - first for first, last in index) * leaf.dtype.itemsize
                 pieces.append(Piece(path, index, str(leaf.dtype), start, start + -(-size // 4)))
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, pieces_by_group))
 
 
 def num_words(pieces: Sequence[Piece]) -> int:
@@ -92,11 +92,11 @@ def pack_words(state: Any, pieces: Sequence[Piece], size: int) -> UInt32[np.ndar
             if key not in shards:
                 shard.data.copy_to_host_async()
                 shards[key] = shard.data
-    words = np.zeros(size, np.uint32)
+    buffer = np.zeros(size, np.uint32)
     for piece in pieces:
         data = np.ascontiguousarray(shards[piece.path, piece.index]).reshape(-1).view(np.uint8)
-        words[piece.start : piece.stop].view(np.uint8)[: data.size] = data
-    return words
+        buffer[piece.start : piece.stop].view(np.uint8)[: data.size] = data
+    return buffer
 
 
 def place_words(
@@ -108,18 +108,18 @@ def place_words(
         parts: Pieces and words of the local processes.
         target: State with the same arrays and shardings.
     """
-    found = {}
-    for pieces, words in parts:
+    by_path = {}
+    for pieces, buffer in parts:
         for piece in pieces:
             dtype = jnp.dtype(piece.dtype)
             size = math.prod(piece.shape) * dtype.itemsize
-            data = words[piece.start : piece.stop].view(np.uint8)[:size]
-            found[piece.path, piece.index] = data.view(dtype).reshape(piece.shape)
+            data = buffer[piece.start : piece.stop].view(np.uint8)[:size]
+            by_path[piece.path, piece.index] = data.view(dtype).reshape(piece.shape)
     arrays = {}
     for path, leaf in leaves_of(target).items():
 
         def part(index: Any, path: str = path, shape: tuple[int, ...] = leaf.shape) -> np.ndarray:
-            return found[path, index_of(index, shape)]
+            return by_path[path, index_of(index, shape)]
 
         arrays[path] = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
     return unpack(traverse_util.unflatten_dict(arrays, sep=SEPARATOR), target)

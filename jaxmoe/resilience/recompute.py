@@ -59,15 +59,15 @@ class RecomputedStep:
         self._step += 1
         if self._every == 0 or self._step % self._every:
             return self._step_function(state, batch)
-        kept = copy_state(state)
+        copied = copy_state(state)
         first = shard_fingerprints(self._step_function(state, batch)[0])
         # The first result is freed by now: at most two states exist.
-        result = self._step_function(copy_state(kept), batch)
+        result = self._step_function(copy_state(copied), batch)
         second = shard_fingerprints(result[0])
         if first == second:
             return result
         del result
-        third = shard_fingerprints(self._step_function(copy_state(kept), batch)[0])
+        third = shard_fingerprints(self._step_function(copy_state(copied), batch)[0])
         raise ComputationDiffersError(verdict(first, second, third))
 
 
@@ -88,8 +88,8 @@ def verdict(first: Prints, second: Prints, third: Prints) -> str:
     for path, shards in wrong.items():
         odd = {
             shard.device
-            for shard, other in zip(shards, right[path], strict=True)
-            if shard.value != other.value
+            for shard, other_shard in zip(shards, right[path], strict=True)
+            if shard.value != other_shard.value
         }
         devices |= odd
         arrays += [path] * bool(odd)

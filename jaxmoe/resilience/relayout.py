@@ -38,25 +38,27 @@ class Parts:
         self._parts: dict[str, dict[Index, np.ndarray]] = {}
         for path, leaf in self._leaves.items():
             indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-            own = {index_of(index, leaf.shape) for index in indices if index is not None}
-            self._parts[path] = {index: np.zeros(_shape(index), leaf.dtype) for index in own}
+            indices_local = {index_of(index, leaf.shape) for index in indices if index is not None}
+            self._parts[path] = {
+                index: np.zeros(_shape(index), leaf.dtype) for index in indices_local
+            }
 
-    def fill(self, pieces: Sequence[Piece], words: Words) -> None:
+    def fill(self, pieces: Sequence[Piece], buffer: Words) -> None:
         """Copy what these parts share with the pieces of one saved process.
 
         Args:
             pieces: Pieces, in the layout that was saved.
-            words: Words of that process.
+            buffer: Words of that process.
         """
         for piece in pieces:
             dtype = jnp.dtype(piece.dtype)
             size = math.prod(piece.shape) * dtype.itemsize
-            data = words[piece.start : piece.stop].view(np.uint8)[:size]
+            data = buffer[piece.start : piece.stop].view(np.uint8)[:size]
             data = data.view(dtype).reshape(piece.shape)
             for index, part in self._parts[piece.path].items():
                 shared = [
-                    (max(own[0], other[0]), min(own[1], other[1]))
-                    for own, other in zip(index, piece.index, strict=True)
+                    (max(target[0], source[0]), min(target[1], source[1]))
+                    for target, source in zip(index, piece.index, strict=True)
                 ]
                 if all(first < last for first, last in shared):
                     part[_within(shared, index)] = data[_within(shared, piece.index)]

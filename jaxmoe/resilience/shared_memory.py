@@ -43,12 +43,13 @@ def memory_directories(parent: str, processes: Sequence[int]) -> Iterator[dict[i
     try:
         root = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
     except OSError as error:
-        other = tempfile.gettempdir()
+        fallback = tempfile.gettempdir()
         write(
-            f"warning: no directory in {parent} ({error.strerror}): snapshots go to {other}, which"
+            f"warning: no directory in {parent} ({error.strerror}): snapshots go to {fallback},"
+            f" which"
             " may be a disk; choose one in memory with --snapshots"
         )
-        root = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=other))
+        root = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=fallback))
     try:
         with _held(root):
             directories = {process: root / f"process{process}" for process in processes}

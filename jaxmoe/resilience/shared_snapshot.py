@@ -37,25 +37,25 @@ class SurvivingPieces(Survivors):
         pieces: Pieces of the processes whose words are there.
     """
 
-    def __init__(self, found: Survey, pieces: Mapping[int, tuple[Piece, ...]]):
-        self.found = found
+    def __init__(self, survey: Survey, pieces: Mapping[int, tuple[Piece, ...]]):
+        self.found = survey
         self._files: dict[int, np.ndarray] = {}
         self._pieces: dict[str, dict[Box, tuple[int, Piece]]] = {}
-        for process, own in pieces.items():
-            for piece in own:
+        for process, process_pieces in pieces.items():
+            for piece in process_pieces:
                 self._pieces.setdefault(piece.path, {})[piece.index] = process, piece
 
     def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
         """Return a part of an array, with `instead` where it is lost."""
         values = np.array(instead)
         for index, (process, piece) in self._pieces.get(path, {}).items():
-            if (both := overlap(box, index)) is None:
+            if (shared_box := overlap(box, index)) is None:
                 continue
             dtype = jnp.dtype(piece.dtype)
-            words = self._words(process)[piece.start : piece.stop]
-            data = np.ascontiguousarray(words).view(np.uint8)
+            buffer = self._words(process)[piece.start : piece.stop]
+            data = np.ascontiguousarray(buffer).view(np.uint8)
             data = data[: math.prod(piece.shape) * dtype.itemsize].view(dtype)
-            values[inside(both, box)] = data.reshape(piece.shape)[inside(both, index)]
+            values[inside(shared_box, box)] = data.reshape(piece.shape)[inside(shared_box, index)]
         return values
 
     def _words(self, process: int) -> np.ndarray:
@@ -105,12 +105,16 @@ def shared_snapshot(
 def _open(
     directory: pathlib.Path, manifest: CheckpointManifest, pieces: Pieces, holders: list[int]
 ) -> SurvivingPieces:
-    left = {process: pieces[process] for process in holders}
-    held = {(piece.path, piece.index) for own in left.values() for piece in own}
+    remaining = {process: pieces[process] for process in holders}
+    boxes = {
+        (piece.path, piece.index)
+        for process_pieces in remaining.values()
+        for piece in process_pieces
+    }
     lost: dict[str, tuple[Box, ...]] = {}
     for path, index in sorted(
-        {(piece.path, piece.index) for own in pieces for piece in own} - held
+        {(piece.path, piece.index) for process_pieces in pieces for piece in process_pieces} - boxes
     ):
         lost[path] = (*lost.get(path, ()), index)
-    found = Survey(step=directory, manifest=manifest, files=(), stored={}, lost=lost)
-    return SurvivingPieces(found, left)
+    survey = Survey(step=directory, manifest=manifest, files=(), stored={}, lost=lost)
+    return SurvivingPieces(survey, remaining)

@@ -96,9 +96,12 @@ class SnapshotStore:
         keep: int = 2,
         process_of: Callable[[jax.Device], int] | None = None,
     ):
-        given = directory if isinstance(directory, Mapping) else {jax.process_index(): directory}
+        directories = (
+            directory if isinstance(directory, Mapping) else {jax.process_index(): directory}
+        )
         self._files = {
-            own: SnapshotFiles(pathlib.Path(given[own]), run, keep) for own in sorted(given)
+            member: SnapshotFiles(pathlib.Path(directories[member]), run, keep)
+            for member in sorted(directories)
         }
         self._run = run
         process_of = process_of or (lambda device: device.process_index)
@@ -106,7 +109,7 @@ class SnapshotStore:
         for device in sorted(jax.devices(), key=lambda device: device.id):
             devices.setdefault(process_of(device), []).append(device)
         self._devices = [devices[process] for process in sorted(devices)]
-        self._peers = Peers([own[0] for own in self._devices])
+        self._peers = Peers([member[0] for member in self._devices])
         self._found: tuple[Any, Pieces, int] | None = None
         self._writing: threading.Thread | None = None
         self._failed: list[str] = []
@@ -127,11 +130,11 @@ class SnapshotStore:
         self.finish()
         manifest = make_manifest(state, step=step, config=config, data=data)
         pieces, size = self._pieces(state)
-        words = {own: pack_words(state, pieces[own], size) for own in self._files}
-        parity = self._peers.encode(words)
+        buffers = {process: pack_words(state, pieces[process], size) for process in self._files}
+        parity = self._peers.encode(buffers)
         self._writing = threading.Thread(
             target=self._write_all,
-            args=(step, _spell(manifest, self._run), pieces, words, parity),
+            args=(step, _spell(manifest, self._run), pieces, buffers, parity),
             name="snapshot",
         )
         self._writing.start()
@@ -160,20 +163,20 @@ class SnapshotStore:
             check: Raises ValueError for a manifest that must not be used.
         """
         pieces, size = self._pieces(target)
-        found, why = self._found_steps(pieces), ""
-        for step in sorted((step for step in found if step >= at_least), reverse=True):
-            held = found[step]
+        steps, why = self._found_steps(pieces), ""
+        for step in sorted((step for step in steps if step >= at_least), reverse=True):
+            holders = steps[step]
             try:
-                lost = only_lost(held.has)
-                if held.is_same:
-                    holder = held.has.index(True)
+                lost = only_lost(holders.has)
+                if holders.is_same:
+                    holder = holders.has.index(True)
                     state = self._read(step, target, pieces, size, lost, check, holder)
                 else:
-                    state = self._read_elsewhere(step, target, held, lost, check)
+                    state = self._read_elsewhere(step, target, holders, lost, check)
             except (TooManyLostError, CheckpointError) as error:
                 why = why or f"step {step}: {error}"
                 continue
-            return Restored(step, state, lost, held.of if not held.is_same else None)
+            return Restored(step, state, lost, holders.of if not holders.is_same else None)
         # The table is the same on every process; the first one logs.
         if why and 0 in self._files:
             logger.warning("no snapshot in memory of %d processes is used: %s", len(pieces), why)
@@ -194,10 +197,12 @@ class SnapshotStore:
             without a step, or if a process cannot write its file or see those of others.
         """
         pieces, _ = self._pieces(target)
-        found = self._found_steps(pieces)
-        held = {step: one.has for step, one in found.items() if one.is_same}
-        for step in sorted(held, key=lambda step: (sum(held[step]), step), reverse=True):
-            holders = [process for process, has in enumerate(held[step]) if has]
+        steps = self._found_steps(pieces)
+        holding_by_step = {step: holding.has for step, holding in steps.items() if holding.is_same}
+        for step in sorted(
+            holding_by_step, key=lambda step: (sum(holding_by_step[step]), step), reverse=True
+        ):
+            holders = [process for process, has in enumerate(holding_by_step[step]) if has]
             manifest = _manifest(self._share(step, "manifest", holders[0]))
             try:
                 check(manifest)
@@ -211,13 +216,15 @@ class SnapshotStore:
         """Copy the words of a step to files; return whether every process sees all of them."""
         problem = None
         try:
-            for own in self._files.keys() & set(holders):
-                words = self._files[own].at(step) / "words.npy"
-                shutil.copyfile(words, directory / f"{own}.npy")
+            for process in self._files.keys() & set(holders):
+                buffer_file = self._files[process].at(step) / "words.npy"
+                shutil.copyfile(buffer_file, directory / f"{process}.npy")
         except OSError as error:
             problem = str(error)
         agree(0)  # a barrier: all files are written
-        if problem is None and not all((directory / f"{own}.npy").exists() for own in holders):
+        if problem is None and not all(
+            (directory / f"{process}.npy").exists() for process in holders
+        ):
             problem = f"{directory} is not on a disk that all processes share"
         if problem is not None:
             logger.warning("the snapshot of step %d cannot be shared: %s", step, problem)
@@ -230,10 +237,10 @@ class SnapshotStore:
             step: Step to keep; None deletes all.
         """
         self.finish()
-        for own in self._files:
-            for other in self._files[own].steps():
-                if other != step:
-                    self._files[own].delete(other)
+        for process in self._files:
+            for other_step in self._files[process].steps():
+                if other_step != step:
+                    self._files[process].delete(other_step)
 
     def _read(
         self,
@@ -249,22 +256,23 @@ class SnapshotStore:
         block_size = size // max(len(pieces) - 1, 1)
         nothing = np.zeros(size, np.uint32), np.zeros(block_size, np.uint32)
         read = {
-            own: nothing if own == lost else files.load(step) for own, files in self._files.items()
+            process: nothing if process == lost else files.load(step)
+            for process, files in self._files.items()
         }
         text = self._share(step, "manifest", holder)
         manifest = _manifest(text)
         if check is not None:
             check(manifest)
-        words = {own: word for own, (word, _) in read.items()}
+        buffers = {process: word for process, (word, _) in read.items()}
         if lost is not None:
-            parity = {own: block for own, (_, block) in read.items()}
-            found, block = self._peers.rebuild(lost, words, parity)
-            if lost in words:
-                words[lost] = found
-        state = place_words([(pieces[own], words[own]) for own in words], target)
+            parity = {process: block for process, (_, block) in read.items()}
+            rebuilt, block = self._peers.rebuild(lost, buffers, parity)
+            if lost in buffers:
+                buffers[lost] = rebuilt
+        state = place_words([(pieces[process], buffers[process]) for process in buffers], target)
         check_fingerprints(manifest, state, f"the snapshot of step {step} in memory")
-        if lost is not None and lost in words:  # complete for the next loss
-            self._write_all(step, text, pieces, {lost: words[lost]}, {lost: block})
+        if lost is not None and lost in buffers:  # complete for the next loss
+            self._write_all(step, text, pieces, {lost: buffers[lost]}, {lost: block})
         return state
 
     def _read_elsewhere(
@@ -291,18 +299,18 @@ class SnapshotStore:
         size = padded(max(map(num_words, pieces)), found.of)
         nothing = np.zeros(size, np.uint32), np.zeros(size // max(found.of - 1, 1), np.uint32)
         read = {
-            own: files.load(step) if own in holders.values() else nothing
-            for own, files in self._files.items()
+            member: files.load(step) if member in holders.values() else nothing
+            for member, files in self._files.items()
         }
-        words = {own: word for own, (word, _) in read.items()}
+        buffers = {member: word for member, (word, _) in read.items()}
         parts = Parts(target)
         for number in range(found.of):
             if number == lost:
                 saved = [found.number_of(process) for process in range(len(self._devices))]
-                parity = {own: block for own, (_, block) in read.items()}
-                part, _ = self._peers.rebuild(number, words, parity, saved, found.of)
+                parity = {member: block for member, (_, block) in read.items()}
+                part, _ = self._peers.rebuild(number, buffers, parity, saved, found.of)
             else:
-                part = self._peers.shared(holders[number], words)
+                part = self._peers.shared(holders[number], buffers)
             parts.fill(pieces[number], part)
         state = parts.state()
         check_fingerprints(manifest, state, f"the snapshot of step {step} in memory")
@@ -320,20 +328,20 @@ class SnapshotStore:
 
     def _found_steps(self, pieces: Pieces) -> dict[int, Found]:
         """Return where the parts of each step are."""
-        whole = {
-            own: files.whole_steps(describe_pieces(own, pieces))
-            for own, files in self._files.items()
+        whole_steps = {
+            process: files.whole_steps(describe_pieces(process, pieces))
+            for process, files in self._files.items()
         }
-        return find_steps(self._gather_steps(whole), len(pieces))
+        return find_steps(self._gather_steps(whole_steps), len(pieces))
 
-    def _gather_steps(self, whole: Mapping[int, list[Held]]) -> list[list[Held]]:
+    def _gather_steps(self, whole_steps: Mapping[int, list[Held]]) -> list[list[Held]]:
         """Return the steps that each process holds."""
-        mine = np.zeros((len(whole), COMPARED, 1 + len(Held._fields)), np.uint32)
-        for row, own in enumerate(self._files):
-            for place, held in enumerate(whole[own]):
-                mine[row, place] = 1, *held
+        mine = np.zeros((len(whole_steps), COMPARED, 1 + len(Held._fields)), np.uint32)
+        for row, process in enumerate(self._files):
+            for place, holding in enumerate(whole_steps[process]):
+                mine[row, place] = 1, *holding
         table = gather(mine).reshape(-1, *mine.shape[1:]).tolist()
-        return [[Held(*given) for there, *given in row if there] for row in table]
+        return [[Held(*fields) for is_present, *fields in row if is_present] for row in table]
 
     def _share(self, step: int, name: str, holder: int) -> str:
         """Return a text of one process, on all of them."""
@@ -345,17 +353,20 @@ class SnapshotStore:
         step: int,
         manifest: str,
         pieces: Pieces,
-        words: Mapping[int, UInt32[np.ndarray, " size"]],
+        buffers: Mapping[int, UInt32[np.ndarray, " size"]],
         parity: Mapping[int, Block],
     ) -> None:
-        for own, files in self._files.items():
-            if own not in words:
+        for process, files in self._files.items():
+            if process not in buffers:
                 continue
-            texts = {"manifest": manifest, "pieces": describe_pieces(own, pieces)}
-            problem = files.write(step, {"words": words[own], "parity": parity[own]}, texts)
+            texts = {"manifest": manifest, "pieces": describe_pieces(process, pieces)}
+            problem = files.write(
+                step, {"words": buffers[process], "parity": parity[process]}, texts
+            )
             if problem is not None:
                 self._failed.append(
-                    f"the snapshot of step {step} was not kept by process {own}, the run goes on:"
+                    f"the snapshot of step {step} was not kept by process {process}, the run"
+                    f" goes on:"
                     f" {problem}"
                 )
 

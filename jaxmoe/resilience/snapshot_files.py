@@ -79,19 +79,21 @@ def find_steps(table: Sequence[Sequence[Held]], processes: int) -> dict[int, Fou
         table: Steps that each process holds.
         processes: Number of processes of this start.
     """
-    found = {}
-    for step in {held.step for row in table for held in row}:
-        holders = {at: held for at, row in enumerate(table) for held in row if held.step == step}
-        digests = [held.digest for held in holders.values()]
+    steps = {}
+    for step in {holding.step for row in table for holding in row}:
+        holders = {
+            at: holding for at, row in enumerate(table) for holding in row if holding.step == step
+        }
+        digests = [holding.digest for holding in holders.values()]
         digest = max(digests, key=digests.count)
-        holders = {at: held for at, held in holders.items() if held.digest == digest}
+        holders = {at: holding for at, holding in holders.items() if holding.digest == digest}
         of = next(iter(holders.values())).of
         where: list[int | None] = [None] * of
-        for process, held in reversed(holders.items()):
-            where[held.process] = process
-        is_same = of == processes and all(held.is_same for held in holders.values())
-        found[step] = Found(where, is_same)
-    return found
+        for process, holding in reversed(holders.items()):
+            where[holding.process] = process
+        is_same = of == processes and all(holding.is_same for holding in holders.values())
+        steps[step] = Found(where, is_same)
+    return steps
 
 
 def describe_pieces(process: int, pieces: Sequence[Sequence[Piece]]) -> str:
@@ -102,10 +104,11 @@ def describe_pieces(process: int, pieces: Sequence[Sequence[Piece]]) -> str:
         pieces: Pieces of each process.
     """
     following = pieces[(process + 1) % len(pieces)]
-    own, after = (
-        [dataclasses.astuple(piece) for piece in given] for given in (pieces[process], following)
+    layout, after = (
+        [dataclasses.astuple(piece) for piece in process_pieces]
+        for process_pieces in (pieces[process], following)
     )
-    return json.dumps({"process": process, "of": len(pieces), "pieces": own, "next": after})
+    return json.dumps({"process": process, "of": len(pieces), "pieces": layout, "next": after})
 
 
 def read_pieces(text: str, *, of_next: bool) -> tuple[Piece, ...]:
@@ -152,7 +155,7 @@ class SnapshotFiles:
         Args:
             layout: Text of pieces.json in the layout of this start.
         """
-        whole = []
+        steps = []
         for step in self.steps()[-COMPARED:]:
             path = self.at(step)
             try:
@@ -164,14 +167,14 @@ class SnapshotFiles:
                 text = (path / "pieces.json").read_text()
                 saved = json.loads(text)
                 digest = zlib.crc32((path / "manifest.json").read_bytes())
-                held = Held(step, digest, saved["process"], saved["of"], text == layout)
+                holding = Held(step, digest, saved["process"], saved["of"], text == layout)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 lines = [str(error)]
             if lines:
                 logger.warning("the snapshot %s is not used: %s", path, "; ".join(lines[:3]))
             else:
-                whole.append(held)
-        return whole
+                steps.append(holding)
+        return steps
 
     def load(self, step: int) -> tuple[Words, Block]:
         """Return the words and the parity of a step."""

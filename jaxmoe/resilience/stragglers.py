@@ -107,11 +107,11 @@ def outliers(
     Returns:
         The excess, and the seconds of a step.
     """
-    own = before.sum(axis=1)
-    step_seconds = float(lower_median(own + waited))
-    center = lower_median(own)
-    spread = 1.4826 * lower_median(np.abs(own - center))
-    excess = own - center
+    totals = before.sum(axis=1)
+    step_seconds = float(lower_median(totals + waited))
+    center = lower_median(totals)
+    spread = 1.4826 * lower_median(np.abs(totals - center))
+    excess = totals - center
     floor = max(rule.z * spread, rule.absolute, rule.relative * step_seconds)
     return np.where((excess > floor) & (excess > waited), excess, 0.0), step_seconds
 
@@ -151,7 +151,7 @@ class StragglerWatch:
         is_found = (self._in_a_row >= rule.windows) | (
             self._large_in_a_row >= rule.windows_if_large
         )
-        named = np.flatnonzero(is_found & ~self._is_named)
+        places = np.flatnonzero(is_found & ~self._is_named)
         self._is_named = is_found | (self._is_named & is_late)
         more = before - lower_median(before)
         return [
@@ -161,7 +161,7 @@ class StragglerWatch:
                 step_seconds=step_seconds,
                 kind=BEFORE[int(more[process].argmax())],
             )
-            for process in named
+            for process in places
         ]
 
 
@@ -197,9 +197,9 @@ class StragglerHook:
         """Gather the times of the window and report stragglers."""
         now = self._spent.seconds
         with self._spent.on(kinds.WAIT):
-            found = gather(np.asarray([*self._of(now, BEFORE), *self._of(now, WAITING)]))
+            gathered = gather(np.asarray([*self._of(now, BEFORE), *self._of(now, WAITING)]))
         self._before, self._steps = self._spent.seconds, 0
-        before, waited = found[:, : len(BEFORE)], found[:, len(BEFORE) :].sum(axis=1)
+        before, waited = gathered[:, : len(BEFORE)], gathered[:, len(BEFORE) :].sum(axis=1)
         for straggler in self._watch.window(before.astype(float), waited.astype(float)):
             self._report(step, straggler)
 

@@ -308,19 +308,19 @@ class _Peers:
     def _listen(self) -> None:
         """Read every pulse on process 0, and publish which peers fell silent."""
         now = time.monotonic()
-        found = entries("pulse")
+        pulses = entries("pulse")
         for process in range(self._count):
-            pulse = found.get(process, "")
+            pulse = pulses.get(process, "")
             before = self._heard.get(process)
             text = json.loads(pulse)[1] if pulse else "starting"
             if process != self._own and (before is None or before[0] != text):
                 self._heard[process] = (text, now)
-        ended = entries("ended")
+        endings = entries("ended")
         allowed = 4 * self._interval if self.is_suspicious else self._heartbeat
         for process, (text, since) in self._heard.items():
-            if now - since > allowed and process not in ended:
-                words = f"has been silent for {now - since:.1f} s, last heard in {text}"
-                say_of("ended", process, words)
+            if now - since > allowed and process not in endings:
+                message = f"has been silent for {now - since:.1f} s, last heard in {text}"
+                say_of("ended", process, message)
 
     def _read_endings(self) -> None:
         for process, text in sorted(entries("ended").items()):

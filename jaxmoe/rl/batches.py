@@ -83,20 +83,24 @@ def batch_of(
     tokens, targets, segments = np.zeros((3, rows, length), np.int32)
     weights, old, advantages = np.zeros((3, rows, length), np.float32)
     rewards = np.array([sample.reward for sample in samples], np.float64).reshape(-1, group)
-    own = group_advantages(rewards, objective.advantage).reshape(-1)
+    row_advantages = group_advantages(rewards, objective.advantage).reshape(-1)
     lengths = np.array([len(sample.answer) for sample in samples], np.float64)
     each = answer_weights(lengths, objective.aggregation, longest)
     for row, sample in enumerate(samples):
-        whole = (*sample.prompt, *sample.answer)
-        end = len(whole) - 1
+        row_tokens = (*sample.prompt, *sample.answer)
+        end = len(row_tokens) - 1
         if end > length:
             raise ValueError(
                 f"training.sequence_length={length} is shorter than a prompt with its answer, of"
-                f" {len(whole)} tokens: set it to at least {end}, or lower rl.max_tokens"
+                f" {len(row_tokens)} tokens: set it to at least {end}, or lower rl.max_tokens"
             )
-        tokens[row, :end], targets[row, :end], segments[row, :end] = whole[:-1], whole[1:], 1
+        tokens[row, :end], targets[row, :end], segments[row, :end] = (
+            row_tokens[:-1],
+            row_tokens[1:],
+            1,
+        )
         answer = slice(len(sample.prompt) - 1, end)
-        weights[row, answer], advantages[row, answer] = each[row], own[row]
+        weights[row, answer], advantages[row, answer] = each[row], row_advantages[row]
         old[row, answer] = sample.log_probs
     extra: dict[str, Any] = {ADVANTAGES: advantages, OLD: old}
     if samples[0].experts is not None:

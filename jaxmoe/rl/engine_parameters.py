@@ -48,8 +48,10 @@ class EngineParameters:
         else:
             change = update(self._held, current)
             self._held, sent = apply(self._held, change), change.num_bytes
-        whole = jax.tree.map(lambda held, array: held.astype(array.dtype), self._held, arrays)
-        return whole, {SYNC_SHARE: sent / total, SYNC_BYTES: float(sent)}
+        full = jax.tree.map(
+            lambda engine_array, array: engine_array.astype(array.dtype), self._held, arrays
+        )
+        return full, {SYNC_SHARE: sent / total, SYNC_BYTES: float(sent)}
 
     def _rounded(self, array: np.ndarray) -> np.ndarray:
         is_rounded = self._served == "bfloat16" and jnp.issubdtype(array.dtype, jnp.floating)

@@ -151,9 +151,9 @@ class Learner:
             for chosen in drawn_order(prompts, self.config.minibatches, (*seed, epoch)):
                 rows = (chosen[:, None] * group + np.arange(group)).reshape(-1)
                 # Weights are those of a batch of its own; the rest is read from the whole.
-                own = self.batch([samples[row] for row in rows])
+                update_batch = self.batch([samples[row] for row in rows])
                 extra = {name: np.asarray(array)[rows] for name, array in batch.extra.items()}
-                yield dataclasses.replace(own, extra=extra)
+                yield dataclasses.replace(update_batch, extra=extra)
 
 
 class NoAnswersError(EndRunError):
@@ -279,7 +279,7 @@ class RolloutFeed(Feed):
             NoAnswersError: An answer could not be drawn or scored.
         """
         del batch
-        number, begun = int(state.step), time.perf_counter()
+        number, start_time = int(state.step), time.perf_counter()
         sent = self._draw(state, self._queue.due(number))
         try:
             samples, stale = self._rollouts.take()
@@ -290,7 +290,7 @@ class RolloutFeed(Feed):
         state, metrics, clipped = self._updated(step_function, state, samples, rows)
         measures[CLIPPED] = clipped
         jax.block_until_ready(metrics.loss)
-        times = {ROLLOUT_SECONDS: drawn - begun, TRAIN_SECONDS: time.perf_counter() - drawn}
+        times = {ROLLOUT_SECONDS: drawn - start_time, TRAIN_SECONDS: time.perf_counter() - drawn}
         measures |= _measures(samples) | sent | times
         measures |= {STALE: float(stale), DROPPED: counts.dropped, AHEAD: counts.waiting}
         self._measures = measures
@@ -324,7 +324,7 @@ class RolloutFeed(Feed):
         """Return the state after the updates of a step, its metrics, and the share of tokens whose
         ratio the objective has cut, over all updates."""
         config, mesh = self._learner.config, self._learner.mesh
-        seed, found = (self._learner.seed, int(state.step)), list[StepMetrics]()
+        seed, step_metrics = (self._learner.seed, int(state.step)), list[StepMetrics]()
         cut, read = 0, 0
         for number, rows in enumerate(self._learner.updates(samples, batch, seed)):
             is_read = np.asarray(rows.loss_weights) > 0
@@ -341,8 +341,8 @@ class RolloutFeed(Feed):
             if number:  # a step of the run counts as one, whatever its updates
                 state = dataclasses.replace(state, step=state.step - 1)
             state, metrics = step_function(state, placed)
-            found.append(metrics)
-        return state, _together(found), cut / max(read, 1)
+            step_metrics.append(metrics)
+        return state, _together(step_metrics), cut / max(read, 1)
 
     def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""
@@ -351,10 +351,10 @@ class RolloutFeed(Feed):
         extra, measures, current = dict(batch.extra), dict[str, float](), engine
 
         def log_probs(params: Any, router_state: Any) -> np.ndarray:
-            found = self._log_probs(
+            reference_log_probs = self._log_probs(
                 params, global_batch(batch, self._learner.mesh), router_state=router_state
             )
-            return np.where(is_read, jax.device_get(found), np.float32(0))
+            return np.where(is_read, jax.device_get(reference_log_probs), np.float32(0))
 
         if EXPERTS in extra:
             is_token = np.asarray(batch.segment_ids) != 0

@@ -172,8 +172,8 @@ class Rollouts:
                 )
                 ids = tuple(map(int, prompt))
                 # Pages are shared among requests of one salt: those of older parameters are not.
-                given: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
-                streams.append(engine.submit_samples(ids, sampling, config.group, **given))
+                options: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
+                streams.append(engine.submit_samples(ids, sampling, config.group, **options))
         for row, group in zip(rows, streams, strict=True):
             answers = [self._sample(step, stream) for stream in group]
             self._store.fill(row.id, **{_ANSWERS: answers})
@@ -183,9 +183,9 @@ class Rollouts:
         """Return the answer of a stream, before it is scored."""
         events = list[Any](stream)
         generated: Any = [event for event in events if isinstance(event, Generated)]
-        ended: Ended = events[-1]
-        if ended.message:
-            raise RolloutError(f"step {step + 1}: no answer was drawn: {ended.message}")
+        ending: Ended = events[-1]
+        if ending.message:
+            raise RolloutError(f"step {step + 1}: no answer was drawn: {ending.message}")
         return Sample(
             prompt=stream.request.prompt,
             answer=tuple(event.token for event in generated),

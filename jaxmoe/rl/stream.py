@@ -220,11 +220,11 @@ class SampleStore:
             rows = [self._rows[id_] for id_ in ids]
             if len(ids) < number or not all(_has(row, reads) and not row.claimed for row in rows):
                 return None
-            found = [self._row(id_, reads) for id_ in ids]
+            samples = [self._row(id_, reads) for id_ in ids]
             for id_ in ids:
                 del self._rows[id_]
             self._taken += len(ids)
-            return found
+            return samples
 
         return self._wait(taken, timeout)
 
@@ -259,12 +259,12 @@ class SampleStore:
                 self._closed = error or StoreClosedError("the store of samples is closed")
             self._changed.notify_all()
 
-    def _wait(self, found: Callable[[], Found | None], timeout: float | None) -> Found:
+    def _wait(self, attempt: Callable[[], Found | None], timeout: float | None) -> Found:
         """Return the first result that is not None; called again after each change."""
         results: list[Found] = []
 
         def is_over() -> bool:
-            if self._closed is None and (result := found()) is not None:
+            if self._closed is None and (result := attempt()) is not None:
                 results.append(result)
             return self._closed is not None or bool(results)
 
@@ -276,9 +276,9 @@ class SampleStore:
             return results[0]
 
     def _row(self, number: int, reads: Sequence[str]) -> Row:
-        held = self._rows[number]
-        values = {column: held.values[column] for column in reads}
-        return Row(id=number, version=held.version, values=values)
+        row = self._rows[number]
+        values = {column: row.values[column] for column in reads}
+        return Row(id=number, version=row.version, values=values)
 
     def _is_old(self, version: int) -> bool:
         return self._version - version > self._staleness

@@ -82,7 +82,7 @@ class SparseUpdate:
     @property
     def num_bytes(self) -> int:
         """Bytes to send."""
-        return UPDATE_BYTES + sum(BUCKET_BYTES + len(one.payload) for one in self.buckets)
+        return UPDATE_BYTES + sum(BUCKET_BYTES + len(bucket.payload) for bucket in self.buckets)
 
 
 def payload_bytes(changed: int, length: int, item: int, index: int) -> int:
@@ -112,10 +112,10 @@ def update(previous: Any, current: Any, *, bucket: int = BUCKET) -> SparseUpdate
         raise ValueError(f"bucket={bucket} must be from 1 to 2^32 elements")
     before, after = _Version.of(previous), _Version.of(current)
     if before.names != after.names:
-        one, other = next(
+        name, other_name = next(
             pair for pair in zip(before.names, after.names, strict=False) if pair[0] != pair[1]
         )
-        raise ValueError(f"an update is between trees of one structure: {one} became {other}")
+        raise ValueError(f"an update is between trees of one structure: {name} became {other_name}")
     buckets = []
     for leaf, (old, new) in enumerate(zip(before.bits, after.bits, strict=True)):
         for start in range(0, len(old), bucket):
@@ -123,10 +123,10 @@ def update(previous: Any, current: Any, *, bucket: int = BUCKET) -> SparseUpdate
             places = np.flatnonzero(old[part] != new[part])
             if len(places):
                 payload = _payload(places, new[part], _index_type(bucket))
-                one = Bucket(
+                name = Bucket(
                     leaf=leaf, start=start, changed=len(places), payload=payload, checksum=0
                 )
-                buckets.append(dataclasses.replace(one, checksum=one.computed()))
+                buckets.append(dataclasses.replace(name, checksum=name.computed()))
     return SparseUpdate(
         base=before.checksum,
         result=after.checksum,
@@ -154,16 +154,16 @@ def apply(previous: Any, change: SparseUpdate) -> Any:
         )
     bits = list(before.bits)
     is_copied = [False] * len(bits)
-    for number, one in enumerate(change.buckets):
+    for number, bucket in enumerate(change.buckets):
         where = f"bucket {number + 1} of {len(change.buckets)}"
-        if one.computed() != one.checksum:
+        if bucket.computed() != bucket.checksum:
             raise UpdateError(f"{where} of an update is damaged: its checksum differs; send again")
-        if one.leaf >= len(bits) or one.start >= len(bits[one.leaf]):
+        if bucket.leaf >= len(bits) or bucket.start >= len(bits[bucket.leaf]):
             raise UpdateError(f"{where} of an update lies outside of the parameters")
-        if not is_copied[one.leaf]:
-            bits[one.leaf], is_copied[one.leaf] = bits[one.leaf].copy(), True
-        part = bits[one.leaf][one.start : one.start + change.bucket]
-        _write(part, one, _index_type(change.bucket), where)
+        if not is_copied[bucket.leaf]:
+            bits[bucket.leaf], is_copied[bucket.leaf] = bits[bucket.leaf].copy(), True
+        part = bits[bucket.leaf][bucket.start : bucket.start + change.bucket]
+        _write(part, bucket, _index_type(change.bucket), where)
     after = dataclasses.replace(before, bits=tuple(bits))
     if after.checksum != change.result:
         raise UpdateError(
@@ -202,11 +202,11 @@ class _Version:
     @property
     def checksum(self) -> int:
         """CRC-32 of names and bits."""
-        found = zlib.crc32("\n".join(self.names).encode())
+        checksum = zlib.crc32("\n".join(self.names).encode())
         content: Any
         for content in self.bits:
-            found = zlib.crc32(content, found)
-        return found
+            checksum = zlib.crc32(content, checksum)
+        return checksum
 
     def tree(self) -> Any:
         """Return the arrays in their structure."""
@@ -241,19 +241,20 @@ def _payload(places: np.ndarray, values: np.ndarray, index: np.dtype) -> bytes:
     return gaps.astype(index).tobytes() + little[places].tobytes()
 
 
-def _write(part: np.ndarray, one: Bucket, index: np.dtype, where: str) -> None:
+def _write(part: np.ndarray, bucket: Bucket, index: np.dtype, where: str) -> None:
     """Write the elements of a bucket into its part of an array."""
     item = part.dtype.newbyteorder("<")
-    wanted = payload_bytes(one.changed, len(part), item.itemsize, index.itemsize)
-    if len(one.payload) != wanted:
+    num_bytes = payload_bytes(bucket.changed, len(part), item.itemsize, index.itemsize)
+    if len(bucket.payload) != num_bytes:
         raise UpdateError(
-            f"{where} of an update has {len(one.payload)} bytes in place of {wanted}; send again"
+            f"{where} of an update has {len(bucket.payload)} bytes in place of {num_bytes}; send"
+            f" again"
         )
-    if _is_dense(one.changed, len(part), item.itemsize, index.itemsize):
-        part[:] = np.frombuffer(one.payload, item)
+    if _is_dense(bucket.changed, len(part), item.itemsize, index.itemsize):
+        part[:] = np.frombuffer(bucket.payload, item)
         return
-    gaps = np.frombuffer(one.payload, index, one.changed)
+    gaps = np.frombuffer(bucket.payload, index, bucket.changed)
     places = np.cumsum(gaps.astype(np.int64) + 1) - 1
     if len(places) and places[-1] >= len(part):
         raise UpdateError(f"{where} of an update lies outside of its array")
-    part[places] = np.frombuffer(one.payload, item, offset=gaps.nbytes)
+    part[places] = np.frombuffer(bucket.payload, item, offset=gaps.nbytes)

@@ -33,7 +33,7 @@ that are among the router's own choice."""
 
 
 def replayed(
-    own: Int[Array, "T K"],
+    chosen: Int[Array, "T K"],
     recorded: Int[Array, "T K"],
     token_mask: Bool[Array, " T"],
     num_experts: int,
@@ -41,7 +41,7 @@ def replayed(
     """Return the experts of each token: the recorded ones, where it has any.
 
     Args:
-        own: The router's own choice; E marks an empty slot.
+        chosen: The router's own choice; E marks an empty slot.
         recorded: Recorded experts, `RouterInputs.replayed`.
         token_mask: False for padding.
         num_experts: E.
@@ -49,13 +49,13 @@ def replayed(
     Returns:
         The experts, and the statistic REPLAYED.
     """
-    given = jnp.minimum(recorded, num_experts)
-    is_expert = given < num_experts
-    is_given = (given >= 0).all(-1) & is_expert.any(-1) & token_mask  # T
+    recorded_ids = jnp.minimum(recorded, num_experts)
+    is_expert = recorded_ids < num_experts
+    is_given = (recorded_ids >= 0).all(-1) & is_expert.any(-1) & token_mask  # T
     is_counted = is_given[:, None] & is_expert
-    is_own = (given[:, :, None] == own[:, None, :]).any(axis=-1)
+    is_own = (recorded_ids[:, :, None] == chosen[:, None, :]).any(axis=-1)
     sums = [jnp.sum(which, dtype=jnp.float32) for which in (is_counted, is_counted & is_own)]
-    return jnp.where(is_given[:, None], given, own), {REPLAYED: jnp.stack(sums)}
+    return jnp.where(is_given[:, None], recorded_ids, chosen), {REPLAYED: jnp.stack(sums)}
 
 
 def why_not_recorded(model: Any) -> str | None:
@@ -106,9 +106,9 @@ def check_replayed(model: Any, experts: Any) -> None:
     reason = why_not_replayed(model)
     if reason is not None:
         raise ValueError(f"batch.extra[{EXPERTS!r}]: {reason}")
-    wanted = (model.num_moe_layers, model.moe.top_k)
-    if experts.shape[2:] != wanted or not jnp.issubdtype(experts.dtype, jnp.integer):
+    shape = (model.num_moe_layers, model.moe.top_k)
+    if experts.shape[2:] != shape or not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(
             f"batch.extra[{EXPERTS!r}] has dtype {experts.dtype} and shape {experts.shape}, which"
-            f" must be integers [B, S, {wanted[0]} MoE layers, {wanted[1]} experts per token]"
+            f" must be integers [B, S, {shape[0]} MoE layers, {shape[1]} experts per token]"
         )

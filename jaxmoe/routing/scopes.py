@@ -82,18 +82,18 @@ def kth_largest(
     """
     keys = jnp.where(mask[:, :, None], _ordered(jax.lax.stop_gradient(values)), jnp.uint32(0))
 
-    def bit(i: Array, found: Array) -> Array:
-        tried = found | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
+    def bit(i: Array, bits: Array) -> Array:
+        tried = bits | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
         is_above = keys >= tried[:, None, :]
         count = total(is_above.sum(1, dtype=jnp.int32), axes)
-        return jnp.where(count >= k[:, None], tried, found)
+        return jnp.where(count >= k[:, None], tried, bits)
 
     # The initial value must vary over the same mesh axes as k and the sums.
     start = jnp.zeros((values.shape[0], values.shape[2]), jnp.uint32)
     start = start | (total(keys.sum(1, dtype=jnp.uint32), axes) & jnp.uint32(0))
     start = start | (k[:, None].astype(jnp.uint32) & jnp.uint32(0))
-    found = jax.lax.fori_loop(0, 32, bit, start)
-    return jnp.where(found == 0, -jnp.inf, _unordered(found))
+    bits = jax.lax.fori_loop(0, 32, bit, start)
+    return jnp.where(bits == 0, -jnp.inf, _unordered(bits))
 
 
 def _ordered(values: Float[Array, "*d"]) -> Array:

@@ -312,19 +312,19 @@ class RunDirectory:
         Raises:
             ValueError: Another field differs; the message has one line per field.
         """
-        given = to_json(config)
+        config_json = to_json(config)
         if self.has_config():
             saved = migrate(self._read(self.config_file))
-            if lines := differences(saved, given, free, fixed):
+            if lines := differences(saved, config_json, free, fixed):
                 raise ValueError(
                     f"run.directory={self.path} belongs to a run with another config:\n  "
                     + "\n  ".join(lines)
                     + "\nrepeat the saved values, or choose another directory with "
                     f"--run.directory{way_out}"
                 )
-            writes = writes and saved != given
+            writes = writes and saved != config_json
         if writes:
-            self._write(self.config_file, given)
+            self._write(self.config_file, config_json)
 
     def load_config(self, cls: type[Config]) -> Config:
         """Return the configuration of the run in this directory.

@@ -152,12 +152,12 @@ def restore_run(
             check(manager.shared_manifest(step))
             state = manager.restore(step, _target(assembly, manager, step))
         else:
-            found = manager.restore_newest(_target(assembly, manager, None), check=check)
-            if found is None:
+            restored = manager.restore_newest(_target(assembly, manager, None), check=check)
+            if restored is None:
                 raise ValueError(
                     f"{directory.path} has no checkpoint yet: train it first, or wait for one"
                 )
-            step, state = found
+            step, state = restored
         return assembly, state if keeps_blocks else _floating(assembly, state), step
     finally:
         manager.close()
@@ -190,8 +190,8 @@ def _load_huggingface(
     with jax.set_mesh(mesh):
         state = state_around(assembly.plan.model, None, execution, params, key)
     if router_state:
-        whole = NamedSharding(mesh, PartitionSpec())
-        state = dataclasses.replace(state, router_state=jax.device_put(router_state, whole))
+        replicated = NamedSharding(mesh, PartitionSpec())
+        state = dataclasses.replace(state, router_state=jax.device_put(router_state, replicated))
     return assembly, state
 
 
@@ -295,14 +295,14 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
 def describe_precision(assembly: Assembly) -> str:
     """Return the format of quantised weights and cache as text; empty without any."""
     precision = assembly.execution.precision
-    words = [] if precision.weights == "floating" else [f"weights={precision.weights}"]
+    parts = [] if precision.weights == "floating" else [f"weights={precision.weights}"]
     if precision.cache != "compute":
-        taken = sum(
+        num_bytes = sum(
             stack.kind.mixer.cache_bytes_per_token(precision, layers=stack.num_calls)
             for stack in assembly.plan.model.stacks
         )
-        words.append(f"cache={precision.cache} cache_bytes_per_token={taken}")
-    return " ".join(words)
+        parts.append(f"cache={precision.cache} cache_bytes_per_token={num_bytes}")
+    return " ".join(parts)
 
 
 def _has_workers(manifest: CheckpointManifest) -> bool:

@@ -164,7 +164,7 @@ def _statistics(
     symbols = None
     if isinstance(source, SyntheticSource) and len(source.chains) > 1:
         symbols = jnp.int32(source.chains[0].transitions.shape[1])
-    found = [
+    rows = [
         router_statistics(
             model,
             execution,
@@ -175,7 +175,7 @@ def _statistics(
         )
         for batch in batches
     ]
-    return [jax.device_get(statistics) for statistics in found if statistics is not None]
+    return [jax.device_get(statistics) for statistics in rows if statistics is not None]
 
 
 MOST_TOKENS = 65_536
@@ -256,13 +256,13 @@ class ReadingResult:
 
     def __str__(self) -> str:
         """Return the result as one line of names and values."""
-        words = [self.description, f"decoded_tokens={self.loss.selected.num_tokens}"]
+        parts = [self.description, f"decoded_tokens={self.loss.selected.num_tokens}"]
         for name, part in (("selected", self.loss.selected), ("whole", self.loss.whole)):
-            words.append(f"{name}/bits_per_token={part.bits_per_token!r}")
+            parts.append(f"{name}/bits_per_token={part.bits_per_token!r}")
             if self.tokens_per_byte is not None:
                 bits = part.bits_per_token * self.tokens_per_byte
-                words.append(f"{name}/bits_per_byte={bits!r}")
-        return " ".join(words)
+                parts.append(f"{name}/bits_per_byte={bits!r}")
+        return " ".join(parts)
 
 
 def measure_reading(
@@ -304,11 +304,11 @@ def decoding(
         num_tokens: Tokens to generate.
     """
     precision = assembly.execution.precision
-    own = PrecisionPolicy(weights=precision.weights, cache=precision.cache)
-    execution = WholeRowsConfig.of(ExecutionConfig(precision=own), reading)
+    policy = PrecisionPolicy(weights=precision.weights, cache=precision.cache)
+    execution = WholeRowsConfig.of(ExecutionConfig(precision=policy), reading)
     length = cache_length(max(map(len, prompts)), num_tokens)
-    words = describe_precision(assembly), _describe(assembly.plan.model, execution, length)
-    return execution, " ".join(word for word in words if word)
+    description = describe_precision(assembly), _describe(assembly.plan.model, execution, length)
+    return execution, " ".join(word for word in description if word)
 
 
 def _describe(model: ModelConfig, execution: WholeRowsConfig, length: int) -> str:
@@ -323,8 +323,8 @@ def _describe(model: ModelConfig, execution: WholeRowsConfig, length: int) -> st
     if not reading.selects:
         return ""
     slots = num_slots(execution, length)
-    taken, whole = (
+    cache_bytes, full_bytes = (
         bytes_read(model, WholeRowsConfig.of(execution, each), slots)
         for each in (reading, WHOLE_CACHE)
     )
-    return f"reading={reading.describe(slots)} bytes_read={taken} of {whole}"
+    return f"reading={reading.describe(slots)} bytes_read={cache_bytes} of {full_bytes}"

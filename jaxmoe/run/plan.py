@@ -163,8 +163,8 @@ def describe_rates(plan: Plan) -> str:
     if set(rates) == {peak}:
         return ""
     each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
-    here = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
-    return f"{peak:g} at the base point, here {here}"
+    text = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
+    return f"{peak:g} at the base point, here {text}"
 
 
 def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:

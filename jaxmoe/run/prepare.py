@@ -88,8 +88,8 @@ def prepare(
     for part in parts:
         assembly = part.prepared(assembly)
     sources = [source for part in parts for source in part.sources()]
-    own = dataclasses.replace(assembly.plan.config, model=assembly.plan.model)
-    agrees = config_check(directory, own, extends)
+    config_of_run = dataclasses.replace(assembly.plan.config, model=assembly.plan.model)
+    agrees = config_check(directory, config_of_run, extends)
     lineage = Lineage(assembly.loader, read_skipped(directory), agrees)
     # Initial values of a new run belong to its start.
     keeps = any(place is Place.NEWER for place, _ in sources)
@@ -133,10 +133,12 @@ def record_devices(directory: RunDirectory, assembly: Assembly) -> None:
         directory: Held directory of the run.
         assembly: Plan, devices and data of the run.
     """
-    used = list(assembly.mesh.devices.flat)
+    mesh_devices = list(assembly.mesh.devices.flat)
     directory.write_environment(
-        describe_devices(used),
+        describe_devices(mesh_devices),
         assembly.execution.precision.compute_dtype.name,
         mesh=assembly.execution.mesh.by_axis,
-        spare_devices=describe_devices([one for one in jax.devices() if one not in used]),
+        spare_devices=describe_devices(
+            [device for device in jax.devices() if device not in mesh_devices]
+        ),
     )

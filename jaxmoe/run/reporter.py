@@ -251,8 +251,8 @@ class Reporter:
         self.last.update(values)
         self._files.log(step, values)
         self._console.show(values)
-        words = {BITS_PER_TOKEN: "bits per token", BITS_PER_BYTE: "bits per byte"}
-        shown = ", ".join(f"{value:.4f} {words[name]}" for name, value in values.items())
+        labels = {BITS_PER_TOKEN: "bits per token", BITS_PER_BYTE: "bits per byte"}
+        shown = ", ".join(f"{value:.4f} {labels[name]}" for name, value in values.items())
         self._console.log_text(step, "held out", shown)
 
     def watched(self, step: int, values: Mapping[str, float]) -> None:

@@ -85,8 +85,8 @@ def dump_batches(directory: RunDirectory, loader: Loader, refused: tuple[int, in
 def dumped_steps(directory: RunDirectory) -> list[int]:
     """Return the steps with a dumped batch, ascending."""
     names = (path.name for path in directory.bad_data_directory.glob("step*.npz"))
-    found = (re.fullmatch(r"step(\d+)\.npz", name) for name in names)
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"step(\d+)\.npz", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def read_batch(directory: RunDirectory, step: int) -> DumpedBatch:

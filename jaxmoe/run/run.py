@@ -141,8 +141,8 @@ class Run:
             MissingPackageError: A tracker's package is not installed.
         """
         if supervision is None:
-            with self._own_supervision() as own:
-                return self.train(own)
+            with self._own_supervision() as run_supervision:
+                return self.train(run_supervision)
         trainer = self._trainer(supervision)
         for _ in trainer.steps():
             pass
@@ -242,13 +242,13 @@ class Run:
         """
         with configuration_errors():
             law = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-            given = GenerationConfig(length=length, sampling=law, seed=seed, stop=tuple(stop))
+            config = GenerationConfig(length=length, sampling=law, seed=seed, stop=tuple(stop))
             loaded = self._load(step, needs_data=False)
             assembly, source = loaded.assembly, loaded.assembly.source
             texts: Any = [prompt] if isinstance(prompt, str | np.ndarray) else prompt
             prompts = texts if isinstance(prompt, np.ndarray) else encode_prompts(source, texts)
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
-            given = dataclasses.replace(given, eos_ids=ends)
+            config = dataclasses.replace(config, eos_ids=ends)
             execution, precision = decoding(assembly, reading, prompts, length)
             alone = {"on_sample": on_sample, "programs": programs}
             alone = alone if len(prompts) == 1 or any(alone.values()) else {}
@@ -258,7 +258,7 @@ class Run:
                 jax.device_get(loaded.state.params),
                 jax.device_get(loaded.state.router_state),
                 prompts,
-                given,
+                config,
                 execution=execution,
                 precision=precision,
                 **alone,
@@ -346,14 +346,14 @@ class Run:
                     f"run.directory={self.directory.path} belongs to a run with another config:\n  "
                     + "\n  ".join(lines)
                 )
-        assembly, state, found = restore_run(
+        assembly, state, manifest = restore_run(
             *(self.config, self.directory, step),
             needs_data=needs_data,
             has_own_data=self._has_own_data,
             devices=jax.local_devices(backend="cpu")[:1] if self._is_on_host else None,
         )
-        known = {"is_newest": step is None, "has_data": needs_data}
-        return _Loaded(assembly=assembly, state=state, step=found, **known)
+        options = {"is_newest": step is None, "has_data": needs_data}
+        return _Loaded(assembly=assembly, state=state, step=manifest, **options)
 
     @contextlib.contextmanager
     def _restored(self, step: int | None) -> Generator[_Loaded, None, None]:

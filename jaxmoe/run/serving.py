@@ -264,7 +264,7 @@ def open_executors(
         )
     if adapters:
         model, params, chats = _adapted(path, step, model, params, adapters, template)
-    given: dict[str, Any] = {"config": sizes.executor(length), "execution": assembly.execution}
+    options: dict[str, Any] = {"config": sizes.executor(length), "execution": assembly.execution}
     config = EngineConfig(
         batching=sizes.batching,
         dispatch=sizes.dispatch,
@@ -273,10 +273,10 @@ def open_executors(
         max_waiting=sizes.max_waiting,
     )
     if len(groups) > 1:
-        executors = executors_on(groups, model, params, router_state, mesh=mesh, **given)
+        executors = executors_on(groups, model, params, router_state, mesh=mesh, **options)
     else:
-        given |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
-        executors = [ModelExecutor(model, params, router_state, **given)]
+        options |= {"mesh": None if is_alone else assembly.mesh, "adapters": tuple(chats)}
+        executors = [ModelExecutor(model, params, router_state, **options)]
     first, times = executors[0], None
     if sizes.scaling.needs_hardware:
         times = MeasuredSteps.of(first, math.prod(first.mesh.sizes))
@@ -341,8 +341,8 @@ def open_served(
         eos_ids=end_ids(directory, config, assembly.source, eos),
         max_logprobs=sizes.num_logprobs,
         has_experts=sizes.has_experts,
-        pool_bytes=sum(one.pool_bytes for one in executors),
-        compile_seconds=sum(one.compile_seconds for one in executors),
+        pool_bytes=sum(executor.pool_bytes for executor in executors),
+        compile_seconds=sum(executor.compile_seconds for executor in executors),
     )
 
 
@@ -388,15 +388,15 @@ def _adapted(
             f"adapters: run.directory={path} must be a model without an adapter at its newest"
             " checkpoint: name the run that the adapters were trained on, and leave run.step out"
         )
-    given, chats = {}, dict[str, ChatFormat | None]()
+    by_name, chats = {}, dict[str, ChatFormat | None]()
     for name, directory in adapters.items():
         check_together(name, saved_config(directory).model.adapter)
         assembly, state, _ = load_run(
             directory, None, MeshConfig(data=-1), needs_data=False, initial=path
         )
-        given[name] = assembly.plan.model.adapter, jax.device_get(state.params)
+        by_name[name] = assembly.plan.model.adapter, jax.device_get(state.params)
         chats[name] = _chat(assembly, RunDirectory(directory), template)
-    adapter, params = together(params, given)
+    adapter, params = together(params, by_name)
     return dataclasses.replace(model, adapter=adapter), params, chats
 
 
@@ -405,9 +405,9 @@ def _chat(
 ) -> ChatFormat | None:
     """Return how the model reads conversations; None if it was not trained on any."""
     source: Any = assembly.source
-    given = (source, assembly.plan.config, directory, template)
+    arguments = (source, assembly.plan.config, directory, template)
     # A template that was asked for and cannot be used is an error.
     with contextlib.suppress(*(() if template else (ValueError,))):
-        found, tokenizer = chat_format(*given)
-        return ChatFormat(template=found, tokenizer=tokenizer)
+        chat, tokenizer = chat_format(*arguments)
+        return ChatFormat(template=chat, tokenizer=tokenizer)
     return None

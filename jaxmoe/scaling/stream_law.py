@@ -64,8 +64,8 @@ def fit_stream_law(parameters: np.ndarray, streams: np.ndarray, losses: np.ndarr
     def solve(exponent: float, gain: float) -> tuple[float, np.ndarray]:
         reduced = (1e9 / (parameters * (gain * np.log(streams) + 1.0))) ** exponent
         columns = np.stack([np.ones_like(reduced), reduced], axis=1)
-        found = np.linalg.lstsq(columns, losses, rcond=None)[0]
-        return float(np.sum((columns @ found - losses) ** 2)), found
+        solution = np.linalg.lstsq(columns, losses, rcond=None)[0]
+        return float(np.sum((columns @ solution - losses) ** 2)), solution
 
     centre, reach = (0.505, 1.0), (0.495, 1.0)
     for _ in range(_ROUNDS):

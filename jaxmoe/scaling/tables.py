@@ -162,12 +162,12 @@ def zero_start_rate(model: ModelConfig) -> float:
     return 1.0 / math.sqrt(3.0 * model.embed_dim)
 
 
-def with_multipliers(model: ModelConfig, wanted: ForwardMultipliers, rule: str) -> ModelConfig:
+def with_multipliers(model: ModelConfig, multipliers: ForwardMultipliers, rule: str) -> ModelConfig:
     """Return the model with its forward multipliers filled in; idempotent.
 
     Args:
         model: Model with multipliers of 1, or these.
-        wanted: Multipliers of the parameterisation.
+        multipliers: Multipliers of the parameterisation.
         rule: Name of the parameterisation, for the error.
 
     Raises:
@@ -175,14 +175,14 @@ def with_multipliers(model: ModelConfig, wanted: ForwardMultipliers, rule: str) 
     """
     default = ForwardMultipliers()
     for field in (field.name for field in dataclasses.fields(ForwardMultipliers)):
-        given, ours = getattr(model.multipliers, field), getattr(wanted, field)
-        if given not in (getattr(default, field), ours):
+        current, ours = getattr(model.multipliers, field), getattr(multipliers, field)
+        if current not in (getattr(default, field), ours):
             raise ValueError(
-                f"model.multipliers.{field}={given} would be overwritten: the parameterisation"
+                f"model.multipliers.{field}={current} would be overwritten: the parameterisation"
                 f" {rule} sets it to {ours} for this model; leave model.multipliers.{field} at"
                 f" {getattr(default, field)}, or take the parameterisation standard, which keeps it"
             )
-    return dataclasses.replace(model, multipliers=wanted)
+    return dataclasses.replace(model, multipliers=multipliers)
 
 
 def check_tied(model: ModelConfig, tied: TiedEmbeddings, rule: str) -> None:

@@ -69,14 +69,14 @@ class HostCopies:
             How many of its first pages were there already, and the names whose copies are dropped
             for it, which may be its own.
         """
-        kept = next((i for i, name in enumerate(names) if name not in self._names), len(names))
+        num_kept = next((i for i, name in enumerate(names) if name not in self._names), len(names))
         for name in reversed(names):
             self._names[name] = None
             self._names.move_to_end(name)
         dropped = []
         while len(self._names) > self.size:
             dropped.append(self._names.popitem(last=False)[0])
-        return kept, tuple(dropped)
+        return num_kept, tuple(dropped)
 
 
 @dataclasses.dataclass(slots=True)
@@ -187,10 +187,10 @@ class BlockPool:
         """
         if count > self.num_free:
             return None
-        taken: list[int] = []
+        pages: list[int] = []
         for _ in range(count):
-            taken.append(self._take(taken[-1] if taken else after))
-        return taken
+            pages.append(self._take(pages[-1] if pages else after))
+        return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Add a reference to each page, so that it is not evicted."""
@@ -234,12 +234,12 @@ class BlockPool:
             The new table, and (from, to) of the pages to copy before the next step; None, with
             nothing changed, if a page to copy to is lacking.
         """
-        full, rest = divmod(num_tokens, self.page_size)
-        taken = self.take(1 if rest else 0)
-        if taken is None:
+        full, remainder = divmod(num_tokens, self.page_size)
+        last_page = self.take(1 if remainder else 0)
+        if last_page is None:
             return None
         self.share(pages[:full])
-        return [*pages[:full], *taken], tuple((pages[full], page) for page in taken)
+        return [*pages[:full], *last_page], tuple((pages[full], page) for page in last_page)
 
     def demote(self, names: Iterable[bytes]) -> None:
         """Let the pages of a chain that no sequence holds be taken before other named ones.
@@ -271,11 +271,11 @@ class BlockPool:
         Raises:
             AssertionError: An invariant does not hold.
         """
-        held = collections.Counter(page for table in tables for page in table)
+        counts = collections.Counter(page for table in tables for page in table)
         for page in range(self.size):
             count, name = self._references[page], self._names[page]
-            if count != held[page]:
-                raise AssertionError(f"page {page}: {count} references, in {held[page]} tables")
+            if count != counts[page]:
+                raise AssertionError(f"page {page}: {count} references, in {counts[page]} tables")
             places = (page in self._blank, page in self._cached, count > 0)
             if sum(places) != 1 or (not count and places[1] != (name is not None)):
                 raise AssertionError(f"page {page}: blank, cached, used are {places}")
@@ -288,16 +288,16 @@ class BlockPool:
 
     def _free_groups(self, groups: _Groups) -> _Groups:
         """Return the groups counted anew, in the order that they have."""
-        found = dataclasses.replace(groups, free=[0] * len(groups.free))
+        freed = dataclasses.replace(groups, free=[0] * len(groups.free))
         size = groups.size
-        for group in range(len(found.free)):
+        for group in range(len(freed.free)):
             pages = range(group * size, (group + 1) * size)
-            found.free[group] = sum(not self._references[page] for page in pages)
+            freed.free[group] = sum(not self._references[page] for page in pages)
             is_blank = all(page in self._blank for page in pages)
-            is_cached = found.free[group] == size and not is_blank
+            is_cached = freed.free[group] == size and not is_blank
             if (is_blank, is_cached) != (group in groups.blank, group in groups.cached):
                 raise AssertionError(f"group {group} is blank, cached: {is_blank, is_cached}")
-        return found
+        return freed
 
     def _found(self, names: Iterable[bytes]) -> Iterator[int]:
         for name in names:

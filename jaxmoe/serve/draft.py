@@ -23,9 +23,9 @@ class Draft:
         self.view = view
         self.evicted: list[Eviction] = []
         self._ledger = view.ledger()
-        self._running = {one.id: one for one in view.running}
-        self._held = {one.id: len(one.pages) for one in view.running}
-        self._computed = {one.id: one.computed for one in view.running}
+        self._running = {sequence.id: sequence for sequence in view.running}
+        self._held = {sequence.id: len(sequence.pages) for sequence in view.running}
+        self._computed = {sequence.id: sequence.computed for sequence in view.running}
         self._used: set[int] = set()
         self._admitted: list[int] = []
         self._restored: list[int] = []
@@ -38,7 +38,7 @@ class Draft:
         """Sequences that run after what was drafted so far, and those that move."""
         return len(self._running) + len(self.view.busy) + self.view.num_moving
 
-    def running(self, keep: Callable[[Sequence], bool] = lambda one: True) -> list[Sequence]:
+    def running(self, keep: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
         """Return the running sequences without work so far, in order.
 
         Args:
@@ -48,17 +48,17 @@ class Draft:
 
     def decoding(self) -> list[Sequence]:
         """Return the running sequences without work of which one token is left."""
-        return self.running(lambda one: self.left(one) == 1 and not one.layers_done)
+        return self.running(lambda sequence: self.left(sequence) == 1 and not sequence.layers_done)
 
     def prompts(self) -> list[Sequence]:
         """Return the running sequences without work of which more than one token is left."""
-        return self.running(lambda one: self.left(one) > 1 or one.layers_done > 0)
+        return self.running(lambda sequence: self.left(sequence) > 1 or sequence.layers_done > 0)
 
-    def left(self, one: Sequence) -> int:
+    def left(self, sequence: Sequence) -> int:
         """Return the tokens of a sequence until the next is drawn; cached ones do not count."""
-        if one.id in self._computed:
-            return len(one.tokens) - self._computed[one.id]
-        return len(one.tokens) - len(self.view.hits(one)) * self.view.facts.page_size
+        if sequence.id in self._computed:
+            return len(sequence.tokens) - self._computed[sequence.id]
+        return len(sequence.tokens) - len(self.view.hits(sequence)) * self.view.facts.page_size
 
     def tokens(self, lane: int = 0) -> int:
         """Return the tokens drafted so far for a lane."""
@@ -69,11 +69,11 @@ class Draft:
         """Return the tokens of each piece drafted so far for a lane."""
         return [piece.count for piece in self._lanes.get(lane, ([], []))[1]]
 
-    def single(self, one: Sequence, lane: int = 0) -> bool:
+    def single(self, sequence: Sequence, lane: int = 0) -> bool:
         """Let a running sequence draw a token, at the cost of later ones if pages are lacking.
 
         Args:
-            one: Sequence with one token left.
+            sequence: Sequence with one token left.
             lane: Partition of the device.
 
         Returns:
@@ -83,14 +83,14 @@ class Draft:
         singles, _ = self._lanes.setdefault(lane, ([], []))
         if shapes is not None and len(singles) >= shapes.singles:
             return False
-        if one.id not in self._running or not self._grow(one, 1):
+        if sequence.id not in self._running or not self._grow(sequence, 1):
             return False
-        singles.append(one.id)
+        singles.append(sequence.id)
         return True
 
     def piece(
         self,
-        one: Sequence,
+        sequence: Sequence,
         count: int,
         lane: int = 0,
         layers: tuple[int, int] | None = None,
@@ -98,7 +98,7 @@ class Draft:
         """Compute part of a prompt; a waiting sequence is admitted if its whole prompt fits.
 
         Args:
-            one: Running or waiting sequence.
+            sequence: Running or waiting sequence.
             count: Tokens at most; a compiled shape may take fewer.
             lane: Partition of the device.
             layers: First layer and the one after the last; None for all layers.
@@ -107,31 +107,31 @@ class Draft:
             Tokens that have a place, 0 if none.
         """
         counts = self.counts(lane)
-        count = self.view.facts.piece(min(count, self.left(one)), counts)
-        if one.layers_done and count != one.layered_count or count <= 0:
+        count = self.view.facts.piece(min(count, self.left(sequence)), counts)
+        if sequence.layers_done and count != sequence.layered_count or count <= 0:
             return 0
-        if one.id not in self._running and not self.admit(one):
+        if sequence.id not in self._running and not self.admit(sequence):
             return 0
-        if not self._grow(one, count):
+        if not self._grow(sequence, count):
             return 0
-        self._lanes.setdefault(lane, ([], []))[1].append(Piece(one.id, count, layers))
+        self._lanes.setdefault(lane, ([], []))[1].append(Piece(sequence.id, count, layers))
         return count
 
-    def admit(self, one: Sequence) -> bool:
+    def admit(self, sequence: Sequence) -> bool:
         """Admit a waiting sequence if there is a place and pages for all its tokens."""
         view, size = self.view, self.view.facts.page_size
         if self.num_running >= view.facts.max_running:
             return False
-        if any(other.rank < one.rank for other in self._away):
+        if any(away.rank < sequence.rank for away in self._away):
             return False
-        hits = view.hits(one)
-        needed = num_pages(len(one.tokens) + 1, size) - len(hits)
+        hits = view.hits(sequence)
+        needed = num_pages(len(sequence.tokens) + 1, size) - len(hits)
         self._ledger.share(hits)
         if self._ledger.free - self._promised() < needed and self.num_running:
             self._ledger.give(hits)
             return False
-        self._admitted.append(one.id)
-        self._enter(one, len(hits), len(hits) * size)
+        self._admitted.append(sequence.id)
+        self._enter(sequence, len(hits), len(hits) * size)
         return True
 
     def plan(
@@ -158,20 +158,20 @@ class Draft:
 
     def _restore(self) -> None:
         facts, swapped = self.view.facts, self.view.swapped
-        for number, one in enumerate(swapped):
-            pages = num_pages(one.computed, facts.page_size)
+        for number, sequence in enumerate(swapped):
+            pages = num_pages(sequence.computed, facts.page_size)
             is_alone = self.num_running == 0
             if self.num_running >= facts.max_running or self._ledger.free < pages + (not is_alone):
                 self._away = [*swapped[number:]]
                 return
             self._ledger.take(pages)
-            self._restored.append(one.id)
-            self._enter(one, pages, one.computed)
+            self._restored.append(sequence.id)
+            self._enter(sequence, pages, sequence.computed)
 
-    def _enter(self, one: Sequence, held: int, computed: int) -> None:
-        self._running[one.id] = one
-        self._held[one.id] = held
-        self._computed[one.id] = computed
+    def _enter(self, sequence: Sequence, num_pages: int, computed: int) -> None:
+        self._running[sequence.id] = sequence
+        self._held[sequence.id] = num_pages
+        self._computed[sequence.id] = computed
 
     def _promised(self) -> int:
         """Return the pages that running prompts still need, so that admissions leave them."""
@@ -179,25 +179,25 @@ class Draft:
         running = self._running.values()
         return sum(max(num_pages(len(o.tokens), size) - self._held[o.id], 0) for o in running)
 
-    def _grow(self, one: Sequence, count: int) -> bool:
+    def _grow(self, sequence: Sequence, count: int) -> bool:
         """Take the pages for more tokens, preempting others; False if `one` had to go itself."""
         size = self.view.facts.page_size
-        end = self._computed[one.id] + count
-        needed = max(num_pages(end, size) - self._held[one.id], 0)
+        end = self._computed[sequence.id] + count
+        needed = max(num_pages(end, size) - self._held[sequence.id], 0)
         while self._ledger.free < needed:
             candidates = [o for o in self.running() if o.id not in self._entered()]
-            if not candidates or one.id in self._entered():
+            if not candidates or sequence.id in self._entered():
                 return False
             victim, kind = self.view.facts.victim(candidates)
             del self._running[victim.id]
             self._ledger.give(victim.pages)
             self.evicted.append(Eviction(victim.id, kind))
             self._away += [victim] if kind == "swap" else []
-            if victim is one:
+            if victim is sequence:
                 return False
         self._ledger.take(needed)
-        self._held[one.id] += needed
-        self._used.add(one.id)
+        self._held[sequence.id] += needed
+        self._used.add(sequence.id)
         return True
 
     def _entered(self) -> set[int]:

@@ -71,7 +71,7 @@ class Engine:
                 differ in their sizes.
         """
         config = EngineConfig() if config is None else config
-        given = executors if isinstance(executors, Sequence) else [executors]
+        all_executors = executors if isinstance(executors, Sequence) else [executors]
         self.config, self._codec, self._clock = config, codec, clock
         self._streams: dict[int, Stream] = {}
         self._followers: dict[int, list[Stream]] = {}
@@ -82,7 +82,7 @@ class Engine:
         self._is_draining = False
         self._failure = ""
         self._members = Members(
-            given,
+            all_executors,
             config,
             clock=clock,
             post=self._inbox.put,
@@ -107,11 +107,11 @@ class Engine:
     @property
     def metrics(self) -> EngineMetrics:
         """Numbers of all instances after the last step."""
-        found, offered = total(self.instance_metrics), self._members.num_offered
+        totals, offered = total(self.instance_metrics), self._members.num_offered
         return dataclasses.replace(
-            found,
-            num_waiting=found.num_waiting + offered,
-            num_submitted=found.num_submitted + offered,
+            totals,
+            num_waiting=totals.num_waiting + offered,
+            num_submitted=totals.num_submitted + offered,
         )
 
     @property
@@ -123,8 +123,8 @@ class Engine:
     def expert_load(self) -> Any:
         """Tokens that each expert of each MoE layer has got so far [L E]; None without any."""
         loads = [member.executor.expert_load() for member in self._members.all]
-        known = [load for load in loads if load is not None]
-        return sum(known[1:], known[0]) if known else None
+        measured = [load for load in loads if load is not None]
+        return sum(measured[1:], measured[0]) if measured else None
 
     @property
     def is_draining(self) -> bool:
@@ -199,7 +199,7 @@ class Engine:
         return stream
 
     def submit_samples(
-        self, prompt: Iterable[int], sampling: Sampling, number: int, **given: Any
+        self, prompt: Iterable[int], sampling: Sampling, number: int, **options: Any
     ) -> list[Stream]:
         """Queue several answers to one prompt, with the seeds seed, seed + 1, ...
 
@@ -212,13 +212,13 @@ class Engine:
             **given: Further arguments of `submit`.
         """
         ids = tuple(prompt)
-        leader = self.submit(ids, sampling, **given)
+        leader = self.submit(ids, sampling, **options)
         return [leader] + [
             self.submit(
                 ids,
                 dataclasses.replace(sampling, seed=sampling.seed + index),
                 after=leader,
-                **given,
+                **options,
             )
             for index in range(1, number)
         ]
@@ -367,9 +367,9 @@ class Engine:
 
     def _end(self, stream: Stream, end: End, member: Member | None = None) -> None:
         del self._streams[stream.id]
-        ended = stream.end(end)
+        ending = stream.end(end)
         if member is not None:
-            member.meter.end(ended)
+            member.meter.end(ending)
         self._release(stream.id)
 
     def _cancel(self, id_: int) -> None:
@@ -387,14 +387,14 @@ class Engine:
 
     def _end_all(self, serving: Future[None]) -> None:
         """End what is left: exchanges, and streams when the thread has failed."""
-        for one in [*self._exchanges]:
-            one.cancel()
+        for exchange in [*self._exchanges]:
+            exchange.cancel()
         error = serving.exception()
         if error is None:
             return
         with self._lock:
             self._failure = f"the engine has failed: {type(error).__name__}: {error}"
-            left = [*self._streams.values()]
+            streams = [*self._streams.values()]
             self._streams.clear()
-        for stream in left:
+        for stream in streams:
             stream.end(End(stream.id, "error", self._failure))

@@ -17,7 +17,7 @@ Victim = Callable[[Sequence[ServedSequence]], tuple[ServedSequence, EvictionKind
 
 def youngest(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, EvictionKind]:
     """Return the sequence that is served last, to be computed again."""
-    return max(candidates, key=lambda one: one.rank), "recompute"
+    return max(candidates, key=lambda sequence: sequence.rank), "recompute"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class Facts:
     host_pages: int = 0
     """Pages of which host memory keeps a copy after they have returned; 0 for none."""
 
-    def piece(self, wanted: int, counts: Sequence[int]) -> int:
+    def piece(self, count: int, counts: Sequence[int]) -> int:
         """Return the tokens that the next piece may have; 0 if no shape takes another.
 
         Args:
-            wanted: Tokens that are left and within the budget.
+            count: Tokens that are left and within the budget.
             counts: Tokens of the pieces so far.
         """
-        room = wanted if self.shapes is None else min(wanted, self.shapes.room(counts))
+        room = count if self.shapes is None else min(count, self.shapes.room(counts))
         return max(room, 0)

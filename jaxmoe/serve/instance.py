@@ -116,13 +116,13 @@ class Instance:
         Args:
             id_: Request; one that has ended already is ignored.
         """
-        one = self.queues.sequences.get(id_)
-        if one is None or one.is_cancelled:
+        sequence = self.queues.sequences.get(id_)
+        if sequence is None or sequence.is_cancelled:
             return ()
-        if one.is_busy:
-            one.is_cancelled = True
+        if sequence.is_busy:
+            sequence.is_cancelled = True
             return ()
-        return (self.end(one, "cancelled"),)
+        return (self.end(sequence, "cancelled"),)
 
     def stop(self, id_: int) -> tuple[Event, ...]:
         """End a request whose answer is whole, such as after a stop string; as `cancel` else.
@@ -130,10 +130,10 @@ class Instance:
         Args:
             id_: Request; one that has ended already is ignored.
         """
-        one = self.queues.sequences.get(id_)
-        if one is None or one.is_busy:
+        sequence = self.queues.sequences.get(id_)
+        if sequence is None or sequence.is_busy:
             return ()
-        return (self.end(one, "stop"),)
+        return (self.end(sequence, "stop"),)
 
     def view(self, now: float, free_lanes: tuple[int, ...] | None = None) -> InstanceView:
         """Return what a policy may see.
@@ -150,10 +150,10 @@ class Instance:
             now=now,
             facts=self.facts,
             pool=self.pool,
-            running=tuple(one for one in running if not one.is_busy),
-            busy=tuple(one for one in running if one.is_busy),
+            running=tuple(sequence for sequence in running if not sequence.is_busy),
+            busy=tuple(sequence for sequence in running if sequence.is_busy),
             waiting=tuple(self.queues.waiting),
-            swapped=tuple(sorted(self.queues.swapped.values(), key=lambda one: one.rank)),
+            swapped=tuple(sorted(self.queues.swapped.values(), key=lambda sequence: sequence.rank)),
             free_lanes=free_lanes,
             finished=tuple(self.queues.finished),
             has_sharing=self.has_sharing,
@@ -176,7 +176,7 @@ class Instance:
         view = self.view(now)
         check(plan, view, self.policy)
         out = tuple(s for e in plan.evict if (s := self._evict(e.id, e.kind)) is not None)
-        waiting = {one.id: one for one in view.waiting if one.id in plan.admit}
+        waiting = {sequence.id: sequence for sequence in view.waiting if sequence.id in plan.admit}
         for id_ in plan.admit:
             self._admit(waiting[id_], view.hits(waiting[id_]), now)
         back = tuple(self._restore(id_) for id_ in plan.restore)
@@ -204,15 +204,15 @@ class Instance:
         del self.flying[step.number]
         events: list[Event] = []
         for work in step.works:
-            one = self.queues.sequences[work.id]
-            one.is_busy = False
-            one.last_step = now
-            if self._advance(one, work):
+            sequence = self.queues.sequences[work.id]
+            sequence.is_busy = False
+            sequence.last_step = now
+            if self._advance(sequence, work):
                 self.num_computed += len(work.tokens)
-                if work.draws and not one.is_cancelled:
-                    events += self._write(one, results[work.id], now)
-            if one.is_cancelled and one.state != "finished":
-                events.append(self.end(one, "cancelled"))
+                if work.draws and not sequence.is_cancelled:
+                    events += self._write(sequence, results[work.id], now)
+            if sequence.is_cancelled and sequence.state != "finished":
+                events.append(self.end(sequence, "cancelled"))
         self.check()
         return tuple(events)
 
@@ -224,9 +224,9 @@ class Instance:
         """
         self.flying.clear()
         ends = []
-        for one in list(self.queues.sequences.values()):
-            one.is_busy = False
-            ends.append(self.end(one, "error", message))
+        for sequence in list(self.queues.sequences.values()):
+            sequence.is_busy = False
+            ends.append(self.end(sequence, "error", message))
         self.pool.forget()
         self.host, self.copies, self.dropped = self._no_copies(), [], []
         self.check()
@@ -251,80 +251,80 @@ class Instance:
         Raises:
             AssertionError: An invariant does not hold.
         """
-        held = [one.pages for one in self.queues.sequences.values()]
-        self.pool.check([*held, *self.incoming.values()])
+        tables = [sequence.pages for sequence in self.queues.sequences.values()]
+        self.pool.check([*tables, *self.incoming.values()])
 
-    def end(self, one: Sequence, reason: EndReason, message: str = "") -> End:
+    def end(self, sequence: Sequence, reason: EndReason, message: str = "") -> End:
         """End a sequence that no step computes.
 
         Args:
-            one: Sequence in any state.
+            sequence: Sequence in any state.
             reason: Why.
             message: Explanation for the client.
         """
-        if one.state == "swapped":
-            self.dropped.append(one.id)
-        self.queues.leave(one)
-        self.pool.give(one.pages)
-        one.pages = []
-        one.state = "finished"
-        del self.queues.sequences[one.id]
+        if sequence.state == "swapped":
+            self.dropped.append(sequence.id)
+        self.queues.leave(sequence)
+        self.pool.give(sequence.pages)
+        sequence.pages = []
+        sequence.state = "finished"
+        del self.queues.sequences[sequence.id]
         self.queues.ended[reason] += 1
         if reason in ("stop", "length"):
-            self.queues.finished.append(one)
-        return End(one.id, reason, message)
+            self.queues.finished.append(sequence)
+        return End(sequence.id, reason, message)
 
     def _evict(self, id_: int, kind: EvictionKind) -> Swap | None:
-        one = self.queues.running[id_]
-        self.queues.leave(one)
+        sequence = self.queues.running[id_]
+        self.queues.leave(sequence)
         self.num_preempted += 1
-        one.preempted += 1
-        pages = tuple(one.pages)
-        self.pool.give(one.pages)
-        one.pages, one.named, one.layers_done = [], 0, 0
+        sequence.preempted += 1
+        pages = tuple(sequence.pages)
+        self.pool.give(sequence.pages)
+        sequence.pages, sequence.named, sequence.layers_done = [], 0, 0
         if kind == "recompute":
-            one.computed = 0
-        one.state = "waiting" if kind == "recompute" else "swapped"
-        self.queues.enter(one)
+            sequence.computed = 0
+        sequence.state = "waiting" if kind == "recompute" else "swapped"
+        self.queues.enter(sequence)
         if kind == "recompute":
             return None
-        swap = Swap(id=id_, pages=pages, num_tokens=one.computed)
+        swap = Swap(id=id_, pages=pages, num_tokens=sequence.computed)
         if not self.host.size:
             return swap
-        names = tuple(one.names()[: one.computed // self.facts.page_size])
-        kept, dropped = self.host.keep(names)
-        return dataclasses.replace(swap, kept=kept, names=names, dropped=dropped)
+        names = tuple(sequence.names()[: sequence.computed // self.facts.page_size])
+        num_kept, dropped = self.host.keep(names)
+        return dataclasses.replace(swap, kept=num_kept, names=names, dropped=dropped)
 
     def _no_copies(self) -> HostCopies:
         """Return empty host memory; copies have names, by which only equal pages are shared."""
         return HostCopies(self.facts.host_pages if self.has_sharing else 0)
 
-    def _admit(self, one: Sequence, hits: tuple[int, ...], now: float) -> None:
-        self.queues.leave(one)
+    def _admit(self, sequence: Sequence, hits: tuple[int, ...], now: float) -> None:
+        self.queues.leave(sequence)
         self.pool.share(hits)
-        one.pages, one.named = list(hits), len(hits)
-        one.computed = len(hits) * self.facts.page_size
-        self.num_cached += one.computed
-        if one.admitted is None:
-            one.admitted, one.cached = now, one.computed
-        one.state = "running"
-        self.queues.enter(one)
+        sequence.pages, sequence.named = list(hits), len(hits)
+        sequence.computed = len(hits) * self.facts.page_size
+        self.num_cached += sequence.computed
+        if sequence.admitted is None:
+            sequence.admitted, sequence.cached = now, sequence.computed
+        sequence.state = "running"
+        self.queues.enter(sequence)
 
     def _restore(self, id_: int) -> Swap:
-        one = self.queues.swapped[id_]
-        self.queues.leave(one)
-        self._grow(one, one.computed)
-        one.state = "running"
-        self.queues.enter(one)
-        return Swap(id=id_, pages=tuple(one.pages), num_tokens=one.computed)
+        sequence = self.queues.swapped[id_]
+        self.queues.leave(sequence)
+        self._grow(sequence, sequence.computed)
+        sequence.state = "running"
+        self.queues.enter(sequence)
+        return Swap(id=id_, pages=tuple(sequence.pages), num_tokens=sequence.computed)
 
-    def _grow(self, one: Sequence, num_tokens: int) -> None:
-        count = num_pages(num_tokens, self.facts.page_size) - len(one.pages)
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        count = num_pages(num_tokens, self.facts.page_size) - len(sequence.pages)
         if count > 0:
-            taken = self.pool.take(count, one.pages[-1] if one.pages else None)
-            if taken is None:
-                raise AssertionError(f"{count} pages for sequence {one.id} are lacking")
-            one.pages += taken
+            pages = self.pool.take(count, sequence.pages[-1] if sequence.pages else None)
+            if pages is None:
+                raise AssertionError(f"{count} pages for sequence {sequence.id} are lacking")
+            sequence.pages += pages
 
     def _step(self, lane: Lane) -> Step:
         return Step(
@@ -336,49 +336,49 @@ class Instance:
         )
 
     def _work(self, id_: int, count: int, layers: tuple[int, int] | None) -> Work:
-        one = self.queues.running[id_]
-        start, size = one.computed, self.facts.page_size
-        self._grow(one, start + count)
-        written = one.pages[start // size : num_pages(start + count, size)]
+        sequence = self.queues.running[id_]
+        start, size = sequence.computed, self.facts.page_size
+        self._grow(sequence, start + count)
+        written = sequence.pages[start // size : num_pages(start + count, size)]
         if not all(map(self.pool.is_writable, written)):
             raise AssertionError(f"sequence {id_} would write to a shared or named page")
-        one.is_busy = True
+        sequence.is_busy = True
         is_last = layers is None or layers[1] == self.facts.num_layers
         return Work(
             id=id_,
-            tokens=tuple(one.tokens[start : start + count]),
+            tokens=tuple(sequence.tokens[start : start + count]),
             start=start,
-            pages=tuple(one.pages),
-            draws=is_last and start + count == len(one.tokens),
-            index=one.num_written,
-            sampling=one.request.sampling,
-            adapter=one.request.adapter,
+            pages=tuple(sequence.pages),
+            draws=is_last and start + count == len(sequence.tokens),
+            index=sequence.num_written,
+            sampling=sequence.request.sampling,
+            adapter=sequence.request.adapter,
             layers=layers,
         )
 
-    def _advance(self, one: Sequence, work: Work) -> bool:
+    def _advance(self, sequence: Sequence, work: Work) -> bool:
         """Take over computed tokens; return whether all layers are through."""
         if work.layers is not None and work.layers[1] < self.facts.num_layers:
-            one.layers_done, one.layered_count = work.layers[1], len(work.tokens)
+            sequence.layers_done, sequence.layered_count = work.layers[1], len(work.tokens)
             return False
-        one.layers_done = 0
-        one.computed += len(work.tokens)
+        sequence.layers_done = 0
+        sequence.computed += len(work.tokens)
         if self.has_sharing:
-            names = one.names()
-            for number in range(one.named, one.computed // self.facts.page_size):
-                self.pool.name(one.pages[number], names[number])
-                one.named = number + 1
+            names = sequence.names()
+            for number in range(sequence.named, sequence.computed // self.facts.page_size):
+                self.pool.name(sequence.pages[number], names[number])
+                sequence.named = number + 1
         return True
 
-    def _write(self, one: Sequence, result: Result, now: float) -> tuple[Event, ...]:
-        sampling = one.request.sampling
-        token = Token(one.id, one.num_written, result)
-        one.tokens.append(result.token)
-        one.last = now
-        one.first = now if one.first is None else one.first
+    def _write(self, sequence: Sequence, result: Result, now: float) -> tuple[Event, ...]:
+        sampling = sequence.request.sampling
+        token = Token(sequence.id, sequence.num_written, result)
+        sequence.tokens.append(result.token)
+        sequence.last = now
+        sequence.first = now if sequence.first is None else sequence.first
         if result.token in sampling.stop_ids:
-            return (token, self.end(one, "stop"))
-        is_full = len(one.tokens) >= self.facts.max_length
-        if one.num_written >= sampling.max_tokens or is_full:
-            return (token, self.end(one, "length"))
+            return (token, self.end(sequence, "stop"))
+        is_full = len(sequence.tokens) >= self.facts.max_length
+        if sequence.num_written >= sampling.max_tokens or is_full:
+            return (token, self.end(sequence, "length"))
         return (token,)

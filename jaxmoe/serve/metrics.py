@@ -37,8 +37,8 @@ class Times:
 
     def __add__(self, other: Times) -> Times:
         """Return the histogram of both."""
-        both = zip(self.counts, other.counts, strict=True)
-        return Times(tuple(map(sum, both)), self.seconds + other.seconds)
+        pairs = zip(self.counts, other.counts, strict=True)
+        return Times(tuple(map(sum, pairs)), self.seconds + other.seconds)
 
     def with_time(self, seconds: float) -> Times:
         """Return the histogram with another time.
@@ -116,16 +116,16 @@ def total(members: Sequence[EngineMetrics]) -> EngineMetrics:
     """
     if len(members) == 1:
         return members[0]
-    ended: collections.Counter[EndReason] = collections.Counter()
-    for one in members:
-        ended.update(one.num_ended)
+    endings: collections.Counter[EndReason] = collections.Counter()
+    for member in members:
+        endings.update(member.num_ended)
     sums: dict[str, Any] = {}
     for field in dataclasses.fields(EngineMetrics):
         if field.name != "num_ended":
             zero: Any = field.default
-            sums[field.name] = sum((getattr(one, field.name) for one in members), start=zero)
+            sums[field.name] = sum((getattr(member, field.name) for member in members), start=zero)
     sums["num_submitted"] -= sums["num_moved"]
-    return EngineMetrics(num_ended=dict(ended), **sums)
+    return EngineMetrics(num_ended=dict(endings), **sums)
 
 
 class Meter:
@@ -152,19 +152,19 @@ class Meter:
         self._num_recent += num_generated
         self._recent.append((now, num_generated))
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ending: Ended) -> None:
         """Count the times of an answer that is whole."""
-        if ended.reason not in ("stop", "length"):
+        if ending.reason not in ("stop", "length"):
             return
-        if ended.ttft is None:
+        if ending.ttft is None:
             return
-        self._ttft.append(ended.ttft)
-        self._count("ttft", ended.ttft)
-        if ended.tpot is not None:
-            self._tpot.append(ended.tpot)
-            self._count("tpot", ended.tpot)
-        further = max(ended.num_generated - 1, 0) * (ended.tpot or 0.0)
-        self._count("total", ended.ttft + further)
+        self._ttft.append(ending.ttft)
+        self._count("ttft", ending.ttft)
+        if ending.tpot is not None:
+            self._tpot.append(ending.tpot)
+            self._count("tpot", ending.tpot)
+        num_later = max(ending.num_generated - 1, 0) * (ending.tpot or 0.0)
+        self._count("total", ending.ttft + num_later)
 
     def metrics(self, instance: Instance, now: float, *, pages_moved: int = 0) -> EngineMetrics:
         """Return the numbers as they are.

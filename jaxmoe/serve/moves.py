@@ -26,23 +26,23 @@ def fork(instance: Instance, id_: int, request: Request, now: float) -> tuple[Ev
     Raises:
         ValueError: The request does not begin as the sequence does.
     """
-    one = instance.queues.running[id_]
-    if one.is_busy or one.layers_done or request.prompt != tuple(one.tokens):
+    sequence = instance.queues.running[id_]
+    if sequence.is_busy or sequence.layers_done or request.prompt != tuple(sequence.tokens):
         raise ValueError(f"request {request.id} does not begin as sequence {id_} does now")
     events = instance.submit(request, now)
     if events or len(instance.queues.running) >= instance.facts.max_running:
         return events
-    other = instance.queues.sequences[request.id]
+    copy = instance.queues.sequences[request.id]
     size = instance.facts.page_size
-    computed = min(one.computed, len(one.tokens) - 1)
-    forked = instance.pool.fork(one.pages[: num_pages(computed, size)], computed)
+    computed = min(sequence.computed, len(sequence.tokens) - 1)
+    forked = instance.pool.fork(sequence.pages[: num_pages(computed, size)], computed)
     if forked is not None:
-        instance.queues.leave(other)
-        other.pages, copies = forked
-        other.state, other.computed, other.admitted = "running", computed, now
-        other.named = computed // size
+        instance.queues.leave(copy)
+        copy.pages, copies = forked
+        copy.state, copy.computed, copy.admitted = "running", computed, now
+        copy.named = computed // size
         instance.copies += copies
-        instance.queues.enter(other)
+        instance.queues.enter(copy)
     return ()
 
 
@@ -53,43 +53,43 @@ def depart(instance: Instance, id_: int) -> Sequence:
         instance: Source.
         id_: Running sequence between two steps.
     """
-    one = instance.queues.running[id_]
-    if one.is_busy or one.layers_done:
+    sequence = instance.queues.running[id_]
+    if sequence.is_busy or sequence.layers_done:
         raise ValueError(f"sequence {id_} is being computed: move it between two steps")
-    instance.queues.leave(one)
-    one.state = "moving"
-    instance.queues.enter(one)
-    return one
+    instance.queues.leave(sequence)
+    sequence.state = "moving"
+    instance.queues.enter(sequence)
+    return sequence
 
 
 def stay(instance: Instance, id_: int) -> None:
     """Take a move back: the sequence runs on where it is."""
-    one = instance.queues.moving[id_]
-    instance.queues.leave(one)
-    one.state = "running"
-    instance.queues.enter(one)
+    sequence = instance.queues.moving[id_]
+    instance.queues.leave(sequence)
+    sequence.state = "running"
+    instance.queues.enter(sequence)
 
 
 def departed(instance: Instance, id_: int) -> None:
     """Give back the pages of a sequence that another instance has received."""
-    one = instance.queues.sequences.pop(id_)
-    instance.queues.leave(one)
-    instance.pool.give(one.pages)
-    one.pages = []
+    sequence = instance.queues.sequences.pop(id_)
+    instance.queues.leave(sequence)
+    instance.pool.give(sequence.pages)
+    sequence.pages = []
     instance.queues.moved_away += 1
     instance.check()
 
 
 def receive(
-    instance: Instance, one: Sequence, pages: list[int] | None = None, named: int = 0
+    instance: Instance, sequence: Sequence, pages: list[int] | None = None, num_named: int = 0
 ) -> Sequence | None:
     """Take pages for a sequence of another instance, and let it run.
 
     Args:
         instance: Target.
-        one: Sequence as `depart` returned it.
+        sequence: Sequence as `depart` returned it.
         pages: Pages of this instance that hold its tokens already; taken here when None.
-        named: Pages among them that were in the pool under a name.
+        num_named: Pages among them that were in the pool under a name.
 
     Returns:
         The sequence within this instance, whose `pages` the executor fills from those of `one`;
@@ -99,27 +99,27 @@ def receive(
     if len(instance.queues.running) >= facts.max_running:
         return None
     if pages is None:
-        pages = instance.pool.take(num_pages(one.computed, facts.page_size))
+        pages = instance.pool.take(num_pages(sequence.computed, facts.page_size))
     if pages is None:
         return None
-    here = Sequence(
-        request=one.request,
+    arrived = Sequence(
+        request=sequence.request,
         order=instance.queues.submitted,
-        arrived=one.arrived,
+        arrived=sequence.arrived,
         page_size=facts.page_size,
-        tokens=list(one.tokens),
+        tokens=list(sequence.tokens),
         state="running",
         pages=pages,
-        computed=one.computed,
-        named=named,
-        preempted=one.preempted,
-        cached=one.cached,
-        admitted=one.admitted,
-        first=one.first,
-        last=one.last,
+        computed=sequence.computed,
+        named=num_named,
+        preempted=sequence.preempted,
+        cached=sequence.cached,
+        admitted=sequence.admitted,
+        first=sequence.first,
+        last=sequence.last,
     )
-    instance.queues.add(here)
-    return here
+    instance.queues.add(arrived)
+    return arrived
 
 
 def transfer_waiting(source: Instance, target: Instance, id_: int) -> None:
@@ -130,8 +130,8 @@ def transfer_waiting(source: Instance, target: Instance, id_: int) -> None:
         target: Instance that serves it.
         id_: Waiting sequence.
     """
-    one = source.queues.sequences.pop(id_)
-    source.queues.leave(one)
+    sequence = source.queues.sequences.pop(id_)
+    source.queues.leave(sequence)
     source.queues.moved_away += 1
-    one.order = target.queues.submitted
-    target.queues.add(one)
+    sequence.order = target.queues.submitted
+    target.queues.add(sequence)

@@ -101,10 +101,12 @@ def answer_all(
     Raises:
         ServingError: A prompt is too long, or a step failed.
     """
-    given = list(prompts)
-    config = dataclasses.replace(config or EngineConfig(), max_waiting=max(len(given), 1))
+    requests = list(prompts)
+    config = dataclasses.replace(config or EngineConfig(), max_waiting=max(len(requests), 1))
     with Engine(executor, config, codec=codec) as engine:
-        streams = [engine.submit(one.tokens, one.sampling, stop=one.stop) for one in given]
+        streams = [
+            engine.submit(prompt.tokens, prompt.sampling, stop=prompt.stop) for prompt in requests
+        ]
         return [_whole(list[Any](stream)) for stream in streams]
 
 
@@ -114,7 +116,7 @@ def continue_together(
     params: Any,
     router_state: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
-    given: GenerationConfig,
+    generation: GenerationConfig,
     *,
     execution: ExecutionConfig | None = None,
     precision: str = "",
@@ -130,12 +132,12 @@ def continue_together(
         params: Parameters of the model, on one device.
         router_state: Router state.
         prompts: Token ids of each prompt.
-        given: Length, sampling and ends.
+        generation: Length, sampling and ends.
         execution: Execution of the model; defaults when None.
         precision: Formats of weights and cache, for the samples.
     """
     execution = execution or ExecutionConfig()
-    longest = max(len(prompt) for prompt in prompts) + given.length
+    longest = max(len(prompt) for prompt in prompts) + generation.length
     length = -(-longest // _LENGTHS) * _LENGTHS
     rows = min(1 << (len(prompts) - 1).bit_length(), _MOST)
     given_model: Any = (model, params, router_state or None)
@@ -149,12 +151,12 @@ def continue_together(
         config = DiffusionConfig(steps_per_token=STEPS_PER_TOKEN)
     else:
         settings: dict[str, Any] = {"execution": execution, "precision": precision}
-        return continue_texts(model, codec, params, router_state, prompts, given, **settings)
-    asked = [
+        return continue_texts(model, codec, params, router_state, prompts, generation, **settings)
+    requests = [
         Prompt(
             tokens=tuple(map(int, prompt)),
-            sampling=_sampling(given, row),
-            stop=given.stop,
+            sampling=_sampling(generation, row),
+            stop=generation.stop,
         )
         for row, prompt in enumerate(prompts)
     ]
@@ -163,35 +165,37 @@ def continue_together(
             prompt=codec.decode(np.asarray(prompt, np.int32)),
             text=answer.text,
             precision=precision,
-            token_ids=tuple(token for token in answer.tokens if token not in given.eos_ids),
+            token_ids=tuple(token for token in answer.tokens if token not in generation.eos_ids),
         )
-        for prompt, answer in zip(prompts, answer_all(executor, asked, codec, config), strict=True)
+        for prompt, answer in zip(
+            prompts, answer_all(executor, requests, codec, config), strict=True
+        )
     ]
 
 
-def _sampling(given: GenerationConfig, row: int) -> Sampling:
+def _sampling(config: GenerationConfig, row: int) -> Sampling:
     """Return how one of several prompts is continued."""
-    sampling = given.sampling
+    sampling = config.sampling
     return Sampling(
-        max_tokens=given.length,
+        max_tokens=config.length,
         temperature=sampling.temperature,
         top_k=sampling.top_k or 0,
         top_p=1.0 if sampling.top_p is None else sampling.top_p,
         min_p=sampling.min_p or 0.0,
-        seed=(given.seed + row) % 2**31,
-        stop_ids=given.eos_ids,
+        seed=(config.seed + row) % 2**31,
+        stop_ids=config.eos_ids,
     )
 
 
 def _whole(events: Sequence[Generated | Ended]) -> WholeAnswer:
-    ended = events[-1]
-    assert isinstance(ended, Ended)  # every stream has one
-    if ended.message:
-        raise ServingError(ended.message)
+    ending = events[-1]
+    assert isinstance(ending, Ended)  # every stream has one
+    if ending.message:
+        raise ServingError(ending.message)
     generated = [event for event in events if isinstance(event, Generated)]
     return WholeAnswer(
         tokens=tuple(event.token for event in generated),
         text="".join(event.text for event in events),
-        reason=ended.reason,
+        reason=ending.reason,
         experts=whole_experts(events),
     )

@@ -31,28 +31,28 @@ class Queues:
         self.moved_away = 0
         """Sequences that went to another instance."""
 
-    def add(self, one: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Add a sequence of another instance or from a client, and queue it if it waits."""
         self.submitted += 1
-        self.sequences[one.id] = one
-        self.enter(one)
+        self.sequences[sequence.id] = sequence
+        self.enter(sequence)
 
-    def enter(self, one: Sequence) -> None:
+    def enter(self, sequence: Sequence) -> None:
         """File a sequence under its state."""
-        if one.state == "waiting":
-            bisect.insort(self.waiting, one, key=lambda other: other.rank)
-        elif one.state != "finished":
-            self._of(one)[one.id] = one
+        if sequence.state == "waiting":
+            bisect.insort(self.waiting, sequence, key=lambda queued: queued.rank)
+        elif sequence.state != "finished":
+            self._of(sequence)[sequence.id] = sequence
 
-    def leave(self, one: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of its state."""
-        if one.state == "waiting":
-            place = bisect.bisect_left(self.waiting, one.rank, key=lambda other: other.rank)
-            if self.waiting[place] is not one:
-                raise AssertionError(f"sequence {one.id} is not in its place in the queue")
+        if sequence.state == "waiting":
+            place = bisect.bisect_left(self.waiting, sequence.rank, key=lambda queued: queued.rank)
+            if self.waiting[place] is not sequence:
+                raise AssertionError(f"sequence {sequence.id} is not in its place in the queue")
             del self.waiting[place]
         else:
-            del self._of(one)[one.id]
+            del self._of(sequence)[sequence.id]
 
     def check(self) -> None:
         """Assert the conservation law.
@@ -71,6 +71,6 @@ class Queues:
                 f" moving, {self.moved_away} moved away, ended {dict(self.ended)}"
             )
 
-    def _of(self, one: Sequence) -> dict[int, Sequence]:
+    def _of(self, sequence: Sequence) -> dict[int, Sequence]:
         groups = {"running": self.running, "swapped": self.swapped, "moving": self.moving}
-        return groups[one.state]
+        return groups[sequence.state]

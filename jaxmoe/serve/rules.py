@@ -30,9 +30,9 @@ class _Check:
     def __init__(self, plan: Plan, view: InstanceView, policy: str):
         self.plan, self.view, self.policy = plan, view, policy
         self.ledger = view.ledger()
-        self.running = {one.id: one for one in view.running}
-        self.left = {one.id: one.left for one in view.running}
-        self.held = {one.id: len(one.pages) for one in view.running}
+        self.running = {sequence.id: sequence for sequence in view.running}
+        self.left = {sequence.id: sequence.left for sequence in view.running}
+        self.held = {sequence.id: len(sequence.pages) for sequence in view.running}
 
     def run(self) -> None:
         self.check_movements()
@@ -56,16 +56,16 @@ class _Check:
         moved = [*plan.admit, *plan.restore, *(eviction.id for eviction in plan.evict)]
         self.require("once", len(set(moved)) == len(moved), f"{moved} names a sequence twice")
         for eviction in plan.evict:
-            one = self.running.pop(eviction.id, None)
-            self.require("evict", one is not None, f"sequence {eviction.id} does not run")
-            if one is not None:
-                self.ledger.give(one.pages)
-        swapped = {one.id: one for one in view.swapped}
+            sequence = self.running.pop(eviction.id, None)
+            self.require("evict", sequence is not None, f"sequence {eviction.id} does not run")
+            if sequence is not None:
+                self.ledger.give(sequence.pages)
+        swapped = {sequence.id: sequence for sequence in view.swapped}
         for id_ in plan.restore:
             self.require("restore", id_ in swapped, f"sequence {id_} is not swapped")
             self.enter(swapped[id_], num_pages(swapped[id_].computed, facts.page_size))
             self.left[id_] = swapped[id_].left
-        waiting = {one.id: one for one in view.waiting}
+        waiting = {sequence.id: sequence for sequence in view.waiting}
         for id_ in plan.admit:
             self.require("admit", id_ in waiting, f"sequence {id_} does not wait")
             hits = view.hits(waiting[id_])
@@ -80,10 +80,10 @@ class _Check:
             f"{total} sequences would run, at most {facts.max_running}",
         )
 
-    def enter(self, one: Sequence, taken: int) -> None:
-        self.running[one.id] = one
-        self.held[one.id] = taken
-        self.ledger.take(taken)
+    def enter(self, sequence: Sequence, num_pages: int) -> None:
+        self.running[sequence.id] = sequence
+        self.held[sequence.id] = num_pages
+        self.ledger.take(num_pages)
 
     def check_lanes(self) -> None:
         plan, view = self.plan, self.view
@@ -109,17 +109,17 @@ class _Check:
         self.require("share", 0 < lane.share <= 1, f"share={lane.share} of lane {lane.number}")
 
     def check_piece(self, piece: Piece) -> None:
-        left = self.count(piece.id)
-        detail = f"{piece.count} tokens of sequence {piece.id}, which has {left} left"
-        self.require("count", 1 <= piece.count <= left, detail)
-        one, layers = self.running[piece.id], piece.layers
-        done = one.layers_done
+        num_left = self.count(piece.id)
+        detail = f"{piece.count} tokens of sequence {piece.id}, which has {num_left} left"
+        self.require("count", 1 <= piece.count <= num_left, detail)
+        sequence, layers = self.running[piece.id], piece.layers
+        done = sequence.layers_done
         if layers is None:
             self.require("layers", done == 0, f"sequence {piece.id} is at layer {done}")
             return
         facts = self.view.facts
         fits = facts.has_layers and layers[0] == done < layers[1] <= facts.num_layers
-        fits = fits and (not done or piece.count == one.layered_count)
+        fits = fits and (not done or piece.count == sequence.layered_count)
         detail = f"layers {layers} of {piece.count} tokens: sequence {piece.id} is at layer {done}"
         self.require("layers", fits, detail)
 
@@ -128,6 +128,6 @@ class _Check:
 
     def grow(self, id_: int, count: int) -> None:
         """Count the pages that the tokens of a sequence need beyond its table."""
-        one = self.running[id_]
-        end = len(one.tokens) - self.left[id_] + count
+        sequence = self.running[id_]
+        end = len(sequence.tokens) - self.left[id_] + count
         self.ledger.take(max(num_pages(end, self.view.facts.page_size) - self.held[id_], 0))

@@ -79,21 +79,21 @@ class Stream:
 
     def end(self, end: End) -> Ended:
         """Publish the end, and return it. For the engine alone."""
-        rest, further = self._text.finish(), self._num_generated - 1
+        last_text, num_later = self._text.finish(), self._num_generated - 1
         ttft = tpot = None
         if self._first is not None and self._last is not None:
             ttft = self._first - self._submitted
-            tpot = (self._last - self._first) / further if further else None
+            tpot = (self._last - self._first) / num_later if num_later else None
         is_whole = end.reason in ("stop", "length")
-        ended = Ended(
+        ending = Ended(
             reason="stop" if is_whole and self._text.is_stopped else end.reason,
             message=end.message,
-            text=rest,
+            text=last_text,
             num_prompt=len(self.request.prompt),
             num_cached=self.num_cached,
             num_generated=self._num_generated,
             ttft=ttft,
             tpot=tpot,
         )
-        self._on_event(ended)
-        return ended
+        self._on_event(ending)
+        return ending

@@ -47,6 +47,6 @@ class InstanceView:
         """Return a count of free pages to plan with."""
         return Ledger(self.pool)
 
-    def hits(self, one: Sequence) -> tuple[int, ...]:
+    def hits(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the cached pages with which a waiting sequence would begin."""
-        return self.pool.find(one.prefix_names()) if self.has_sharing else ()
+        return self.pool.find(sequence.prefix_names()) if self.has_sharing else ()

@@ -200,11 +200,11 @@ def _svg(figure: Any, label: str) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> str:
-    named = [line for line in lines if line.label]
-    if not named:
+    labelled = [line for line in lines if line.label]
+    if not labelled:
         return ""
     items = "".join(
         f'<span><i class="c{line.color % COLORS}"></i>{html.escape(line.label)}</span>'
-        for line in named
+        for line in labelled
     )
     return f'<figcaption class="legend">{items}</figcaption>'

@@ -282,8 +282,8 @@ def _recorded(run: ComparedRun, name: str, steps: np.ndarray) -> np.ndarray | No
     """Return an increasing metric at given steps, by interpolation."""
     if name not in run.series:
         return None
-    known, values = run.series[name]
-    return np.interp(steps, known, values)
+    recorded_steps, values = run.series[name]
+    return np.interp(steps, recorded_steps, values)
 
 
 def _held_out_text(summary: Mapping[str, Any]) -> str | None:

@@ -102,14 +102,14 @@ def phases(steps: np.ndarray, gamma: np.ndarray, low: np.ndarray, high: np.ndarr
     if len(steps) < 2:
         return []
     peak, last = int(np.argmax(gamma)), len(steps) - 1
-    held = peak
-    while held < last and high[held + 1] >= low[peak]:
-        held += 1
+    level = peak
+    while level < last and high[level + 1] >= low[peak]:
+        level += 1
 
     def at(index: int) -> tuple[float, float, float]:
         return float(gamma[index]), float(low[index]), float(high[index])
 
-    bounds = (("surge", 0, peak), ("stabilization", peak, held), ("relaxation", held, last))
+    bounds = (("surge", 0, peak), ("stabilization", peak, level), ("relaxation", level, last))
     return [
         Phase(name=name, first=int(steps[i]), last=int(steps[j]), start=at(i), end=at(j))
         for name, i, j in bounds

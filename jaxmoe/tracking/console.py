@@ -185,12 +185,12 @@ class ConsoleTracker(NullTracker):
         """Write the line; the latest held-out result is repeated until the next one."""
         if BITS_PER_BYTE in metrics:
             self._held_out = {BITS_PER_BYTE: metrics[BITS_PER_BYTE]}
-        known = self._held_out | dict(metrics)
+        values = self._held_out | dict(metrics)
         width = len(f"step={self._total_steps}/{self._total_steps}")
         pairs = [f"step={step}/{self._total_steps}".ljust(width)]
-        pairs += [f"{key}={spell(known[name])}" for key, name, spell in FIELDS if name in known]
-        if (left := self._left.at(step)) is not None:
-            pairs.append(f"eta={format_duration(left)}")
+        pairs += [f"{key}={spell(values[name])}" for key, name, spell in FIELDS if name in values]
+        if (seconds_left := self._left.at(step)) is not None:
+            pairs.append(f"eta={format_duration(seconds_left)}")
         self._write_line(" ".join(pairs))
 
     def log_text(self, step: int, name: str, text: str) -> None:

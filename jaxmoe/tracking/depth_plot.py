@@ -90,13 +90,13 @@ def _contributions(axes: Any, places: np.ndarray, ratio: np.ndarray, cosine: np.
         axes.set_ylim(bottom=0.5 * ratio[ratio > 0.0].min())
     axes.set_ylabel("|branch| / |stream|", color=_BLUE)
     axes.set_title("contribution of the layer")
-    other = axes.twinx()
-    other.plot(places, cosine, "o-", color=_ORANGE, linewidth=1.6, markersize=4)
-    other.axhline(0.0, color=_GREY, linewidth=0.8, linestyle=":")
-    other.set_ylim(-1.05, 1.05)
-    other.set_ylabel("cosine of branch and stream", color=_ORANGE)
-    other.spines["top"].set_visible(False)
-    other.grid(visible=False)
+    right_axes = axes.twinx()
+    right_axes.plot(places, cosine, "o-", color=_ORANGE, linewidth=1.6, markersize=4)
+    right_axes.axhline(0.0, color=_GREY, linewidth=0.8, linestyle=":")
+    right_axes.set_ylim(-1.05, 1.05)
+    right_axes.set_ylabel("cosine of branch and stream", color=_ORANGE)
+    right_axes.spines["top"].set_visible(False)
+    right_axes.grid(visible=False)
 
 
 def _map(

@@ -48,12 +48,12 @@ def over_layers(name: str, values: np.ndarray) -> np.ndarray:
         [...], NaN where no layer has the indicator.
     """
     values = np.asarray(values, np.float64)
-    known = np.isfinite(values)
+    is_finite = np.isfinite(values)
     if name.endswith("max_logit"):
-        top = np.where(known, values, -np.inf).max(axis=-1)
-        return np.where(known.any(axis=-1), top, np.nan)
-    count = known.sum(axis=-1)
-    total = np.where(known, values, 0.0).sum(axis=-1)
+        top = np.where(is_finite, values, -np.inf).max(axis=-1)
+        return np.where(is_finite.any(axis=-1), top, np.nan)
+    count = is_finite.sum(axis=-1)
+    total = np.where(is_finite, values, 0.0).sum(axis=-1)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 

@@ -76,9 +76,9 @@ class JsonlTracker:
         line = json.dumps(record).encode() + b"\n"
         with self._guard.warning_once():
             try:
-                rest = line
-                while rest:
-                    rest = rest[os.write(self._file, rest) :]
+                remaining = line
+                while remaining:
+                    remaining = remaining[os.write(self._file, remaining) :]
                 self._end += len(line)
             except OSError:
                 with contextlib.suppress(OSError):

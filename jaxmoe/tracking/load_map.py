@@ -156,7 +156,7 @@ def load_map(steps: np.ndarray, load: np.ndarray) -> str:
     """
     _, layers, experts = load.shape
     chosen = frames(len(steps), layers * experts)
-    kept = levels(load[chosen] * experts)
+    levels_shown = levels(load[chosen] * experts)
     names = [str(layer) for layer in range(layers)]
     data = {
         "steps": [int(step) for step in steps[chosen]],
@@ -165,7 +165,7 @@ def load_map(steps: np.ndarray, load: np.ndarray) -> str:
         "unit": UNIT,
         "names": names,
         "palette": [[*color[:3], color[3]] for color in palette()],
-        "loads": base64.b64encode(kept.tobytes()).decode(),
+        "loads": base64.b64encode(levels_shown.tobytes()).decode(),
     }
     height = min(34.0, max(4.0, layers * (2.0 if layers <= 8 else 1.1)))
     lattice = ""
@@ -187,7 +187,7 @@ def load_map(steps: np.ndarray, load: np.ndarray) -> str:
         f'<p class="still soft small">At the last step, {last:,}.</p>'
         f'<div class="loads"><div class="layers">{labels}</div>'
         f'<div class="cells" style="height:{height:.1f}rem">'
-        f'<img alt="load of every expert by layer at step {last}" src="{png(kept[-1])}">'
+        f'<img alt="load of every expert by layer at step {last}" src="{png(levels_shown[-1])}">'
         f"{lattice}</div>"
         f'<div class="experts"><span>expert 0</span><span>expert {experts - 1}</span></div></div>'
         '<div class="scale"><span>0</span><i></i><span>2.5 of the fair share and more</span>'

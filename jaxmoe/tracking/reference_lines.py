@@ -38,10 +38,10 @@ def loss_limits(
     """
     curves = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     lines = np.array([*(references or {}).values()], float)
-    whole = np.concatenate([*(y for _, y in curves), lines])
-    if not whole.size:
+    losses = np.concatenate([*(y for _, y in curves), lines])
+    if not losses.size:
         return None
-    low, top = float(whole.min()), float(whole.max())
+    low, top = float(losses.min()), float(losses.max())
     ends = [end for x, _ in curves if x.size for end in (x[0], x[-1])]
     first = min(ends) + _FIRST_STEPS * (max(ends) - min(ends)) if ends else 0.0
     later = np.concatenate([*(y[x >= first] for x, y in curves), lines])

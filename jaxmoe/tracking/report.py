@@ -169,8 +169,8 @@ def write_report(
         folded = html_page.folded("All fields", text)
         sections.append(html_page.section("Configuration", folded))
     sections.append(html_page.section("Terms", html_page.table(("term", "meaning"), TERMS.items())))
-    about = _about(summary)
-    replace_file(path, html_page.page(title, sections, about=about, style=style))
+    description = _about(summary)
+    replace_file(path, html_page.page(title, sections, about=description, style=style))
 
 
 def _pipeline(description: str, timetable: str) -> str:
@@ -234,12 +234,12 @@ def bits_of_training(series: Series, summary: Mapping[str, Any]) -> tuple[np.nda
 
 
 def _about(summary: Mapping[str, Any]) -> str:
-    words = [f"{summary.get('status', 'unfinished')} at step {summary.get('steps', '?')}"]
+    parts = [f"{summary.get('status', 'unfinished')} at step {summary.get('steps', '?')}"]
     if summary.get("mesh"):
-        words.append(f"mesh {html_page.spell(summary['mesh'])}")
+        parts.append(f"mesh {html_page.spell(summary['mesh'])}")
     if summary.get("implementations"):
-        words.append(", ".join(f"{k}: {v}" for k, v in summary["implementations"].items()))
-    return "; ".join(words)
+        parts.append(", ".join(f"{k}: {v}" for k, v in summary["implementations"].items()))
+    return "; ".join(parts)
 
 
 def _environment(environment: Mapping[str, Any]) -> str:
@@ -258,8 +258,8 @@ def _environment(environment: Mapping[str, Any]) -> str:
         ("versions", {name: version for name, version in versions.items() if version}),
         ("variables", environment.get("variables")),
     )
-    known = [(name, html_page.spell(value)) for name, value in rows if value]
-    return html_page.section("Command and machine", html_page.table(("latest start", ""), known))
+    entries = [(name, html_page.spell(value)) for name, value in rows if value]
+    return html_page.section("Command and machine", html_page.table(("latest start", ""), entries))
 
 
 def _training(series: Series, summary: Mapping[str, Any]) -> str:
@@ -277,15 +277,19 @@ def _training(series: Series, summary: Mapping[str, Any]) -> str:
         is_loss=True,
         size=(960, 340),
     )
-    others = []
+    further_lines = []
     if LEARNING_RATE in series:
         steps, rates = series[LEARNING_RATE]
         rate = Line(label="", x=steps, y=rates)
-        others.append(line_chart([rate], y_label="learning rate", from_zero=True))
+        further_lines.append(line_chart([rate], y_label="learning rate", from_zero=True))
     if GRADIENT_NORM in series:
         norms = with_smoothed("", *series[GRADIENT_NORM])
-        others.append(line_chart(norms, y_label="gradient norm, before clipping", is_log=True))
-    return html_page.section("Training", loss, html_page.pair(*others) if others else "")
+        further_lines.append(
+            line_chart(norms, y_label="gradient norm, before clipping", is_log=True)
+        )
+    return html_page.section(
+        "Training", loss, html_page.pair(*further_lines) if further_lines else ""
+    )
 
 
 def _beside_loss(series: Series, summary: Mapping[str, Any]) -> str:
@@ -336,11 +340,11 @@ def _router(series: Series, summary: Mapping[str, Any], steps: np.ndarray, load:
     )
 
 
-def _congestion(series: Series, steps: np.ndarray, found: Mapping[str, np.ndarray]) -> str:
+def _congestion(series: Series, steps: np.ndarray, arrays: Mapping[str, np.ndarray]) -> str:
     """Return gamma_eff over training with its interval and phases, and the coupling of weights."""
     labels = ("gamma_eff, mean over layers", "lower end of the interval", "upper end")
     lines = [
-        Line(label=label, x=steps, y=found[name].mean(-1), color=color, kind=kind)
+        Line(label=label, x=steps, y=arrays[name].mean(-1), color=color, kind=kind)
         for color, (label, name, kind) in enumerate(
             zip(labels, NAMES, ("dots", "line", "line"), strict=True)
         )
@@ -364,8 +368,8 @@ def _congestion(series: Series, steps: np.ndarray, found: Mapping[str, np.ndarra
 
     rows = [
         (str(layer), p.name, f"{p.first} to {p.last}", spell(p.start), spell(p.end))
-        for layer in range(found[NAMES[0]].shape[1])
-        for p in phases(steps, *(found[name][:, layer] for name in NAMES))
+        for layer in range(arrays[NAMES[0]].shape[1])
+        for p in phases(steps, *(arrays[name][:, layer] for name in NAMES))
     ]
     table = html_page.table(("layer", "phase", "steps", "gamma_eff at first", "at last"), rows)
     note = (

@@ -65,11 +65,11 @@ def thinned(x: np.ndarray, y: np.ndarray, max_points: int = 600) -> tuple[np.nda
     if len(y) <= max_points:
         return x, y
     stretches = np.array_split(np.arange(len(y)), max(1, max_points // 2))
-    kept = {0, len(y) - 1}
+    indices = {0, len(y) - 1}
     for stretch in stretches:
-        kept.add(int(stretch[y[stretch].argmin()]))
-        kept.add(int(stretch[y[stretch].argmax()]))
-    order = np.array(sorted(kept))
+        indices.add(int(stretch[y[stretch].argmin()]))
+        indices.add(int(stretch[y[stretch].argmax()]))
+    order = np.array(sorted(indices))
     return x[order], y[order]
 
 

@@ -97,12 +97,12 @@ def is_bounded(values: Sequence[float] | np.ndarray) -> Verdict:
     course = Course.of(values)
     has_peak = course.ratio >= MOST_PEAK
     rises = course.rise > max(MOST_RISE, STANDARD_ERRORS * course.error)
-    words = (
+    sentence = (
         f"peak {course.peak:.4g}, plateau {course.plateau:.4g} (ratio {course.ratio:.2f}, must be"
         f" below {MOST_PEAK:g}); last half {course.rise:+.1%} +- {course.error:.1%}"
         f" ({'rises' if rises else 'does not rise'})"
     )
-    return Verdict(holds=not has_peak and not rises, words=words)
+    return Verdict(holds=not has_peak and not rises, words=sentence)
 
 
 def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Verdict:
@@ -123,9 +123,9 @@ def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Ver
         for small, large in zip(names, names[1:], strict=False)
         if plateaus[large] > MOST_GROWTH * plateaus[small]
     ]
-    words = "plateaus " + ", ".join(f"{name}: {value:.4g}" for name, value in plateaus.items())
-    words += f"; grows from {', '.join(grown)}" if grown else "; does not grow"
-    return Verdict(holds=not grown, words=words)
+    sentence = "plateaus " + ", ".join(f"{name}: {value:.4g}" for name, value in plateaus.items())
+    sentence += f"; grows from {', '.join(grown)}" if grown else "; does not grow"
+    return Verdict(holds=not grown, words=sentence)
 
 
 def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, Verdict]:

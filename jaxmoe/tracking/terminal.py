@@ -261,11 +261,11 @@ class View:
         ]
 
     def _numbers(self, width: int) -> list[list[Span]]:
-        known = self.metrics
-        if LOSS not in known:
+        metrics = self.metrics
+        if LOSS not in metrics:
             return [[("compiled; the first steps are under way", "bright_black")]]
         held_out, unit = BITS_PER_BYTE, " bits/byte"
-        if held_out not in known:
+        if held_out not in metrics:
             held_out, unit = BITS_PER_TOKEN, " bits/token"
         spelled = [
             ("loss", LOSS, "{:.4f}".format, ""),
@@ -277,10 +277,10 @@ class View:
         ]
         return _wrapped(
             [
-                [(f"{label} " if label else "", "bright_black"), (spell(known[name]), "bold")]
+                [(f"{label} " if label else "", "bright_black"), (spell(metrics[name]), "bold")]
                 + ([(unit, "bright_black")] if unit else [])
                 for label, name, spell, unit in spelled
-                if name in known
+                if name in metrics
             ],
             width,
         )
@@ -358,17 +358,17 @@ def cell(ratio: float) -> Span:
 def _wrapped(items: list[list[Span]], width: int) -> list[list[Span]]:
     """Return items three columns apart, in as many lines as they need."""
     lines: list[list[Span]] = []
-    used = 0
+    width_used = 0
     for item in items:
         length = sum(len(text) for text, _ in item)
-        if lines and used + 3 + length <= width:
+        if lines and width_used + 3 + length <= width:
             lines[-1].append(("   ", ""))
-            used += 3
+            width_used += 3
         else:
             lines.append([])
-            used = 0
+            width_used = 0
         lines[-1] += item
-        used += length
+        width_used += length
     return lines
 
 

@@ -74,8 +74,8 @@ class GradientSums:
         return jax.tree.map(_add, self, other, is_leaf=_is_indicators)
 
 
-def _add(one: Any, other: Any) -> Any:
-    return one + other if _is_indicators(one) else add(one, other)
+def _add(x: Any, y: Any) -> Any:
+    return x + y if _is_indicators(x) else add(x, y)
 
 
 def _is_indicators(node: Any) -> bool:
@@ -114,25 +114,25 @@ def accumulate(
         ValueError: `accumulation` does not divide the batch.
     """
     rows = batch.tokens.shape[0]
-    whole = MicroBatch(batch=batch, row_ids=first_row + jnp.arange(rows, dtype=jnp.int32))
+    single = MicroBatch(batch=batch, row_ids=first_row + jnp.arange(rows, dtype=jnp.int32))
     if accumulation == 1:
-        return gradients_of(whole, 1.0, None)
-    parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), whole)
+        return gradients_of(single, 1.0, None)
+    parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), single)
     parts = dataclasses.replace(parts, kept=kept)
-    first, rest = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
+    first, later = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
     if batch.level is not None:
         return _accumulate_used(gradients_of, parts, statistics_of)
     share, summed = 1.0 / accumulation, None
     if statistics_of is not None:
         summed, _ = jax.lax.scan(
-            lambda total, part: (total + statistics_of(part), None), statistics_of(first), rest
+            lambda total, part: (total + statistics_of(part), None), statistics_of(first), later
         )
 
     def body(total: GradientSums, part: MicroBatch) -> tuple[GradientSums, None]:
-        others = total.statistics if summed is None else summed
-        return total + gradients_of(part, share, others), None
+        statistics = total.statistics if summed is None else summed
+        return total + gradients_of(part, share, statistics), None
 
-    total, _ = jax.lax.scan(body, gradients_of(first, share, summed), rest)
+    total, _ = jax.lax.scan(body, gradients_of(first, share, summed), later)
     return total
 
 
@@ -153,7 +153,7 @@ def _accumulate_used(
     """
     tokens = level_tokens(parts.batch.segment_ids)
     shares = tokens / jnp.maximum(jnp.sum(tokens), 1.0)
-    used = jnp.sum(level_of(parts.batch.level) >= 0, dtype=jnp.int32)
+    num_used = jnp.sum(level_of(parts.batch.level) >= 0, dtype=jnp.int32)
 
     def part(i: Any) -> MicroBatch:
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), parts)
@@ -161,14 +161,14 @@ def _accumulate_used(
     summed = None
     if statistics_of is not None:
         summed = jax.lax.fori_loop(
-            1, used, lambda i, total: total + statistics_of(part(i)), statistics_of(part(0))
+            1, num_used, lambda i, total: total + statistics_of(part(i)), statistics_of(part(0))
         )
 
     def body(i: Array, total: GradientSums) -> GradientSums:
-        others = total.statistics if summed is None else summed
-        return total + gradients_of(part(i), shares[i], others)
+        statistics = total.statistics if summed is None else summed
+        return total + gradients_of(part(i), shares[i], statistics)
 
-    return jax.lax.fori_loop(1, used, body, gradients_of(part(0), shares[0], summed))
+    return jax.lax.fori_loop(1, num_used, body, gradients_of(part(0), shares[0], summed))
 
 
 def level_of(level: Any) -> Int[Array, " M"]:

@@ -68,7 +68,7 @@ def buffered_losses(
 def linearized_losses(
     model: ModelConfig,
     statistics: RouterStatistics,
-    whole: RouterStatistics,
+    batch_statistics: RouterStatistics,
     share: float | Float[Array, ""],
 ) -> Losses:
     """Return a share of the whole batch's losses with this micro-batch's gradient (`two_pass`).
@@ -76,7 +76,7 @@ def linearized_losses(
     Args:
         model: Model with the balancers.
         statistics: Statistics of this micro-batch, differentiable.
-        whole: Statistics of the whole batch.
+        batch_statistics: Statistics of the whole batch.
         share: Share of this micro-batch in the value, and in losses of micro-batches.
     """
     losses = {}
@@ -88,7 +88,7 @@ def linearized_losses(
         value_and_slope = jax.value_and_grad(
             lambda s, b=balancer: _loss(model, b, s), allow_int=True
         )
-        value, slope = value_and_slope(whole)
+        value, slope = value_and_slope(batch_statistics)
         pairs = zip(jax.tree.leaves(slope), jax.tree.leaves(statistics), strict=True)
         along = sum(jnp.sum(g * s) for g, s in pairs if g.dtype != jax.dtypes.float0)
         losses[balancer.name] = share * value + along - jax.lax.stop_gradient(along)

@@ -61,7 +61,7 @@ def chunked_loss(
     hidden: Float[Array, "B S D"],
     weight: Any,
     targets: Int[Array, "B S"],
-    given: TokenGiven,
+    inputs: TokenGiven,
     *,
     chunk: int,
     model: ModelConfig,
@@ -75,7 +75,7 @@ def chunked_loss(
         hidden: Activations after the final norm, laid out as the residual stream.
         weight: Output projection [D V].
         targets: Ids of the targets.
-        given: Other arrays of the tokens.
+        inputs: Other arrays of the tokens.
         chunk: Positions whose logits exist at a time; a multiple of the devices of a row.
         model: Logit multiplier and vocabulary.
         execution: Dtype and placement.
@@ -89,10 +89,10 @@ def chunked_loss(
     num_predicted = objective.num_predicted(model)
 
     def chunk_loss(hidden: Array, weight: Any, tokens: Any) -> tuple[Array, Array | None]:
-        targets, given = tokens
+        targets, inputs = tokens
         logits = output_logits(hidden, weight, model, execution, is_stream=False)
         logits = only_predicted(logits, num_predicted, axes=vocab_axes)
-        losses = objective.token_loss(token_nll(logits, targets, axes=vocab_axes), given)
+        losses = objective.token_loss(token_nll(logits, targets, axes=vocab_axes), inputs)
         return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
 
     def run(hidden: Array, weight: Any, tokens: Any, *, batch_axes: tuple[str, ...]) -> Any:
@@ -110,7 +110,7 @@ def chunked_loss(
         return total, {} if by_row is None else by_row
 
     hidden, weight = _apart_from_layers(hidden, weight)
-    tokens = (targets, given)
+    tokens = (targets, inputs)
     axes = jax.tree.map(lambda leaf: rows + (None,) * (leaf.ndim - 2), tokens)
     factor = as_factor(weight, execution.precision.compute_dtype)
     island = placement.island(
@@ -208,10 +208,10 @@ def in_chunks(arrays: Any, chunk: int) -> Any:
     """
 
     def split(array: Array) -> Array:
-        batch, length, *rest = array.shape
+        batch, length, *trailing = array.shape
         missing = -length % chunk
-        padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * len(rest))
-        parts = padded.reshape(batch, (length + missing) // chunk, chunk, *rest)
+        padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * len(trailing))
+        parts = padded.reshape(batch, (length + missing) // chunk, chunk, *trailing)
         return jnp.moveaxis(parts, 1, 0)
 
     return jax.tree.map(split, arrays)

@@ -133,14 +133,14 @@ def _make_update(
     rows: NamedSharding,
 ) -> tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any, Any]]]:
     """Return the initial optimiser state and the jitted step, which donates both trees."""
-    whole = NamedSharding(rows.mesh, PartitionSpec())
+    replicated = NamedSharding(rows.mesh, PartitionSpec())
     with jax.numpy_dtype_promotion("standard"):
         state_layout = optax.tree_map_params(
             optimizer,
             lambda _, like: like,
             jax.eval_shape(optimizer.init, params),
             layout,
-            transform_non_params=lambda _: whole,
+            transform_non_params=lambda _: replicated,
         )
         opt_state = jax.jit(optimizer.init, out_shardings=state_layout)(params)
 
@@ -153,7 +153,7 @@ def _make_update(
     update = jax.jit(
         step,
         in_shardings=(layout, state_layout, rows),
-        out_shardings=(layout, state_layout, whole),
+        out_shardings=(layout, state_layout, replicated),
         donate_argnums=(0, 1),
     )
     return opt_state, update
@@ -183,10 +183,10 @@ def _check(name: str, function: Callable[[Any, Any], Any], params: Any, batch: A
 
 
 def _check_loss(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> None:
-    found = _check("loss", loss, params, batch)
-    if getattr(found, "shape", None) != ():
+    value = _check("loss", loss, params, batch)
+    if getattr(value, "shape", None) != ():
         raise ValueError(
-            f"loss returns {found}, which must be a scalar: take the mean over the batch"
+            f"loss returns {value}, which must be a scalar: take the mean over the batch"
         )
 
 
@@ -220,8 +220,8 @@ def _predictions(
     size: int,
 ) -> Any:
     """Predict batch by batch; the last one is padded with copies, whose predictions are cut."""
-    found = []
+    predictions = []
     for first in range(0, len(examples), size):
         batch = [examples[min(i, len(examples) - 1)] for i in range(first, first + size)]
-        found.append(jax.device_get(run(params, collate(batch))))
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *found)
+        predictions.append(jax.device_get(run(params, collate(batch))))
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *predictions)

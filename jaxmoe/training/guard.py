@@ -98,8 +98,8 @@ def select(is_good: Bool[Array, ""], new: Any, old: Any) -> Any:
     ]
     if waiting:  # nothing is computed in host memory
         news, olds = ([tree[place] for place in waiting] for tree in (leaves, olds))
-        found = jax.lax.cond(is_good, lambda new, old: new, lambda new, old: old, news, olds)
-        for place, leaf in zip(waiting, found, strict=True):
+        results = jax.lax.cond(is_good, lambda new, old: new, lambda new, old: old, news, olds)
+        for place, leaf in zip(waiting, results, strict=True):
             chosen[place] = leaf
     return structure.unflatten(chosen)
 

@@ -66,14 +66,14 @@ def summed_loss(
     """
     objective = objective or NextTokenConfig()
     weights, extra = jnp.asarray(batch.loss_weights), jax.tree.map(jnp.asarray, batch.extra)
-    targets, given = jnp.asarray(batch.targets), TokenGiven(weights=weights, extra=extra)
+    targets, inputs = jnp.asarray(batch.targets), TokenGiven(weights=weights, extra=extra)
     chunk = chunk_length(execution, hidden.shape[1])
     if chunk < hidden.shape[1]:
         return chunked_loss(
             hidden,
             weight,
             targets,
-            given,
+            inputs,
             chunk=chunk,
             model=model,
             execution=execution,
@@ -82,7 +82,7 @@ def summed_loss(
         )
     placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     nll = _all_nll(hidden, weight, targets, model, execution, objective)
-    losses = objective.token_loss(nll, jax.tree.map(partial(_place, placement, rows), given))
+    losses = objective.token_loss(nll, jax.tree.map(partial(_place, placement, rows), inputs))
     return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
 
 
@@ -146,8 +146,8 @@ def token_log_probs(
         has_logits=False,
         router_state=router_state,
     )
-    about, targets = (model, execution, objective), jnp.asarray(batch.targets)
-    return -_all_nll(output.hidden, head_weight(params, model), targets, *about)
+    arguments, targets = (model, execution, objective), jnp.asarray(batch.targets)
+    return -_all_nll(output.hidden, head_weight(params, model), targets, *arguments)
 
 
 def forward_and_nll(
@@ -157,7 +157,7 @@ def forward_and_nll(
     batch: Batch,
     *,
     objective: Objective | None = None,
-    **given: Any,
+    **options: Any,
 ) -> tuple[Float[Array, ""], Output]:
     """Return the summed loss of a batch and the output of the model.
 
@@ -173,7 +173,7 @@ def forward_and_nll(
         The sum in nats, and the output in the order of `lay_out_batch`.
     """
     nll, _, output = forward_and_row_nll(
-        model, execution, params, batch, objective=objective, has_rows=False, **given
+        model, execution, params, batch, objective=objective, has_rows=False, **options
     )
     return nll, output
 
@@ -186,7 +186,7 @@ def forward_and_row_nll(
     *,
     objective: Objective | None = None,
     has_rows: bool = True,
-    **given: Any,
+    **options: Any,
 ) -> tuple[Float[Array, ""], Float[Array, " B"] | None, Output]:
     """Return the result of `forward_and_nll`, with the sums of the rows in the middle.
 
@@ -214,7 +214,7 @@ def forward_and_row_nll(
         has_logits=False,
         places=order,
         level=level,
-        **given,
+        **options,
     )
     summed = partial(
         summed_loss,
@@ -225,10 +225,10 @@ def forward_and_row_nll(
         objective=objective,
     )
     nll, rows = summed(output.hidden, has_rows=has_rows)
-    if objective is not None and given.get("train"):
-        about = model, execution, params, batch
-        further = objective.further_loss(*about, lambda hidden: summed(hidden)[0], given)
-        nll = nll if further is None else nll + further
+    if objective is not None and options.get("train"):
+        arguments = model, execution, params, batch
+        further_loss = objective.further_loss(*arguments, lambda hidden: summed(hidden)[0], options)
+        nll = nll if further_loss is None else nll + further_loss
     return nll, rows, output
 
 
@@ -291,12 +291,12 @@ def batch_context(model: ModelConfig, batch: Batch) -> dict[str, Array]:
     """
     mixing = model.context.mixing
     names = (EXPERTS,) if mixing is None else (EXPERTS, *mixing.reads)
-    given = {name: batch.extra[name] for name in names if name in batch.extra}
-    if EXPERTS in given:
-        check_replayed(model, given[EXPERTS])
+    context = {name: batch.extra[name] for name in names if name in batch.extra}
+    if EXPERTS in context:
+        check_replayed(model, context[EXPERTS])
     if batch.mask_ratio is not None:
-        given["mask_ratio"] = batch.mask_ratio
-    return {name: jnp.asarray(array) for name, array in given.items()}
+        context["mask_ratio"] = batch.mask_ratio
+    return {name: jnp.asarray(array) for name, array in context.items()}
 
 
 def lay_out_batch(

@@ -151,8 +151,8 @@ class MaskedDiffusionConfig(Objective):
     ) -> Batch:
         """Return pass `index` over a held-out batch, with a fixed number of masks per row."""
 
-        def law(is_real: Array, rows: Array, given: tuple[Array, Array]):
-            key, index = given
+        def law(is_real: Array, rows: Array, pair: tuple[Array, Array]):
+            key, index = pair
             step = (index.astype(jnp.float32) + _fraction(radical_inverse(rows))) / self.eval_times
             length = is_real.sum(1, dtype=jnp.int32)
             number = jnp.minimum(1 + (step * length.astype(jnp.float32)).astype(jnp.int32), length)
@@ -192,7 +192,7 @@ def _noise(key: Key[Array, ""], rows: Int[Array, " B"], length: int) -> Float[Ar
 def _mask(
     model: ModelConfig,
     batch: Batch,
-    given: Any,
+    keys: Any,
     placement: Placement,
     law: Callable[[Array, Array, Any], tuple[Array, Array]],
 ) -> Batch:
@@ -201,15 +201,15 @@ def _mask(
     Args:
         model: Model; its last id is the mask.
         batch: Rows, numbered as they stand.
-        given: Scalars for `law`.
+        keys: Scalars for `law`.
         placement: Layout of the rows.
         law: (real tokens [b S], row numbers [b], given) -> (masked [b S], ratio [b]).
     """
     tokens = jnp.asarray(batch.tokens)
 
-    def on_rows(tokens: Array, is_real: Array, rows: Array, given: Any, *, batch_axes):
+    def on_rows(tokens: Array, is_real: Array, rows: Array, keys: Any, *, batch_axes):
         del batch_axes
-        is_masked, ratio = law(is_real, rows, given)
+        is_masked, ratio = law(is_real, rows, keys)
         mask_token = jnp.asarray(model.vocab_size - 1, tokens.dtype)
         weights = jnp.where(is_masked, 1.0 / ratio[:, None], 0.0)
         ratios = jnp.broadcast_to(ratio[:, None], tokens.shape)
@@ -220,11 +220,11 @@ def _mask(
     is_real = jnp.ones_like(tokens, bool) if segments is None else jnp.asarray(segments) != 0
     island = placement.island(
         on_rows,
-        in_axes=(of_tokens, of_tokens, (ax.ACT_BATCH,), jax.tree.map(lambda _: (), given)),
+        in_axes=(of_tokens, of_tokens, (ax.ACT_BATCH,), jax.tree.map(lambda _: (), keys)),
         out_axes=(of_tokens, of_tokens, of_tokens),
     )
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    noisy, weights, ratios = island(tokens, is_real, rows, given)
+    noisy, weights, ratios = island(tokens, is_real, rows, keys)
     return dataclasses.replace(
         batch, tokens=noisy, targets=tokens, loss_weights=weights, mask_ratio=ratios
     )

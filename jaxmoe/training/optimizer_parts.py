@@ -96,17 +96,17 @@ def modules_of(model: ModelConfig, params: Any, number: int) -> tuple[Module, ..
         params: Nested dict of parameters.
         number: Least number of parts of each scan; a scan has at most one for each layer.
     """
-    lengths, found = {scan.name: scan.length for scan in model.scans}, []
+    lengths, modules = {scan.name: scan.length for scan in model.scans}, []
     for name, module in params.items():
         if not jax.tree.leaves(module):  # frozen
             continue
         length = lengths.get(name)
         if length is None:
-            found.append(Module(name))
+            modules.append(Module(name))
             continue
         enough = range(min(number, length), length + 1)
-        found.append(Module(name, next(parts for parts in enough if length % parts == 0)))
-    return tuple(found)
+        modules.append(Module(name, next(parts for parts in enough if length % parts == 0)))
+    return tuple(modules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,16 +150,16 @@ def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransfo
     """
     if isinstance(optimizer, LayerwiseTransformation):
         return
-    field, value, other = "optimizer_parts", str(execution.optimizer_parts), "1"
+    field, value, alternative = "optimizer_parts", str(execution.optimizer_parts), "1"
     if execution.optimizer_memory == "files":
-        field, value, other = "optimizer_memory", "files", "host"
+        field, value, alternative = "optimizer_memory", "files", "host"
     elif execution.optimizer_parts == 1:
-        field, value, other = "parameter_memory", "host", "device"
+        field, value, alternative = "parameter_memory", "host", "device"
     raise ValueError(
         f"execution.{field}={value} updates the layers of a stack apart, and this"
         " optimizer does not promise to treat each layer by itself: build it with an"
         " Optimizer, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
-        f" it does, or set execution.{field} to {other}"
+        f" it does, or set execution.{field} to {alternative}"
     )
 
 
@@ -189,14 +189,14 @@ def update_in_parts(
     """
     state = OwnedState.of(opt_state, params)
     owned = {m.name: OwnedModule(m, grads[m.name], params[m.name], state, scale) for m in modules}
-    others = jax.tree.map(_stand_in, (grads, params))
+    stand_ins = jax.tree.map(_stand_in, (grads, params))
     updates, written, new = {**params}, {**params}, [*state.leaves]
     first, finite = owned[modules[0].name].fetch(0, after[0]), after[1]
     for number, module in enumerate(modules):
         mine, following = owned[module.name], None
         if number + 1 < len(modules):
             following = owned[modules[number + 1].name].fetch(0, finite)
-        done, finite = mine.updated(update, others, first, finite)
+        done, finite = mine.updated(update, stand_ins, first, finite)
         updates[module.name], written[module.name] = done.updates, done.params
         for place, leaf in done.state.items():
             new[place] = leaf
@@ -228,13 +228,13 @@ class OwnedState:
 
     def places(self, owner: str | None) -> list[int]:
         """Return the places of the leaves of a module, or of the counters for None."""
-        return [place for place, one in enumerate(self.owners) if one == owner]
+        return [place for place, leaf_owner in enumerate(self.owners) if leaf_owner == owner]
 
     def counting(self, counters: list[Array]) -> OwnedState:
         """Return the state with other counters."""
-        given = iter(counters)
+        new_counters = iter(counters)
         leaves = [
-            next(given) if owner is None else leaf
+            next(new_counters) if owner is None else leaf
             for leaf, owner in zip(self.leaves, self.owners, strict=True)
         ]
         return dataclasses.replace(self, leaves=leaves)
@@ -243,38 +243,40 @@ class OwnedState:
         """Return a state with values for a module, zeros for others, and all counters."""
         mine = iter(values)
 
-        def fill(leaf: Array, one: str | None) -> Array:
-            if one is None:
+        def fill(leaf: Array, leaf_owner: str | None) -> Array:
+            if leaf_owner is None:
                 return leaf
-            return next(mine) if one == owner else _stand_in(leaf)
+            return next(mine) if leaf_owner == owner else _stand_in(leaf)
 
-        filled = [fill(*one) for one in zip(self.leaves, self.owners, strict=True)]
+        filled = [fill(*leaf_owner) for leaf_owner in zip(self.leaves, self.owners, strict=True)]
         return self.structure.unflatten(filled)
 
     def update_part(
         self,
         owner: str,
         update: Updater,
-        others: tuple[Any, Any],
+        stand_ins: tuple[Any, Any],
         leaves: list[Array],
-        given: Any,
-        held: Any,
+        grads: Any,
+        params: Any,
     ) -> tuple[Any, Any, list[Array], list[Array]]:
         """Return updates, parameters, leaves of the state and counters after one part.
 
         Args:
             owner: Name of the module.
             update: `update` of the optimiser.
-            others: Gradients and parameters for other modules, which are not read.
+            stand_ins: Gradients and parameters for other modules, which are not read.
             leaves: Leaves of the part, in the order of `places`.
-            given: Gradients of the part.
-            held: Parameters of the part.
+            grads: Gradients of the part.
+            params: Parameters of the part.
         """
         state = self.filled(owner, leaves)
-        updates, new = update(others[0] | {owner: given}, state, others[1] | {owner: held})
-        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates[owner])
-        found = self.structure.flatten_up_to(new)
-        mine, counters = ([found[place] for place in self.places(one)] for one in (owner, None))
+        updates, new = update(stand_ins[0] | {owner: grads}, state, stand_ins[1] | {owner: params})
+        sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates[owner])
+        new_leaves = self.structure.flatten_up_to(new)
+        mine, counters = (
+            [new_leaves[place] for place in self.places(leaf_owner)] for leaf_owner in (owner, None)
+        )
         return updates[owner], sums, mine, counters
 
 
@@ -312,19 +314,21 @@ class OwnedModule:
         return jax.device_put(needed, _DEVICE)
 
     def updated(
-        self, update: Updater, others: tuple[Any, Any], first: Any, finite: Array
+        self, update: Updater, stand_ins: tuple[Any, Any], first: Any, finite: Array
     ) -> tuple[_Done, Array]:
         """Return the results of all parts, and whether everything was finite so far.
 
         Args:
             update: `update` of the optimiser.
-            others: Gradients and parameters for other modules, which are not read.
+            stand_ins: Gradients and parameters for other modules, which are not read.
             first: The fetched first part.
             finite: Scalar before which the second part is not fetched.
         """
         parts, is_away = self.module.parts or 1, self.is_away
         # Gradients are read before they are overwritten; those of another dtype are not.
-        begun = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else p, self.grads, self.params)
+        first_carry = jax.tree.map(
+            lambda g, p: g if g.dtype == p.dtype else p, self.grads, self.params
+        )
         finite = jnp.isfinite(finite)
 
         def body(carry: Any, number: Array) -> tuple[Any, Any]:
@@ -333,9 +337,9 @@ class OwnedModule:
                 coming = self.fetch(jnp.minimum(number + 1, parts - 1), finite)
             else:
                 coming = fetched
-            given, held = self._values(fetched, written, number)
+            grads, params = self._values(fetched, written, number)
             steps, sums, new, counters = self.state.update_part(
-                self.module.name, update, others, fetched[0], given, held
+                self.module.name, update, stand_ins, fetched[0], grads, params
             )
             finite &= all_finite((sums, new))
             if is_away:
@@ -347,7 +351,7 @@ class OwnedModule:
                 away = (jax.device_put(new, _HOST), None)
             return (coming, written, finite), (away, steps, counters)
 
-        carry = (first, None if is_away else begun, finite)
+        carry = (first, None if is_away else first_carry, finite)
         if self.module.parts is None:
             (_, written, finite), (away, steps, counters) = body(carry, jnp.int32(0))
         else:
@@ -365,12 +369,12 @@ class OwnedModule:
         if self.is_away:
             grads, params = fetched[1]
             return jax.tree.map(lambda g: g * jnp.asarray(self.scale, g.dtype), grads), params
-        given = jax.tree.map(
+        part_grads = jax.tree.map(
             lambda w, g: self.module.part(w if w.dtype == g.dtype else g, number),
             written,
             self.grads,
         )
-        return given, jax.tree.map(lambda p: self.module.part(p, number), self.params)
+        return part_grads, jax.tree.map(lambda p: self.module.part(p, number), self.params)
 
 
 def _stand_in(leaf: Array) -> Array:

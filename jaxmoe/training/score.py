@@ -106,9 +106,9 @@ class Scorer:
             groups.setdefault(self._padded(len(rows[row][0])), []).append(row)
         for length, members in groups.items():
             for first in range(0, len(members), self.batch_size):
-                some = members[first : first + self.batch_size]
+                group = members[first : first + self.batch_size]
                 answers |= zip(
-                    some, self._compute([rows[row] for row in some], length), strict=True
+                    group, self._compute([rows[row] for row in group], length), strict=True
                 )
         return [answers[row] for row in range(len(rows))]
 
@@ -125,12 +125,12 @@ class Scorer:
         Raises:
             ValueError: An empty context, or one that does not fit beside `max_tokens`.
         """
-        left = self.cut(context, max_tokens)
+        prompt = self.cut(context, max_tokens)
         cache, num_read, token, written = self._empty(), 0, 0, list[int]()
-        while left:
-            piece = max(_PIECE**power for power in range(8) if _PIECE**power <= len(left))
-            token, cache = self._read(left[:piece], num_read, cache)
-            left, num_read = left[piece:], num_read + piece
+        while prompt:
+            piece = max(_PIECE**power for power in range(8) if _PIECE**power <= len(prompt))
+            token, cache = self._read(prompt[:piece], num_read, cache)
+            prompt, num_read = prompt[piece:], num_read + piece
         while True:
             written.append(token)
             if len(written) == max_tokens or is_done(written):
@@ -168,9 +168,9 @@ class Scorer:
                 f"a continuation of {len(continuation)} tokens is longer than the"
                 f" max_length={self.max_length} of the model: set a larger one, or cut it"
             )
-        whole = np.asarray([*context, *continuation], np.int32)
-        self.num_truncated += len(whole) > self.max_length + 1
-        return whole[-(self.max_length + 1) :][:-1], whole[-len(continuation) :]
+        tokens = np.asarray([*context, *continuation], np.int32)
+        self.num_truncated += len(tokens) > self.max_length + 1
+        return tokens[-(self.max_length + 1) :][:-1], tokens[-len(continuation) :]
 
     def _padded(self, length: int) -> int:
         """Return the smallest of the shapes that holds a row."""
@@ -193,11 +193,11 @@ class Scorer:
                 self._params, self._router_state, tokens, targets, segments
             )
         )
-        found = []
+        results = []
         for row, (read, predicted) in enumerate(rows):
             part = slice(len(read) - len(predicted), len(read))
-            found.append((-math.fsum(nll[row, part].tolist()), bool(is_top[row, part].all())))
-        return found
+            results.append((-math.fsum(nll[row, part].tolist()), bool(is_top[row, part].all())))
+        return results
 
     def _empty(self) -> Any:
         return initial_cache(
@@ -217,8 +217,8 @@ def _scored(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any
     """Return a jitted function to nll of targets [B S] and whether each is the likeliest."""
 
     def run(params: Any, router_state: Any, tokens: Array, targets: Array, segments: Array) -> Any:
-        given = {"segment_ids": segments, "router_state": router_state}
-        output = forward(model, execution, params, tokens, **given)
+        options = {"segment_ids": segments, "router_state": router_state}
+        output = forward(model, execution, params, tokens, **options)
         assert output.logits is not None  # asked for by default
         logits = execution.placement.place(output.logits.astype(jnp.float32), (None, None, None))
         return token_nll(logits, targets), jnp.argmax(logits, axis=-1) == targets

@@ -97,8 +97,8 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        given = (execution, params, key, gradients, parts)
-        return state_around(model, optimizer, *given)
+        arguments = (execution, params, key, gradients, parts)
+        return state_around(model, optimizer, *arguments)
 
     if mesh is None:
         return jax.jit(rest)(params)
@@ -129,16 +129,16 @@ def state_around(
     opt_state, states = {}, {}
     if optimizer is not None:
         if model.adapter is not None:
-            own = jax.random.fold_in(key, 3)
-            params = model.adapter.begun(params, model.layer_numbers, own)
+            estimator_state = jax.random.fold_in(key, 3)
+            params = model.adapter.begun(params, model.layer_numbers, estimator_state)
         optimizer = trained_part(model, optimizer)
-        held = params if model.adapter is None else parameter_table(model).trained(params)
-        held = jax.device_put(held, jax.memory.Space.Device)
-        start = Start(model, execution, params, trained=held, key=key)
+        trained = params if model.adapter is None else parameter_table(model).trained(params)
+        trained = jax.device_put(trained, jax.memory.Space.Device)
+        start = Start(model, execution, params, trained=trained, key=key)
         states = init_parts((*model_parts(model), *parts), start)
-        own = None if gradients is None else gradients.init(parameter_table(model))
-        states |= {} if own is None else {GRADIENTS: own}
-        opt_state = optimizer.init(lay_out(model, held, rules=execution.state_layout.optimizer))
+        estimator_state = None if gradients is None else gradients.init(parameter_table(model))
+        states |= {} if estimator_state is None else {GRADIENTS: estimator_state}
+        opt_state = optimizer.init(lay_out(model, trained, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=layers_to_host(params, layers_on_host(model, execution)),

@@ -81,19 +81,22 @@ class LiftConfig(Adapter):
     def _rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
     ) -> list[ParameterSpec]:
-        given = row.declaration
-        assert given.matrix is not None  # targets are matrices
-        m, n = given.fan(0), given.fan(1)
-        batch = len(given.shape) - sum(map(len, given.matrix))
-        shape = (*given.shape[:batch], min((m + n) * self.rank, m * n))
+        declaration = row.declaration
+        assert declaration.matrix is not None  # targets are matrices
+        m, n = declaration.fan(0), declaration.fan(1)
+        batch = len(declaration.shape) - sum(map(len, declaration.matrix))
+        shape = (*declaration.shape[:batch], min((m + n) * self.rank, m * n))
         vector = Declaration(
             shape=shape,
-            axes=(*given.axes[:batch], ax.RANK),
+            axes=(*declaration.axes[:batch], ax.RANK),
             role="adapter",
             matrix=None,
             init="zeros",
         )
-        ones, stack = (1,) * len(given.matrix[0]), given.axes[0] if given.is_stacked else ax.RANK
+        ones, stack = (
+            (1,) * len(declaration.matrix[0]),
+            declaration.axes[0] if declaration.is_stacked else ax.RANK,
+        )
         used = dataclasses.replace(
             vector,
             shape=(len(is_adapted), *ones),
@@ -102,18 +105,21 @@ class LiftConfig(Adapter):
         )
         indices = dataclasses.replace(vector, dtype="int32")
         rows = zip(_NAMES, (vector, indices, used), (TRAINED, _FIXED, _FIXED), strict=True)
-        return [own_row(f"{row.path}:{name}", own, hyper, rules) for name, own, hyper in rows]
+        return [
+            own_row(f"{row.path}:{name}", row_declaration, hyper, rules)
+            for name, row_declaration, hyper in rows
+        ]
 
     def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
         """Return the parameters of a part with the entries added to its matrices."""
         del shared, part
         flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
         for path in _targets(flat):
-            entries, places, used = (flat.pop(f"{path}:{name}") for name in _NAMES)
+            entries, places, is_used = (flat.pop(f"{path}:{name}") for name in _NAMES)
             weight = flat[path]
-            whole = PartitionSpec(*(None,) * entries.ndim)
-            entries, places = (place_at(own, whole) for own in (entries, places))
-            added = dense(entries, places, weight.shape) * used.reshape(())
+            replicated = PartitionSpec(*(None,) * entries.ndim)
+            entries, places = (place_at(array, replicated) for array in (entries, places))
+            added = dense(entries, places, weight.shape) * is_used.reshape(())
             flat[path] = weight + place_like(added, weight).astype(weight.dtype)
         return traverse_util.unflatten_dict(flat, sep="/")
 
@@ -130,9 +136,9 @@ class LiftConfig(Adapter):
         names = ["/".join(str(getattr(k, "key", "")) for k in path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
         moments: dict[str, dict[int, Array]] = {}
-        held: dict[str, Any] = traverse_util.flatten_dict(now.params, sep="/")
-        for path in _targets(held):
-            entries = held[f"{path}:entries"]
+        flat: dict[str, Any] = traverse_util.flatten_dict(now.params, sep="/")
+        for path in _targets(flat):
+            entries = flat[f"{path}:entries"]
             moments[path] = {
                 place: leaf
                 for place, (name, leaf) in enumerate(zip(names, leaves, strict=True))
@@ -145,8 +151,8 @@ class LiftConfig(Adapter):
             lambda given: given,
             (now.params, moments),
         )
-        for found in moments.values():
-            for place, leaf in found.items():
+        for moment in moments.values():
+            for place, leaf in moment.items():
                 leaves[place] = leaf
         return now.replace(params=params, opt_state=structure.unflatten(leaves))
 
@@ -155,43 +161,45 @@ class LiftConfig(Adapter):
         flat, moved = dict(traverse_util.flatten_dict(params, sep="/")), {}
         for path in _targets(flat):
             names = (path, f"{path}:entries", f"{path}:places")
-            given = (*(flat[name] for name in names), moments.get(path, {}))
+            arguments = (*(flat[name] for name in names), moments.get(path, {}))
             run: Any = self._chosen_anew
             if surroundings() == "explicit":
-                specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, given)
+                specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, arguments)
                 axes = jax.sharding.get_abstract_mesh().axis_names
                 run = lie_at(run, axes=axes, specs=specs)
-            *new, own = run(*given, flat[f"{path}:used"], fold_path(key, path))
+            *new, path_moments = run(*arguments, flat[f"{path}:used"], fold_path(key, path))
             flat.update(zip(names, new, strict=True))
-            moved |= {path: own} if path in moments else {}
+            moved |= {path: path_moments} if path in moments else {}
         return traverse_util.unflatten_dict(flat, sep="/"), moved
 
     def _chosen_anew(
-        self, weight: Array, entries: Array, places: Array, moments: Any, used: Array, key: Array
+        self, weight: Array, entries: Array, places: Array, moments: Any, is_used: Array, key: Array
     ) -> tuple[Array, Array, Array, Any]:
         """Return weights with the entries added, and zero entries at other places."""
         *batch, k = entries.shape
-        number, inputs = math.prod(batch), len(batch) + used.ndim - 1
+        number, inputs = math.prod(batch), len(batch) + is_used.ndim - 1
         m, n = math.prod(weight.shape[len(batch) : inputs]), math.prod(weight.shape[inputs:])
-        in_use = jnp.repeat(used.reshape(-1), number // used.size)
+        in_use = jnp.repeat(is_used.reshape(-1), number // is_used.size)
 
-        def one(given: Any) -> Any:
-            matrix, entries, old, moments, used, key = given
-            added = (used * entries).astype(matrix.dtype)
+        def one(arguments: Any) -> Any:
+            matrix, entries, old, moments, is_used, key = arguments
+            added = (is_used * entries).astype(matrix.dtype)
             matrix = matrix.reshape(-1).at[old].add(added).reshape(m, n)
             new = largest_places(matrix, self.approximation_rank, k, key)
-            kept = {at: jnp.zeros(m * n, x.dtype).at[old].set(x)[new] for at, x in moments.items()}
-            return matrix, new, kept
+            carried = {
+                at: jnp.zeros(m * n, x.dtype).at[old].set(x)[new] for at, x in moments.items()
+            }
+            return matrix, new, carried
 
         def rows(leaf: Array) -> Array:
             return leaf.reshape(number, k)
 
-        given = (weight.reshape(number, m, n), rows(entries), rows(places))
-        given = (*given, jax.tree.map(rows, moments), in_use, jax.random.split(key, number))
-        matrices, new, kept = jax.lax.map(one, given)
-        kept = jax.tree.map(lambda leaf: leaf.reshape(entries.shape), kept)
+        arguments = (weight.reshape(number, m, n), rows(entries), rows(places))
+        arguments = (*arguments, jax.tree.map(rows, moments), in_use, jax.random.split(key, number))
+        matrices, new, carried = jax.lax.map(one, arguments)
+        carried = jax.tree.map(lambda leaf: leaf.reshape(entries.shape), carried)
         new = new.reshape(entries.shape)
-        return matrices.reshape(weight.shape), jnp.zeros_like(entries), new, kept
+        return matrices.reshape(weight.shape), jnp.zeros_like(entries), new, carried
 
 
 def _targets(params: dict[str, Any]) -> list[str]:

@@ -144,7 +144,7 @@ def largest(gates: Float[Array, "B S n"], top_k: int) -> Float[Array, "B S n"]:
         top_k: Number of gates that stay.
     """
     values, ids = jax.lax.top_k(gates, top_k)
-    kept = jnp.sum(
+    num_kept = jnp.sum(
         jax.nn.one_hot(ids, gates.shape[-1], dtype=gates.dtype) * values[..., None], axis=-2
     )
-    return kept / jnp.sum(values, axis=-1, keepdims=True)
+    return num_kept / jnp.sum(values, axis=-1, keepdims=True)

@@ -95,7 +95,7 @@ class MixtureOfShardsConfig(FactorsConfig):
         self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
     ) -> ParameterTable:
         """Return the table with frozen rows, scales and pools; see `Adapter.table`."""
-        whole = FactorsConfig.table(self, base, rules, layers)
+        full_table = FactorsConfig.table(self, base, rules, layers)
         groups: dict[str, list[ParameterSpec]] = {}
         for row, is_adapted in self.found(base, layers):
             if not all(is_adapted):
@@ -103,10 +103,10 @@ class MixtureOfShardsConfig(FactorsConfig):
                     f"adapter.targets.layers={self.targets.layers} has some of the layers of"
                     f" {row.path}, which share shards: name all or none of them"
                 )
-            own = row.shape[row.declaration.is_stacked :]
-            groups.setdefault(_group(row.path, own), []).append(row)
+            shape = row.shape[row.declaration.is_stacked :]
+            groups.setdefault(_group(row.path, shape), []).append(row)
         pools = [pool for name, rows in groups.items() for pool in self._pools(name, rows, rules)]
-        return ParameterTable(tuple(sorted((*whole, *pools), key=lambda row: row.path)))
+        return ParameterTable(tuple(sorted((*full_table, *pools), key=lambda row: row.path)))
 
     def rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
@@ -129,12 +129,12 @@ class MixtureOfShardsConfig(FactorsConfig):
             places, at = sum(map(math.prod, batches)), 0
             equivalent = pools[0].shape[0] // self.shards // places
             for (path, stacked), batch in zip(members, batches, strict=True):
-                rank, own = self._rank(batch[stacked:]), flat[path].shape[len(batch) :]
+                rank, matrix_shape = self._rank(batch[stacked:]), flat[path].shape[len(batch) :]
                 end = at + math.prod(batch)
                 for side, pool in zip(("down", "up"), pools, strict=True):
                     ids = self.ids(f"{name}:{side}", places, rank, equivalent)[at:end]
                     chosen = jnp.asarray(ids.reshape(*batch, rank, self.shards))
-                    shape = own[inputs:] if side == "up" else own[:inputs]
+                    shape = matrix_shape[inputs:] if side == "up" else matrix_shape[:inputs]
                     vectors = jnp.take(pool, chosen, axis=0).reshape(*batch, rank, *shape)
                     last = len(batch) if side == "up" else -1
                     flat[f"{path}:{side}"] = jnp.moveaxis(vectors, len(batch), last)
@@ -154,18 +154,18 @@ class MixtureOfShardsConfig(FactorsConfig):
         self, name: str, rows: list[ParameterSpec], rules: LogicalAxisRules
     ) -> Iterator[ParameterSpec]:
         """Yield the rows of the two pools of a group of matrices."""
-        given, rank = rows[0].declaration, self.rank_of(rows[0])
+        row_declaration, rank = rows[0].declaration, self.rank_of(rows[0])
         number = sum(math.prod(batch_of(row)) for row in rows) * self.shards
         number *= max(1, self.equivalent_rank * rank // self.rank)
         for side, end in enumerate(("down", "up")):
-            width = (given.fan(0), given.fan(1))[side]
+            width = (row_declaration.fan(0), row_declaration.fan(1))[side]
             if width % self.shards:
                 raise ValueError(
                     f"adapter.shards={self.shards} must divide the {('inputs', 'outputs')[side]} of"
                     f" {rows[0].path}, {width}"
                 )
-            assert given.matrix is not None  # targets are matrices
-            shape = (number, width // self.shards, *(1,) * (len(given.matrix[side]) - 1))
+            assert row_declaration.matrix is not None  # targets are matrices
+            shape = (number, width // self.shards, *(1,) * (len(row_declaration.matrix[side]) - 1))
             declaration = Declaration(
                 shape=shape,
                 axes=(ax.RANK,) * len(shape),
@@ -186,13 +186,18 @@ class MixtureOfShardsConfig(FactorsConfig):
             equivalent: Vectors of each that the pool has values for.
         """
         private = min(self.private * rank // self.rank, equivalent - (rank > equivalent))
-        own = np.arange(places * private * self.shards).reshape(places, private, self.shards)
+        private_ids = np.arange(places * private * self.shards).reshape(
+            places, private, self.shards
+        )
         rng = np.random.default_rng([self.seed, zlib.crc32(path.encode())])
-        left, taken = places * (equivalent - private) * self.shards, (rank - private) * self.shards
-        draw = functools.partial(rng.choice, left, taken, replace=left < taken)
-        drawn = [own.size + draw() for _ in range(places)] if taken else []
-        others = np.array(drawn, np.int64).reshape(places, rank - private, self.shards)
-        return np.concatenate([own, others], axis=1).astype(np.int32)
+        num_left, num_drawn = (
+            places * (equivalent - private) * self.shards,
+            (rank - private) * self.shards,
+        )
+        draw = functools.partial(rng.choice, num_left, num_drawn, replace=num_left < num_drawn)
+        drawn = [private_ids.size + draw() for _ in range(places)] if num_drawn else []
+        shared_ids = np.array(drawn, np.int64).reshape(places, rank - private, self.shards)
+        return np.concatenate([private_ids, shared_ids], axis=1).astype(np.int32)
 
 
 def _group(path: str, shape: tuple[int, ...]) -> str:

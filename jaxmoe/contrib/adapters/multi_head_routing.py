@@ -144,7 +144,9 @@ def task_weights(
     """
     if key is not None:
         keys = jax.vmap(jax.vmap(lambda row: jax.random.fold_in(key, row)))(rows)
-        draw = jax.vmap(jax.vmap(lambda one: jax.random.logistic(one, logits.shape[2:])))
+        draw = jax.vmap(
+            jax.vmap(lambda key_of_head: jax.random.logistic(key_of_head, logits.shape[2:]))
+        )
         logits = logits + draw(keys)
     chosen = jax.nn.sigmoid(logits)
     return chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + jnp.float32(1e-12))

@@ -67,7 +67,7 @@ class QuantisedChoicesConfig(FactorsConfig):
                 f"adapter.targets.roles={self.targets.roles} has {row.path}, and the parameters of"
                 " layers alone are in few bits: leave its role out"
             )
-        scales = tuple(self.scale_of(row) if one else 0.0 for one in is_adapted)
+        scales = tuple(self.scale_of(row) if factor else 0.0 for factor in is_adapted)
         down, up, scale = factor_rows(row, self.rank_of(row), scales, rules)
         bits = Declaration(
             shape=(len(is_adapted),),
@@ -77,7 +77,7 @@ class QuantisedChoicesConfig(FactorsConfig):
             init=(float(_MOST),) * len(is_adapted),
             dtype="int32",
         )
-        several = [_for_each_choice(one, rules) for one in (down, up)]
+        several = [_for_each_choice(factor, rules) for factor in (down, up)]
         return [*several, scale, own_row(f"{row.path}:bits", bits, scale.hyper, rules)]
 
     def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
@@ -89,8 +89,8 @@ class QuantisedChoicesConfig(FactorsConfig):
             weight, is_adapted = flat[path], flat[f"{path}:scale"] > 0
             flat[path] = jnp.where(is_adapted, _rounded(weight, downs, ups, bits), weight)
             for name, factors in (("down", downs), ("up", ups)):
-                own = jax.lax.dynamic_index_in_dim(factors, bits - _FEWEST, 0, keepdims=False)
-                flat[f"{path}:{name}"] = own
+                factor = jax.lax.dynamic_index_in_dim(factors, bits - _FEWEST, 0, keepdims=False)
+                flat[f"{path}:{name}"] = factor
         return traverse_util.unflatten_dict(flat, sep="/")
 
     def drawn(self, params: Any, layers: Layers, key: Array) -> Any:
@@ -111,11 +111,11 @@ class QuantisedChoicesConfig(FactorsConfig):
         errors = jnp.zeros((len(numbers), len(_CHOICES)))
         flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
         for path in _targets(flat):
-            given = tuple(flat[name] for name in (path, f"{path}:downs", f"{path}:ups"))
-            found = jax.lax.map(lambda one: _errors(*one), given)
+            arrays = tuple(flat[name] for name in (path, f"{path}:downs", f"{path}:ups"))
+            squared_errors = jax.lax.map(lambda layer_arrays: _errors(*layer_arrays), arrays)
             for place, number in enumerate(_layers_of(path, layers)):
                 if number in numbers:
-                    errors = errors.at[numbers.index(number)].add(found[place])
+                    errors = errors.at[numbers.index(number)].add(squared_errors[place])
         gains = errors[:, :-1] - errors[:, 1:]
         gains = jax.lax.cummin(gains, axis=1)  # a further bit never helps more than the one before
         order = jnp.argsort(jnp.argsort(-gains.reshape(-1)))
@@ -124,14 +124,14 @@ class QuantisedChoicesConfig(FactorsConfig):
 
     def _numbers(self, layers: Layers) -> list[int]:
         """Return the numbers of the layers that have bits."""
-        every = sorted(number for _, own in layers for number in own)
-        return [one for one in every if not self.targets.layers or one in self.targets.layers]
+        every = sorted(number for _, stack_numbers in layers for number in stack_numbers)
+        return [layer for layer in every if not self.targets.layers or layer in self.targets.layers]
 
     def _with_bits(self, params: Any, layers: Layers, bits: Int[Array, " n"]) -> Any:
         flat, numbers = dict(traverse_util.flatten_dict(params, sep="/")), self._numbers(layers)
         for path in _targets(flat):
-            own = _layers_of(path, layers)
-            places = [numbers.index(one) if one in numbers else 0 for one in own]
+            layer_numbers = _layers_of(path, layers)
+            places = [numbers.index(layer) if layer in numbers else 0 for layer in layer_numbers]
             flat[f"{path}:bits"] = bits[np.asarray(places)].astype(jnp.int32)
         return traverse_util.unflatten_dict(flat, sep="/")
 
@@ -167,20 +167,20 @@ def _rounded(weight: Array, downs: Array, ups: Array, bits: Array) -> Array:
 
 def _errors(weight: Array, downs: Array, ups: Array) -> Float[Array, " choices"]:
     rounded = [_rounded(weight, downs, ups, jnp.int32(bits)) for bits in _CHOICES]
-    return jnp.stack([jnp.sum((weight - one).astype(jnp.float32) ** 2) for one in rounded])
+    return jnp.stack([jnp.sum((weight - choice).astype(jnp.float32) ** 2) for choice in rounded])
 
 
 def _for_each_choice(row: ParameterSpec, rules: LogicalAxisRules) -> ParameterSpec:
     """Return the row of factors for all choices, [L choices ...] instead of [L ...]."""
-    given = row.declaration
-    shape = (given.shape[0], len(_CHOICES), *given.shape[1:])
-    axes = (given.axes[0], ax.RANK, *given.axes[1:])
-    several = dataclasses.replace(given, shape=shape, axes=axes, share=1 / len(_CHOICES))
+    declaration = row.declaration
+    shape = (declaration.shape[0], len(_CHOICES), *declaration.shape[1:])
+    axes = (declaration.axes[0], ax.RANK, *declaration.axes[1:])
+    several = dataclasses.replace(declaration, shape=shape, axes=axes, share=1 / len(_CHOICES))
     return own_row(f"{row.path}s", several, row.hyper, rules)
 
 
 def _layers_of(path: str, layers: Layers) -> tuple[int, ...]:
-    return next(own for stack, own in layers if path.startswith(f"{stack}/"))
+    return next(layer_numbers for stack, layer_numbers in layers if path.startswith(f"{stack}/"))
 
 
 def _targets(params: dict[str, Any]) -> list[str]:

@@ -166,7 +166,9 @@ def draw(
         top_k: Members of a token.
     """
     keys = jax.vmap(jax.vmap(lambda number: jax.random.fold_in(key, number)))(index)
-    noise = jax.vmap(jax.vmap(lambda one: jax.random.gumbel(one, logits.shape[2:])))(keys)
+    noise = jax.vmap(
+        jax.vmap(lambda key_of_head: jax.random.gumbel(key_of_head, logits.shape[2:]))
+    )(keys)
     return largest(logits + noise, top_k)
 
 
@@ -177,10 +179,10 @@ def log_prob(logits: Float[Array, "*T n"], ids: Int[Array, "*T k"]) -> Float[Arr
         logits: Logits of the members.
         ids: Members, the first drawn first.
     """
-    total, left = jnp.zeros(logits.shape[:-1]), logits
+    total, remaining = jnp.zeros(logits.shape[:-1]), logits
     for place in range(ids.shape[-1]):
         is_chosen = jax.nn.one_hot(ids[..., place], logits.shape[-1], dtype=jnp.bool_)
-        own = jnp.sum(jnp.where(is_chosen, logits, 0.0), axis=-1)
-        total += own - jax.nn.logsumexp(left, axis=-1)
-        left = jnp.where(is_chosen, -jnp.inf, left)
+        chosen_logit = jnp.sum(jnp.where(is_chosen, logits, 0.0), axis=-1)
+        total += chosen_logit - jax.nn.logsumexp(remaining, axis=-1)
+        remaining = jnp.where(is_chosen, -jnp.inf, remaining)
     return total

@@ -88,21 +88,23 @@ class SharedStoreConfig(Adapter):
     ) -> ParameterTable:
         """Return the table with a store in place of the targets; see `Adapter.table`."""
         del layers
-        found = [row for row in base if self.targets.has(row) and row.init_std > 0.0]
-        self.targets.check_found(found, base)
-        total = sum(row.size for row in found)
+        targets = [row for row in base if self.targets.has(row) and row.init_std > 0.0]
+        self.targets.check_found(targets, base)
+        total = sum(row.size for row in targets)
         if total >= 2**32:
             raise ValueError(f"adapter:shared_store counts {total} weights, at most {2**32 - 1}")
         cells = max(1, math.ceil(total / self.compression))
-        given = found[0].hyper if found[0].hyper.group == "adamw" else Hyperparameters()
-        hyper = dataclasses.replace(given, init_std=found[0].init_std, fan_in_power=0.0)
+        hyperparameters = (
+            targets[0].hyper if targets[0].hyper.group == "adamw" else Hyperparameters()
+        )
+        hyper = dataclasses.replace(hyperparameters, init_std=targets[0].init_std, fan_in_power=0.0)
         store = Declaration(shape=(cells,), axes=(ax.RANK,), role="adapter", matrix=None)
-        rows = [row for row in base if row not in found]
+        rows = [row for row in base if row not in targets]
         path, spec = f"{STORE}/{CELLS}", rules.resolve(store.axes)
         rows.append(ParameterSpec(path=path, declaration=store, hyper=hyper, spec=spec))
         first = 0
-        for row in found:
-            rows.append(_marks(row, first, row.init_std / found[0].init_std, rules))
+        for row in targets:
+            rows.append(_marks(row, first, row.init_std / targets[0].init_std, rules))
             first += row.size
         return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
 
@@ -133,19 +135,19 @@ def places_of(
     numbers: UInt32[Array, " n"], cells: int, seed: int
 ) -> tuple[UInt32[Array, " n"], Float[Array, " n"]]:
     """Return the cells and the signs of weights, from their numbers."""
-    run, rest = numbers // jnp.uint32(cells), numbers % jnp.uint32(cells)
+    run, remainder = numbers // jnp.uint32(cells), numbers % jnp.uint32(cells)
     signs = _mixed(numbers ^ _mixed(jnp.uint32(seed % 2**32))) >> 31
-    places = (_offset(run, cells, seed) + rest) % jnp.uint32(cells)
+    places = (_offset(run, cells, seed) + remainder) % jnp.uint32(cells)
     return places, 1.0 - 2.0 * signs.astype(jnp.float32)
 
 
 def uses_of(cells: int, total: int, seed: int) -> Float[Array, " m"]:
     """Return the number of weights of each cell, at least 1."""
-    whole, rest = divmod(total, cells)
-    start = _offset(jnp.uint32(whole), cells, seed)
+    quotient, remainder = divmod(total, cells)
+    start = _offset(jnp.uint32(quotient), cells, seed)
     places = jnp.arange(cells, dtype=jnp.uint32)
     from_start = (places + (jnp.uint32(cells) - start)) % jnp.uint32(cells)
-    uses = whole + (from_start < rest).astype(jnp.float32)
+    uses = quotient + (from_start < remainder).astype(jnp.float32)
     return jnp.maximum(uses, 1.0)
 
 
@@ -181,13 +183,15 @@ def _number(digits: Array) -> UInt32[Array, ""]:
 
 def _marks(row: ParameterSpec, first: int, s: float, rules: LogicalAxisRules) -> ParameterSpec:
     """Return the row of what a matrix reads from the store, [L 5] or [5]."""
-    given = row.declaration
-    layers, shape = (row.shape[:1], row.shape[1:]) if given.is_stacked else ((), row.shape)
+    row_declaration = row.declaration
+    layers, shape = (
+        (row.shape[:1], row.shape[1:]) if row_declaration.is_stacked else ((), row.shape)
+    )
     numbers = [first + layer * math.prod(shape) for layer in range(math.prod(layers))]
     values = [(*((n >> 8 * d) % 256 for d in range(DIGITS)), s) for n in numbers]
     declaration = Declaration(
         shape=(*layers, DIGITS + 1),
-        axes=(*given.axes[: len(layers)], ax.RANK),
+        axes=(*row_declaration.axes[: len(layers)], ax.RANK),
         role="adapter",
         matrix=None,
         init=tuple(float(value) for each in values for value in each),

@@ -90,49 +90,53 @@ class SwitchLoraConfig(FactorsConfig):
     ) -> list[ParameterSpec]:
         """Return the rows of the factors of a matrix; see `FactorsConfig.rows_of`."""
         rank, scale = self.rank_of(row), self.scale_of(row)
-        scales = tuple(scale if one else 0.0 for one in is_adapted)
+        scales = tuple(scale if has_adapter else 0.0 for has_adapter in is_adapted)
         hyper = dataclasses.replace(TRAINED, init_std=_deviations(row, rank)[0], fan_in_power=0.0)
         return factor_rows(row, rank, scales, rules, hyper=hyper)
 
     def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
         """Return the candidates [*G c n], and no pauses [*G r]; see `Adapter.first_state`."""
-        flat, found = by_path(params), {}
+        flat, state = by_path(params), {}
         for row in [row for row in table if f"{row.path}:down" in flat]:
             rank = flat[f"{row.path}:down"].shape[-1]
             for name, side, deviation in zip(_NAMES, (0, 1), _deviations(row, rank), strict=True):
                 path, batch = f"{row.path}:{name}", batch_of(row)
                 shape = (*batch, self.candidates, row.declaration.fan(side))
                 drawn = jax.random.normal(fold_path(key, path), shape, jnp.float32)
-                found[f"{path}/waiting"] = deviation * drawn
-                found[f"{path}/paused"] = jnp.zeros((*batch, rank), jnp.int32)
-        return nested(found)
+                state[f"{path}/waiting"] = deviation * drawn
+                state[f"{path}/paused"] = jnp.zeros((*batch, rank), jnp.int32)
+        return nested(state)
 
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with paused vectors as before, and some swapped."""
         del grads
         now: Any = state
-        held, before, own = (
+        params, before, rule_state = (
             by_path(tree) for tree in (now.params, given.before.params, self.own_state(now))
         )
         key, stopped = jax.random.fold_in(now.rng, now.step), {}
         chance = self.rate * _FALL ** (now.step.astype(jnp.float32) / (_SPAN * self.steps))
-        for path in [path.removesuffix(":down") for path in held if path.endswith(":down")]:
+        for path in [path.removesuffix(":down") for path in params if path.endswith(":down")]:
             names = [f"{path}:{name}" for name in _NAMES]
             mine = [f"{name}/{part}" for part in ("waiting", "paused") for name in names]
-            changed = [held[path], *(held[name] for name in names), *(own[name] for name in mine)]
-            olds = [*(before[name] for name in names), held[f"{path}:scale"]]
+            changed = [
+                params[path],
+                *(params[name] for name in names),
+                *(rule_state[name] for name in mine),
+            ]
+            olds = [*(before[name] for name in names), params[f"{path}:scale"]]
             run = self._followed
             if surroundings() == "explicit":
                 specs = [jax.typeof(leaf).sharding.spec for leaf in changed]
                 axes = jax.sharding.get_abstract_mesh().axis_names
                 run = lie_at(run, axes=axes, specs=(specs, [PartitionSpec()] * 2))
-            (held[path], *news), masks = run(changed, olds, chance, fold_path(key, path))
-            held |= dict(zip(names, news[:2], strict=True))
-            own |= dict(zip(mine, news[2:], strict=True))
+            (params[path], *news), masks = run(changed, olds, chance, fold_path(key, path))
+            params |= dict(zip(names, news[:2], strict=True))
+            rule_state |= dict(zip(mine, news[2:], strict=True))
             stopped |= dict(zip(names, masks, strict=True))
-        moments = without_moments(now.opt_state, held, stopped)
-        parts = {**now.parts, STATE: nested(own)}
-        return dataclasses.replace(now, params=nested(held), parts=parts, opt_state=moments)
+        moments = without_moments(now.opt_state, params, stopped)
+        parts = {**now.parts, STATE: nested(rule_state)}
+        return dataclasses.replace(now, params=nested(params), parts=parts, opt_state=moments)
 
     def _followed(
         self, changed: list[Array], olds: list[Array], chance: Array, key: Array
@@ -181,10 +185,10 @@ def _swapped(key: Array, vectors: Array, waiting: Array, chance: Array) -> tuple
     # Row i is true at the candidate that takes the place of vector i.
     pairs = jax.nn.one_hot(places, number, dtype=bool) & is_in[..., None]
     product = functools.partial(jnp.einsum, precision="highest")
-    taken = product("...rc,...cn->...rn", pairs.astype(jnp.float32), waiting)
-    left = product("...rc,...rn->...cn", pairs.astype(jnp.float32), vectors)
-    new = jnp.where(is_in[..., None], taken, vectors)
-    return new, jnp.where(jnp.any(pairs, axis=-2)[..., None], left, waiting), is_in
+    incoming = product("...rc,...cn->...rn", pairs.astype(jnp.float32), waiting)
+    outgoing = product("...rc,...rn->...cn", pairs.astype(jnp.float32), vectors)
+    new = jnp.where(is_in[..., None], incoming, vectors)
+    return new, jnp.where(jnp.any(pairs, axis=-2)[..., None], outgoing, waiting), is_in
 
 
 def _rows(factor: Array, side: int, lead: tuple[int, ...]) -> Array:

@@ -46,11 +46,13 @@ def check_shapes(shapes: TrainState, target: TrainState) -> None:
         shapes: Shapes of the state.
         target: Shapes on the other mesh.
     """
-    found, wanted = (
+    source, target_shapes = (
         {path: (leaf.shape, leaf.dtype) for path, leaf in flatten(tree).items()}
         for tree in (shapes, target)
     )
-    differing = [path for path in found | wanted if found.get(path) != wanted.get(path)]
+    differing = [
+        path for path in source | target_shapes if source.get(path) != target_shapes.get(path)
+    ]
     if differing:
         raise ValueError(
             f"{len(differing)} arrays of the state have other shapes on that mesh, such as"
@@ -70,9 +72,9 @@ def move_state(leaves: list[Any], target: Any) -> Any:
     """
     if jax.process_count() > 1:
         return move_through_hosts(leaves, target)
-    wanted, tree = jax.tree.flatten(target)
+    shapes, tree = jax.tree.flatten(target)
     moved = []
-    for place, leaf in enumerate(wanted):
+    for place, leaf in enumerate(shapes):
         moved.append(jax.block_until_ready(jax.device_put(leaves[place], leaf.sharding)))
         leaves[place] = None
     return jax.tree.unflatten(tree, moved)
@@ -101,11 +103,11 @@ def move_through_hosts(
     state = jax.tree.unflatten(tree, leaves)
     pieces = pieces_of(state, devices)
     size = max(map(num_words, pieces))
-    local = [own for own, group in enumerate(devices) if group[0] in jax.local_devices()]
-    words = {own: pack_words(state, pieces[own], size) for own in local}
+    local = [place for place, group in enumerate(devices) if group[0] in jax.local_devices()]
+    buffers = {place: pack_words(state, pieces[place], size) for place in local}
     del state
     leaves.clear()
     peers, parts = Peers([group[0] for group in devices]), Parts(target)
-    for own in range(len(devices)):
-        parts.fill(pieces[own], peers.shared(own, words))
+    for place in range(len(devices)):
+        parts.fill(pieces[place], peers.shared(place, buffers))
     return parts.state()

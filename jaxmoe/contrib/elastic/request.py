@@ -125,12 +125,12 @@ def parse_request(text: str) -> ResizeRequest:
     Raises:
         ValueError: It is not JSON, or has other fields.
     """
-    given = parse_record(text, dict, "resize.json", _WAY_OUT)
+    record = parse_record(text, dict, "resize.json", _WAY_OUT)
     empty = {"mesh": to_json(AxisSizes()), "without": [], "name": ""}
-    mesh = given.get("mesh")
+    mesh = record.get("mesh")
     if isinstance(mesh, dict):
-        given["mesh"] = {**empty["mesh"], **mesh}
-    return from_json(ResizeRequest, {**empty, **given})
+        record["mesh"] = {**empty["mesh"], **mesh}
+    return from_json(ResizeRequest, {**empty, **record})
 
 
 def write_request(directory: RunDirectory, request: ResizeRequest) -> None:
@@ -192,13 +192,13 @@ def set_aside(directory: RunDirectory) -> pathlib.Path:
 def read_resizes(directory: RunDirectory) -> list[dict[str, Any]]:
     """Return what became of the requests of all starts, as JSON; empty without any."""
     try:
-        found = read_record(directory.resizes_file, list)
+        records = read_record(directory.resizes_file, list)
     except (OSError, ValueError):
         return []
     names = ("name", "status", "message")
     return [
         event
-        for event in found
+        for event in records
         if isinstance(event, dict) and all(isinstance(event.get(name), str) for name in names)
     ]
 
@@ -237,29 +237,29 @@ def resolve(
     Raises:
         ValueError: The devices do not suffice, or the mesh does not fit; names the sizes that do.
     """
-    known = [place.id for place in places]
-    if strange := sorted(set(request.without) - set(known)):
+    ids = [place.id for place in places]
+    if strange := sorted(set(request.without) - set(ids)):
         raise ValueError(
             f"without={','.join(map(str, strange))} names no device of this run: it has"
-            f" {','.join(map(str, known))}"
+            f" {','.join(map(str, ids))}"
         )
-    kept = [place for place in places if place.id not in request.without]
-    if missing := {place.process for place in places} - {place.process for place in kept}:
+    remaining = [place for place in places if place.id not in request.without]
+    if missing := {place.process for place in places} - {place.process for place in remaining}:
         raise ValueError(
             f"process {min(missing)} keeps no device, and every process needs one: leave fewer out"
         )
-    given = request.mesh.given
-    wanted = dataclasses.replace(running, **given)
-    if not given:
-        return fit_data(wanted, kept, check)
-    by_process = _by_process(kept)
+    requested = request.mesh.given
+    target = dataclasses.replace(running, **requested)
+    if not requested:
+        return fit_data(target, remaining, check)
+    by_process = _by_process(remaining)
     try:
-        chosen = _choose(wanted, by_process)
-        check(wanted)
+        chosen = _choose(target, by_process)
+        check(target)
     except ValueError as error:
-        sizes = _fitting(wanted, by_process, check)
-        raise ValueError(f"{error}; {_words(sizes, len(kept))}") from error
-    return wanted, chosen
+        sizes = _fitting(target, by_process, check)
+        raise ValueError(f"{error}; {_words(sizes, len(remaining))}") from error
+    return target, chosen
 
 
 def fit_data(
@@ -312,27 +312,27 @@ def check_resized(config: PretrainConfig, mesh: MeshConfig) -> None:
 
 def _by_process(places: Sequence[Place]) -> dict[int, list[int]]:
     """Return the ids of the devices of each process."""
-    found: dict[int, list[int]] = {}
+    devices: dict[int, list[int]] = {}
     for place in places:
-        found.setdefault(place.process, []).append(place.id)
-    return found
+        devices.setdefault(place.process, []).append(place.id)
+    return devices
 
 
 def _fitting(
-    mesh: MeshConfig, kept: Mapping[int, Sequence[int]], check: Callable[[MeshConfig], None]
+    mesh: MeshConfig, devices: Mapping[int, Sequence[int]], check: Callable[[MeshConfig], None]
 ) -> list[int]:
     """Return the sizes of `data` that fit, from 1."""
-    number = sum(map(len, kept.values()))
-    others = math.prod(mesh.sizes) // mesh.data
-    sizes = (dataclasses.replace(mesh, data=size) for size in range(1, number // others + 1))
-    return [size.data for size in sizes if _fits(size, kept, check)]
+    number = sum(map(len, devices.values()))
+    num_other = math.prod(mesh.sizes) // mesh.data
+    sizes = (dataclasses.replace(mesh, data=size) for size in range(1, number // num_other + 1))
+    return [size.data for size in sizes if _fits(size, devices, check)]
 
 
 def _fits(
-    mesh: MeshConfig, kept: Mapping[int, Sequence[int]], check: Callable[[MeshConfig], None]
+    mesh: MeshConfig, devices: Mapping[int, Sequence[int]], check: Callable[[MeshConfig], None]
 ) -> bool:
     try:
-        _choose(mesh, kept)
+        _choose(mesh, devices)
         check(mesh)
     except ValueError:
         return False
@@ -345,21 +345,21 @@ def _words(sizes: Sequence[int], devices: int) -> str:
     return f"sizes of mesh.data that fit {devices} devices: {', '.join(map(str, sizes))}"
 
 
-def _choose(mesh: MeshConfig, kept: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+def _choose(mesh: MeshConfig, devices: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     """Return the ids of the first devices of each process, as many of each.
 
     Args:
         mesh: Mesh with every size filled in.
-        kept: Ids of the devices of each process that may be used.
+        devices: Ids of the devices of each process that may be used.
     """
-    number, counts = math.prod(mesh.sizes), [len(own) for own in kept.values()]
+    number, counts = math.prod(mesh.sizes), [len(ids) for ids in devices.values()]
     if number > sum(counts):
         text = " x ".join(f"{axis}={size}" for axis, size in mesh.by_axis.items() if size > 1)
         raise ValueError(f"the mesh ({text}) needs {number} devices, and {sum(counts)} are there")
-    each, rest = divmod(number, len(kept))
-    if rest or each > min(counts):
+    each, remainder = divmod(number, len(devices))
+    if remainder or each > min(counts):
         raise ValueError(
-            f"the {len(kept)} processes hold equal parts of a mesh, and {number} devices are not"
+            f"the {len(devices)} processes hold equal parts of a mesh, and {number} devices are not"
             f" as many of each (the first has {counts[0]}, the fewest are {min(counts)})"
         )
-    return tuple(device for own in kept.values() for device in own[:each])
+    return tuple(device for ids in devices.values() for device in ids[:each])

@@ -56,16 +56,17 @@ def fitted(config: PretrainConfig) -> tuple[PretrainConfig, list[jax.Device]]:
     devices, mesh = jax.devices(), config.execution.mesh
     if not os.environ.get(ELASTIC):
         return config, devices
-    others = math.prod(size for axis, size in mesh.by_axis.items() if axis != "data")
-    if others < 1 or mesh.data != -1 and others * mesh.data <= len(devices):
+    num_other = math.prod(size for axis, size in mesh.by_axis.items() if axis != "data")
+    if num_other < 1 or mesh.data != -1 and num_other * mesh.data <= len(devices):
         return config, devices
-    mesh = dataclasses.replace(mesh, data=max(1, len(devices) // others))
+    mesh = dataclasses.replace(mesh, data=max(1, len(devices) // num_other))
     places = [Place(id=device.id, process=device.process_index) for device in devices]
-    found, ids = fit_data(mesh, places, functools.partial(check_resized, config))
+    target, ids = fit_data(mesh, places, functools.partial(check_resized, config))
     say(
-        f"elastic  mesh.data={found.data}, the largest size that fits the {len(devices)} devices of"
+        f"elastic  mesh.data={target.data}, the largest size that fits the {len(devices)}"
+        f" devices of"
         f" {jax.process_count()} processes"
     )
-    execution = dataclasses.replace(config.execution, mesh=found)
-    used = [device for device in devices if device.id in ids]
-    return dataclasses.replace(config, execution=execution), used
+    execution = dataclasses.replace(config.execution, mesh=target)
+    chosen = [device for device in devices if device.id in ids]
+    return dataclasses.replace(config, execution=execution), chosen

@@ -84,8 +84,10 @@ def evaluate_ensemble(
     num_calibration = 0 if temperature is not None else max(1, number // 4)
     nll = np.stack([member.nll for member in members.members], axis=-1)  # [batches B S R]
     weights = np.stack([np.asarray(batch.loss_weights, np.float64) for batch in members.batches])
-    found = [part_distances(batch, members.clusters.centroids) for batch in members.batches]
-    distances, is_empty = (np.stack(arrays) for arrays in zip(*found, strict=True))
+    batch_distances = [
+        part_distances(batch, members.clusters.centroids) for batch in members.batches
+    ]
+    distances, is_empty = (np.stack(arrays) for arrays in zip(*batch_distances, strict=True))
 
     def log_weights(part: slice, value: float) -> np.ndarray:
         log_probs = part_log_probs(distances[part], is_empty[part], value)
@@ -137,8 +139,8 @@ def _positions(members: Members) -> np.ndarray:
     """Return the position of each token in its document [batches B S]."""
     places = []
     for batch in members.batches:
-        whole = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
-        places.append(whole if batch.positions is None else np.asarray(batch.positions))
+        positions = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
+        places.append(positions if batch.positions is None else np.asarray(batch.positions))
     return np.stack(places)
 
 
@@ -149,9 +151,9 @@ def _by_position(
     bins, first = [], 0
     while first <= int(places.max()):
         last = 2 * first
-        here = np.where((places >= first) & (places <= last), weights, 0.0)
-        if here.sum() > 0.0:
-            member, uniform, routed = (_bits(loss, here) for loss in losses)
+        part_weights = np.where((places >= first) & (places <= last), weights, 0.0)
+        if part_weights.sum() > 0.0:
+            member, uniform, routed = (_bits(loss, part_weights) for loss in losses)
             bins.append(
                 PositionBin(
                     first=first,

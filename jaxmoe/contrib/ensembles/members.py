@@ -105,13 +105,15 @@ def open_members(
     )
 
 
-def _check_config(path: str, config: PretrainConfig, other: str, first: PretrainConfig) -> None:
+def _check_config(
+    path: str, config: PretrainConfig, other_path: str, first: PretrainConfig
+) -> None:
     """Refuse a run that cannot be a member, before anything of it is read.
 
     Args:
         path: Run directory.
         config: Its configuration.
-        other: Run directory of the first member.
+        other_path: Run directory of the first member.
         first: Its configuration.
     """
     if getattr(config.data, "partition", None) is None:
@@ -130,42 +132,47 @@ def _check_config(path: str, config: PretrainConfig, other: str, first: Pretrain
             f"{path} has execution.mesh.stage={config.execution.mesh.stage}, and an ensemble is"
             " computed without stages: give a mesh, such as --mesh.data -1"
         )
-    here, there = config.training.sequence_length, first.training.sequence_length
-    if here != there:
+    length, first_length = config.training.sequence_length, first.training.sequence_length
+    if length != first_length:
         raise ValueError(
-            f"{path} has training.sequence_length={here}, and {other} {there}: an ensemble predicts"
+            f"{path} has training.sequence_length={length}, and {other_path} {first_length}: an"
+            f" ensemble predicts"
             " the same tokens from the same rows"
         )
 
 
-def checked_partition(path: str, assembly: Assembly, other: str, first: Assembly) -> Partition:
+def checked_partition(path: str, assembly: Assembly, other_path: str, first: Assembly) -> Partition:
     """Return the partition of a member, the centroids as its directory keeps them.
 
     Raises:
         ValueError: It differs from the first member in vocabulary, data or centroids.
     """
-    here, there = assembly.source, first.source
-    if here.vocab_size != there.vocab_size:
+    own_source, first_source = assembly.source, first.source
+    if own_source.vocab_size != first_source.vocab_size:
         raise ValueError(
-            f"{path} has a vocabulary of {here.vocab_size} ids, and {other} of {there.vocab_size}:"
+            f"{path} has a vocabulary of {own_source.vocab_size} ids, and {other_path} of"
+            f" {first_source.vocab_size}:"
             " an ensemble needs one tokenizer"
         )
-    prints = [_held_out_print(source.fingerprint()) for source in (there, here)]
+    prints = [_held_out_print(source.fingerprint()) for source in (first_source, own_source)]
     if differing := varying_fields(prints):
         lines = [
-            f"  {name}: {one} in {other}, {two} in {path}" for name, (one, two) in differing.items()
+            f"  {name}: {clusters} in {other_path}, {two} in {path}"
+            for name, (clusters, two) in differing.items()
         ]
         raise ValueError("\n".join(["the runs were trained on other data:", *lines]))
-    partition, wanted = partition_of(here), partition_of(there)
-    assert partition is not None and wanted is not None  # their configs have a part
+    partition, first_partition = partition_of(own_source), partition_of(first_source)
+    assert partition is not None and first_partition is not None  # their configs have a part
     file = RunDirectory(path).partition_file
     if file.exists():
         partition = dataclasses.replace(partition, clusters=Clusters.read(file))
-    one, two = (each.clusters for each in (partition, wanted))
-    if one.digest() != two.digest():
+    clusters, two = (each.clusters for each in (partition, first_partition))
+    if clusters.digest() != two.digest():
         raise ValueError(
-            f"{path} is {partition.describe()} with centroids {one.digest()[:12]}, and {other} is"
-            f" {wanted.describe()} with centroids {two.digest()[:12]}: the members of an ensemble"
+            f"{path} is {partition.describe()} with centroids {clusters.digest()[:12]}, and"
+            f" {other_path} is"
+            f" {first_partition.describe()} with centroids {two.digest()[:12]}: the members of"
+            f" an ensemble"
             " share one partition"
         )
     return partition

@@ -73,13 +73,13 @@ class EvolutionConfig(Gradients):
         self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        weight, given = prepare(step, state, batch, first_row)
+        weight, inputs = prepare(step, state, batch, first_row)
         draw = partial(low_rank, self.rank)
-        keys = direction_keys(given, jnp.arange(self.population // 2, dtype=jnp.int32))
-        found = paired_losses(step, given, keys, Ends(self.sigma, draw))
-        factors = pair_factors(found.total, self.sigma, self.groups)
+        keys = direction_keys(inputs, jnp.arange(self.population // 2, dtype=jnp.int32))
+        pairs = paired_losses(step, inputs, keys, Ends(self.sigma, draw))
+        factors = pair_factors(pairs.total, self.sigma, self.groups)
         grads = noise_sum(table_of(step), state.params, keys, factors, draw)
-        return StepGradients(weight, gradients_with(grads, found))
+        return StepGradients(weight, gradients_with(grads, pairs))
 
     @property
     def num_passes(self) -> float:
@@ -113,15 +113,15 @@ def low_rank(
     if matrix is None:
         return jax.random.normal(key, shape, jnp.float32)
     inputs, outputs = (tuple(dim % len(shape) for dim in side) for side in matrix)
-    others = tuple(dim for dim in range(len(shape)) if dim not in inputs + outputs)
-    order = (*others, *inputs, *outputs)
+    batch_dims = tuple(dim for dim in range(len(shape)) if dim not in inputs + outputs)
+    order = (*batch_dims, *inputs, *outputs)
     sizes = [math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs)]
-    batch = tuple(shape[dim] for dim in others)
-    both = jax.random.normal(key, (*batch, sum(sizes), rank), jnp.float32)
-    first, second = both[..., : sizes[0], :], both[..., sizes[0] :, :]
+    batch = tuple(shape[dim] for dim in batch_dims)
+    normals = jax.random.normal(key, (*batch, sum(sizes), rank), jnp.float32)
+    first, second = normals[..., : sizes[0], :], normals[..., sizes[0] :, :]
     product = jnp.einsum("...ir,...or->...io", first, second, preferred_element_type=jnp.float32)
-    whole = (product / math.sqrt(rank)).reshape(tuple(shape[dim] for dim in order))
-    return jnp.transpose(whole, [order.index(dim) for dim in range(len(shape))])
+    product_of_shape = (product / math.sqrt(rank)).reshape(tuple(shape[dim] for dim in order))
+    return jnp.transpose(product_of_shape, [order.index(dim) for dim in range(len(shape))])
 
 
 def pair_factors(totals: Float[Array, "n 2"], sigma: float, groups: int = 1) -> Float[Array, " n"]:

@@ -56,33 +56,33 @@ def noise_view(
         scale: Factor on the noise.
         draw: Distribution of the noise of one parameter of one layer.
     """
-    own: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     matrices: dict[str, MatrixAxes | None] = {}
     for row in table.trained_rows:
         *parents, name = _split(row, scans)
-        node = own
+        node = arrays
         for parent in parents:
             node = node.setdefault(parent, {})
         keys = _keys(row, key)
         node.setdefault(KEYS, {})[name] = keys
         node[SCALE] = jnp.broadcast_to(scale, keys.shape)
         matrices["/".join((*parents, name))] = row.declaration.matrix
-    return View(rewrite=partial(_add_noise, draw, matrices), own=own)
+    return View(rewrite=partial(_add_noise, draw, matrices), own=arrays)
 
 
 def _add_noise(
     draw: Draw,
     matrices: Mapping[str, MatrixAxes | None],
     params: dict[str, Any],
-    own: Any,
+    arrays: Any,
     part: str,
 ) -> dict[str, Any]:
     """Return parameters of one layer, or of a module outside the layers, with noise added."""
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    for path, key in own.get(KEYS, {}).items():
+    for path, key in arrays.get(KEYS, {}).items():
         leaf = flat[path]
         z = place_like(draw(key, leaf.shape, matrices[f"{part}/{path}"]), leaf)
-        flat[path] = leaf + (own[SCALE] * z).astype(leaf.dtype)
+        flat[path] = leaf + (arrays[SCALE] * z).astype(leaf.dtype)
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -104,46 +104,48 @@ def noise_sum(
         factors: Factor on the noise of each key.
         draw: Distribution of the noise of one parameter of one layer.
     """
-    held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
 
     def of(row: ParameterSpec) -> Any:
         if row.is_frozen:
             return optax.MaskedNode()
-        leaf, is_stacked = held[row.path], row.declaration.is_stacked
+        leaf, is_stacked = flat[row.path], row.declaration.is_stacked
         shape = row.shape[1:] if is_stacked else row.shape
         spec = PartitionSpec()
         if surroundings() == "explicit":
-            whole = jax.typeof(leaf).sharding.spec
-            spec = PartitionSpec(*whole[1:]) if is_stacked else whole
+            leaf_spec = jax.typeof(leaf).sharding.spec
+            spec = PartitionSpec(*leaf_spec[1:]) if is_stacked else leaf_spec
 
-        def total(own: Array) -> Array:
-            def add(found: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
-                key, factor = one
+        def total(keys_of_row: Array) -> Array:
+            def add(partial: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+                key, factor = pair
                 z = place_at(draw(key, shape, row.declaration.matrix), spec)
-                return found + factor * z, None
+                return partial + factor * z, None
 
             first = place_at(jnp.zeros(shape, jnp.float32), spec)
-            return jax.lax.scan(add, first, (own, factors))[0]
+            return jax.lax.scan(add, first, (keys_of_row, factors))[0]
 
-        own = jax.vmap(lambda key: _keys(row, key), out_axes=-1)(keys)
-        return place_like(jax.lax.map(total, own) if is_stacked else total(own), leaf)
+        keys_of_row = jax.vmap(lambda key: _keys(row, key), out_axes=-1)(keys)
+        return place_like(
+            jax.lax.map(total, keys_of_row) if is_stacked else total(keys_of_row), leaf
+        )
 
     return table.tree(of)
 
 
 def _keys(row: ParameterSpec, key: Array) -> Array:
     """Return the key of a parameter, or those of its layers [L]."""
-    own = fold_path(key, row.path)
+    row_key = fold_path(key, row.path)
     if not row.declaration.is_stacked:
-        return own
+        return row_key
     layers = jnp.arange(row.shape[0], dtype=jnp.uint32)
-    return jax.vmap(lambda layer: jax.random.fold_in(own, layer))(layers)
+    return jax.vmap(lambda layer: jax.random.fold_in(row_key, layer))(layers)
 
 
 def _split(row: ParameterSpec, scans: Sequence[Scan]) -> list[str]:
     """Return the parts in which a view finds a parameter, and its path inside of the last."""
-    module, *rest = row.path.split("/")
+    module, *remaining = row.path.split("/")
     is_cycle = any(scan.name == module and scan.is_cycle for scan in scans)
     if is_cycle:
-        return [module, rest[0], "/".join(rest[1:])]
-    return [module, "/".join(rest)]
+        return [module, remaining[0], "/".join(remaining[1:])]
+    return [module, "/".join(remaining)]

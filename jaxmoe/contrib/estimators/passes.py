@@ -139,27 +139,27 @@ def prepare(
     batch = step.objective.prepare(step.model, batch, key, placement)
     row_ids = first_row + jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     micro = MicroBatch(batch=jax.tree.map(jnp.asarray, batch), row_ids=row_ids)
-    given = Given(
+    inputs = Given(
         params=state.params,
         router_state=state.router_state,
         key=jax.random.key_data(key),
         parts=jax.tree.map(lambda rows: split_rows(rows, number, placement), micro),
         total_weight=jnp.where(weight > 0.0, weight, 1.0),
     )
-    return weight, given
+    return weight, inputs
 
 
-def summed_pass(step: Step, given: Given, view: View) -> Sums:
+def summed_pass(step: Step, inputs: Given, view: View) -> Sums:
     """Return the sums of one pass over all micro-batches.
 
     Args:
         step: What is evaluated.
-        given: Parameters and rows.
+        inputs: Parameters and rows.
         view: View of the parameters.
     """
     layers = [scan.name for scan in step.model.scans]
-    params, of_layers = view_outside(given.params, view, layers)
-    number = given.parts.row_ids.shape[0]
+    params, of_layers = view_outside(inputs.params, view, layers)
+    number = inputs.parts.row_ids.shape[0]
 
     def one(part: MicroBatch) -> Sums:
         nll, _, output = forward_and_row_nll(
@@ -169,47 +169,47 @@ def summed_pass(step: Step, given: Given, view: View) -> Sums:
             part.batch,
             has_rows=False,
             objective=step.objective,
-            router_state=given.router_state,
+            router_state=inputs.router_state,
             row_ids=part.row_ids,
             train=True,
-            key=jax.random.wrap_key_data(given.key),
+            key=jax.random.wrap_key_data(inputs.key),
             view=of_layers,
         )
         wide = balance_losses(step.model, output.statistics)
         losses = {name: x / number for name, x in output.losses.items() if name not in wide}
         return Sums(nll=nll, losses=losses, statistics=output.statistics)
 
-    first = one(jax.tree.map(lambda x: x[0], given.parts))
+    first = one(jax.tree.map(lambda x: x[0], inputs.parts))
     if number == 1:
         return first
-    rest = jax.tree.map(lambda x: x[1:], given.parts)
+    later = jax.tree.map(lambda x: x[1:], inputs.parts)
     return jax.lax.scan(
-        lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None), first, rest
+        lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None), first, later
     )[0]
 
 
-def losses_of(step: Step, given: Given, sums: Sums, share: float = 1.0) -> Losses:
+def losses_of(step: Step, inputs: Given, sums: Sums, share: float = 1.0) -> Losses:
     """Return the losses of sums.
 
     Args:
         step: What is evaluated.
-        given: Weight of the step.
+        inputs: Weight of the step.
         sums: Sums over rows.
         share: Share of these rows in the losses that are no sums over tokens.
     """
     losses = sums.losses | balance_losses(step.model, sums.statistics)
     losses = {name: share * value for name, value in losses.items()}
-    loss = sums.nll / given.total_weight
+    loss = sums.nll / inputs.total_weight
     total = loss + sum(losses.values())
     return Losses(total=total, loss=loss, losses=losses, statistics=sums.statistics)
 
 
-def gradients_with(grads: Any, found: Losses) -> GradientSums:
+def gradients_with(grads: Any, losses: Losses) -> GradientSums:
     """Return gradients with the means over passes of losses and statistics.
 
     Args:
         grads: Gradients.
-        found: Losses of all passes, with leading dimensions.
+        losses: Losses of all passes, with leading dimensions.
     """
 
     def mean(tree: Any, lead: int) -> Any:
@@ -217,8 +217,8 @@ def gradients_with(grads: Any, found: Losses) -> GradientSums:
             lambda x: jnp.mean(x.astype(jnp.float32), axis=tuple(range(lead))).astype(x.dtype), tree
         )
 
-    passes = dataclasses.replace(found, total=None)
-    passes = mean(passes, found.total.ndim)
+    passes = dataclasses.replace(losses, total=None)
+    passes = mean(passes, losses.total.ndim)
     return GradientSums(
         grads=grads, loss=passes.loss, losses=passes.losses, statistics=passes.statistics
     )

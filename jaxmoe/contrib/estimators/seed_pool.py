@@ -114,18 +114,18 @@ class SeedPoolConfig(Gradients):
         self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        held: SeedSums = self.own_state(state)
-        weight, given = prepare(step, state, batch, first_row)
-        key = jax.random.fold_in(jax.random.wrap_key_data(given.key), 2)
-        logits = jnp.log(probabilities(held))
+        sums: SeedSums = self.own_state(state)
+        weight, inputs = prepare(step, state, batch, first_row)
+        key = jax.random.fold_in(jax.random.wrap_key_data(inputs.key), 2)
+        logits = jnp.log(probabilities(sums))
         drawn = jax.random.categorical(key, logits, shape=(self.directions,))
         keys = seed_keys(state.rng, drawn)
-        found = paired_losses(step, given, keys, Ends(self.epsilon))
-        slopes = clipped(step, slopes_of(found.total, self.epsilon))
+        pairs = paired_losses(step, inputs, keys, Ends(self.epsilon))
+        slopes = clipped(step, slopes_of(pairs.total, self.epsilon))
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
         return StepGradients(
-            weight, gradients_with(grads, found), state=_added(held, drawn, slopes)
+            weight, gradients_with(grads, pairs), state=_added(sums, drawn, slopes)
         )
 
     @property
@@ -146,15 +146,15 @@ class SeedPoolConfig(Gradients):
         )
 
 
-def probabilities(held: SeedSums) -> Float[Array, " K"]:
+def probabilities(sums: SeedSums) -> Float[Array, " K"]:
     """Return the probability of each seed; see the module's docstring.
 
     Args:
-        held: State of the pool.
+        sums: State of the pool.
     """
-    if held.magnitudes is None or held.counts is None:
-        return jnp.full_like(held.sums, 1.0 / held.sums.size)
-    mean = held.magnitudes / (held.counts + 1.0)
+    if sums.magnitudes is None or sums.counts is None:
+        return jnp.full_like(sums.sums, 1.0 / sums.sums.size)
+    mean = sums.magnitudes / (sums.counts + 1.0)
     low, high = jnp.min(mean), jnp.max(mean)
     return jax.nn.softmax((mean - low) / jnp.where(high > low, high - low, 1.0))
 
@@ -200,14 +200,14 @@ def replay(
     return table.merged(moved, base)
 
 
-def _added(held: SeedSums, drawn: Array, slopes: Float[Array, " n"]) -> SeedSums:
+def _added(pool: SeedSums, drawn: Array, slopes: Float[Array, " n"]) -> SeedSums:
     """Return the state with the derivatives of one step."""
-    sums = held.sums.at[drawn].add(slopes / slopes.size)
-    if held.magnitudes is None or held.counts is None:
+    sums = pool.sums.at[drawn].add(slopes / slopes.size)
+    if pool.magnitudes is None or pool.counts is None:
         return SeedSums(sums=sums)
     sizes = jnp.minimum(jnp.abs(slopes), LARGEST)
     return SeedSums(
         sums=sums,
-        magnitudes=held.magnitudes.at[drawn].add(sizes),
-        counts=held.counts.at[drawn].add(1.0),
+        magnitudes=pool.magnitudes.at[drawn].add(sizes),
+        counts=pool.counts.at[drawn].add(1.0),
     )

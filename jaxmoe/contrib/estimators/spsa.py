@@ -103,17 +103,17 @@ class SPSAConfig(Gradients):
         self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
-        weight, given = prepare(step, state, batch, first_row)
+        weight, inputs = prepare(step, state, batch, first_row)
         if self.payload == "mean":
-            keys = direction_keys(given, jnp.arange(self.directions, dtype=jnp.int32))
-            found = paired_losses(step, given, keys, Ends(self.epsilon))
-            slopes = clipped(step, slopes_of(found.total, self.epsilon))
+            keys = direction_keys(inputs, jnp.arange(self.directions, dtype=jnp.int32))
+            pairs = paired_losses(step, inputs, keys, Ends(self.epsilon))
+            slopes = clipped(step, slopes_of(pairs.total, self.epsilon))
         else:
-            slopes, found = self._of_workers(step, given)
-            keys = direction_keys(given, jnp.arange(slopes.size, dtype=jnp.int32))
+            slopes, pairs = self._of_workers(step, inputs)
+            keys = direction_keys(inputs, jnp.arange(slopes.size, dtype=jnp.int32))
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
-        return StepGradients(weight, gradients_with(grads, found))
+        return StepGradients(weight, gradients_with(grads, pairs))
 
     @property
     def num_passes(self) -> float:
@@ -131,7 +131,7 @@ class SPSAConfig(Gradients):
         sent = sizes.get(self.payload, self.directions + 4)
         return f"zeroth order: 2 x {self.directions} passes a step, {sent} bytes a worker and step"
 
-    def _of_workers(self, step: Step, given: Given) -> tuple[Float[Array, " n"], Losses]:
+    def _of_workers(self, step: Step, inputs: Given) -> tuple[Float[Array, " n"], Losses]:
         """Return the derivatives along all directions of all replicas, and the losses.
 
         Direction i of worker w has number i * W + w.
@@ -139,8 +139,8 @@ class SPSAConfig(Gradients):
         workers = step.execution.mesh.replica if surroundings() == "explicit" else 1
         run = partial(worker_slopes, self, step, workers)
         if workers == 1:
-            return run(given)
-        return region(run, axis=REPLICA, out_specs=PartitionSpec())(given)
+            return run(inputs)
+        return region(run, axis=REPLICA, out_specs=PartitionSpec())(inputs)
 
 
 def check_epsilon(epsilon: float) -> None:
@@ -149,14 +149,14 @@ def check_epsilon(epsilon: float) -> None:
         raise ValueError(f"training.gradients.epsilon={epsilon} must be above 0, and finite")
 
 
-def direction_keys(given: Given, numbers: Int[Array, " n"]) -> Array:
+def direction_keys(inputs: Given, numbers: Int[Array, " n"]) -> Array:
     """Return the keys of the noise of directions, [n].
 
     Args:
-        given: Key of the step.
+        inputs: Key of the step.
         numbers: Numbers of the directions in the step.
     """
-    key = jax.random.fold_in(jax.random.wrap_key_data(given.key), 1)
+    key = jax.random.fold_in(jax.random.wrap_key_data(inputs.key), 1)
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
 
 
@@ -177,45 +177,45 @@ def clipped(step: Step, slopes: Float[Array, " n"]) -> Float[Array, " n"]:
     return jnp.clip(slopes, -step.clip, step.clip)
 
 
-def paired_losses(step: Step, given: Given, keys: Array, ends: Ends) -> Losses:
+def paired_losses(step: Step, inputs: Given, keys: Array, ends: Ends) -> Losses:
     """Return the losses of all rows at both ends of directions that all replicas share, [n 2].
 
     Args:
         step: What is evaluated.
-        given: Parameters and rows.
+        inputs: Parameters and rows.
         keys: PRNG keys of the noise of each direction, [n].
         ends: Points along a direction.
     """
     replicas = step.execution.mesh.replica if surroundings() == "explicit" else 1
     data = jax.random.key_data(keys)
     if replicas % 2:
-        return jax.lax.map(partial(_both_ends, step, given, ends), data)
+        return jax.lax.map(partial(_both_ends, step, inputs, ends), data)
     halves = partial(_in_halves, step, ends, replicas)
-    return region(halves, axis=REPLICA, out_specs=PartitionSpec())(given, data)
+    return region(halves, axis=REPLICA, out_specs=PartitionSpec())(inputs, data)
 
 
-def _in_halves(step: Step, ends: Ends, replicas: int, given: Given, data: Array) -> Losses:
+def _in_halves(step: Step, ends: Ends, replicas: int, inputs: Given, data: Array) -> Losses:
     """Return the losses at both ends of directions in a region over replicas."""
     place = jax.lax.axis_index(REPLICA)
-    parts = _rows_of_half(given.parts, place, replicas)
-    local = dataclasses.replace(given, parts=parts)
+    parts = _rows_of_half(inputs.parts, place, replicas)
+    local = dataclasses.replace(inputs, parts=parts)
     return jax.lax.map(partial(_one_end, step, local, ends, place, replicas), data)
 
 
 def end_sums(
-    step: Step, given: Given, data: Array, scale: Float[Array, ""], draw: Draw = normal
+    step: Step, inputs: Given, data: Array, scale: Float[Array, ""], draw: Draw = normal
 ) -> Sums:
     """Return the sums of one pass at a distance along a direction, of which this is key data."""
     key = jax.random.wrap_key_data(data)
     view = noise_view(table_of(step), step.model.scans, key, scale, draw)
-    return summed_pass(step, given, view)
+    return summed_pass(step, inputs, view)
 
 
-def _both_ends(step: Step, given: Given, ends: Ends, data: Array) -> Losses:
+def _both_ends(step: Step, inputs: Given, ends: Ends, data: Array) -> Losses:
     """Return the losses at both ends of a direction, [2 ...]."""
 
     def one(scale: Float[Array, ""]) -> Losses:
-        return losses_of(step, given, end_sums(step, given, data, scale, ends.draw))
+        return losses_of(step, inputs, end_sums(step, inputs, data, scale, ends.draw))
 
     return jax.lax.map(one, jnp.asarray([ends.epsilon, -ends.epsilon], jnp.float32))
 
@@ -225,9 +225,11 @@ def _rows_of_half(parts: MicroBatch, place: Int[Array, ""], replicas: int) -> Mi
     half = replicas // 2
     partners = [(i, (i + half) % replicas) for i in range(replicas)]
 
-    def both(own: Array) -> Array:
-        other = jax.lax.ppermute(own, REPLICA, partners)
-        first, second = (jnp.where(place < half, *pair) for pair in ((own, other), (other, own)))
+    def both(local: Array) -> Array:
+        remote = jax.lax.ppermute(local, REPLICA, partners)
+        first, second = (
+            jnp.where(place < half, *pair) for pair in ((local, remote), (remote, local))
+        )
         return jnp.concatenate([first, second])
 
     return jax.tree.map(both, parts)
@@ -235,7 +237,7 @@ def _rows_of_half(parts: MicroBatch, place: Int[Array, ""], replicas: int) -> Mi
 
 def _one_end(
     step: Step,
-    given: Given,
+    inputs: Given,
     ends: Ends,
     place: Int[Array, ""],
     replicas: int,
@@ -244,7 +246,7 @@ def _one_end(
     """Return the losses at both ends of a direction, [2 ...]; each half computes one."""
     is_first = place < replicas // 2
     scale = jnp.where(is_first, jnp.float32(ends.epsilon), jnp.float32(-ends.epsilon))
-    sums = end_sums(step, given, data, scale, ends.draw)
+    sums = end_sums(step, inputs, data, scale, ends.draw)
     # Losses of weights are equal in a half; the others are sums over its rows.
     share = jax.tree.map(lambda x: x / (replicas // 2), sums.losses)
     sums = dataclasses.replace(sums, losses=share)
@@ -253,14 +255,14 @@ def _one_end(
         none = jnp.zeros_like(x)
         return jnp.stack([jnp.where(is_first, x, none), jnp.where(is_first, none, x)])
 
-    both = sum_over(REPLICA, jax.tree.map(at_its_end, sums))
-    apart = [jax.tree.map(lambda x, end=end: x[end], both) for end in range(2)]
-    losses = [losses_of(step, given, sums) for sums in apart]
+    ends_sums = sum_over(REPLICA, jax.tree.map(at_its_end, sums))
+    apart = [jax.tree.map(lambda x, end=end: x[end], ends_sums) for end in range(2)]
+    losses = [losses_of(step, inputs, sums) for sums in apart]
     return jax.tree.map(lambda *x: jnp.stack(x), *losses)
 
 
 def worker_slopes(
-    config: SPSAConfig, step: Step, workers: int, given: Given
+    config: SPSAConfig, step: Step, workers: int, inputs: Given
 ) -> tuple[Float[Array, " n"], Losses]:
     """Return the derivatives along the directions of all workers, and the losses of all rows.
 
@@ -268,24 +270,24 @@ def worker_slopes(
         config: Directions and payload.
         step: What is evaluated.
         workers: Number of workers; one outside a region.
-        given: Parameters, and the rows of this worker.
+        inputs: Parameters, and the rows of this worker.
     """
     place = jax.lax.axis_index(REPLICA) if workers > 1 else jnp.int32(0)
     numbers = jnp.arange(config.directions, dtype=jnp.int32) * workers + place
 
     def one(data: Array) -> Losses:
         def end(scale: Float[Array, ""]) -> Losses:
-            sums = end_sums(step, given, data, scale)
-            return losses_of(step, given, sums, 1.0 / workers)
+            sums = end_sums(step, inputs, data, scale)
+            return losses_of(step, inputs, sums, 1.0 / workers)
 
         return jax.lax.map(end, jnp.asarray([config.epsilon, -config.epsilon], jnp.float32))
 
-    found = jax.lax.map(one, jax.random.key_data(direction_keys(given, numbers)))
-    slopes = clipped(step, slopes_of(found.total, config.epsilon))
+    directional = jax.lax.map(one, jax.random.key_data(direction_keys(inputs, numbers)))
+    slopes = clipped(step, slopes_of(directional.total, config.epsilon))
     shared = exchanged(slopes, config.payload, workers)
     if workers > 1:
-        found = sum_over(REPLICA, found)
-    return shared.reshape(-1), found
+        directional = sum_over(REPLICA, directional)
+    return shared.reshape(-1), directional
 
 
 def exchanged(

@@ -83,14 +83,14 @@ class SurrogateConfig(Gradients):
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
         before = self.own_state(state)
-        weight, given = passes.prepare(step, state, batch, first_row)
+        weight, inputs = passes.prepare(step, state, batch, first_row)
         table = table_of(step)
         workers = step.execution.mesh.replica if surroundings() == "explicit" else 1
         x, unravel = _flat(table, state.params)
         scale = self.length * self.epsilon * math.sqrt(x.size)
         vectors, angles = basis(state.rng, self.features, x.size)
         phases = _dot(vectors, x / scale) + angles
-        keys = direction_keys(given, jnp.arange(self.queries * workers, dtype=jnp.int32))
+        keys = direction_keys(inputs, jnp.arange(self.queries * workers, dtype=jnp.int32))
 
         def turned(data: Array) -> Float[Array, " M"]:
             key = jax.random.wrap_key_data(data)[None]
@@ -102,10 +102,10 @@ class SurrogateConfig(Gradients):
         run = partial(_fitted, self, step, workers)
         if workers > 1:
             run = region(run, axis=REPLICA, out_specs=PartitionSpec())
-        weights, found = run(given, data, rows, before)
+        weights, losses = run(inputs, data, rows, before)
         grads = unravel(gradient(vectors, phases, weights) / scale)
         grads = jax.tree.map(place_like, grads, table.trained(state.params))
-        return StepGradients(weight, passes.gradients_with(grads, found), state=weights)
+        return StepGradients(weight, passes.gradients_with(grads, losses), state=weights)
 
     @property
     def num_passes(self) -> float:
@@ -165,31 +165,35 @@ def _fitted(
     config: SurrogateConfig,
     step: Step,
     workers: int,
-    given: Given,
+    inputs: Given,
     keys: Array,
     rows: Float[Array, "n M"],
     before: Float[Array, " M"],
 ) -> tuple[Float[Array, " M"], Losses]:
     """Return the weights after the passes of all workers, and the losses of all rows."""
     place = jax.lax.axis_index(REPLICA) if workers > 1 else jnp.int32(0)
-    own: Int[Array, " q"] = jnp.arange(config.queries, dtype=jnp.int32) * workers + place
+    query_ids: Int[Array, " q"] = jnp.arange(config.queries, dtype=jnp.int32) * workers + place
 
     def one(data: Array) -> Losses:
         def end(scale: Float[Array, ""]) -> Losses:
-            return passes.losses_of(step, given, end_sums(step, given, data, scale), 1.0 / workers)
+            return passes.losses_of(
+                step, inputs, end_sums(step, inputs, data, scale), 1.0 / workers
+            )
 
         return jax.lax.map(end, jnp.asarray([config.epsilon, -config.epsilon], jnp.float32))
 
-    found = jax.lax.map(one, keys[own])
-    weights = fit(before / workers, rows[own], found.total[:, 0] - found.total[:, 1], config.ridge)
-    return sum_over(REPLICA, (weights, found)) if workers > 1 else (weights, found)
+    slopes = jax.lax.map(one, keys[query_ids])
+    weights = fit(
+        before / workers, rows[query_ids], slopes.total[:, 0] - slopes.total[:, 1], config.ridge
+    )
+    return sum_over(REPLICA, (weights, slopes)) if workers > 1 else (weights, slopes)
 
 
-def _dot(one: Array, other: Array) -> Array:
-    return jnp.dot(one, other, precision="highest", preferred_element_type=jnp.float32)
+def _dot(x: Array, y: Array) -> Array:
+    return jnp.dot(x, y, precision="highest", preferred_element_type=jnp.float32)
 
 
 def _flat(table: ParameterTable, tree: Any) -> tuple[Float[Array, " d"], Any]:
     """Return trained values as one f32 vector, and the function back to a tree."""
-    whole, spec = table.trained(tree), PartitionSpec()
-    return ravel_pytree(jax.tree.map(lambda x: place_at(x.astype(jnp.float32), spec), whole))
+    trained, spec = table.trained(tree), PartitionSpec()
+    return ravel_pytree(jax.tree.map(lambda x: place_at(x.astype(jnp.float32), spec), trained))

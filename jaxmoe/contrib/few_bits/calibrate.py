@@ -57,20 +57,20 @@ def measure_activations(
     held_out = calibration_batches(assembly, batches, field)
     params, router_state = jax.device_get((state.params, state.router_state))
     step = jax.jit(jax.grad(partial(_loss, plan, statistic), argnums=0), static_argnums=4)
-    found: dict[str, Any] = {}
+    largest_by_path: dict[str, Any] = {}
     combine = np.add if statistic == "squares" else np.maximum
     for batch in held_out:
         for index in range(plan.config.training.objective.num_examined):
             measured = step(_zeros(plan.table), params, router_state, batch, index)
             for path, largest in jax.device_get(measured).items():
-                found[path] = combine(found.get(path, 0.0), largest)
-    for path, largest in found.items():
+                largest_by_path[path] = combine(largest_by_path.get(path, 0.0), largest)
+    for path, largest in largest_by_path.items():
         if not np.isfinite(largest).all():
             raise ValueError(
                 f"the activations of {path} are not finite on held-out data: choose an earlier"
                 " checkpoint with --run.step"
             )
-    return {path: _filled(largest) for path, largest in found.items()}
+    return {path: _filled(largest) for path, largest in largest_by_path.items()}
 
 
 def _check_held_out(assembly: Assembly, batches: int, field: str) -> None:
@@ -88,11 +88,11 @@ def _check_held_out(assembly: Assembly, batches: int, field: str) -> None:
     have, read = _validation(assembly).num_batches, config.evaluation.batches
     if have is None or have >= read + batches:
         return
-    left = max(have - read, 0)
+    num_left = max(have - read, 0)
     measured = "outliers" if field == "mixed.batches" else "activations"
     way_out = (
-        f"ask for at most {left} with --{field}"
-        if left
+        f"ask for at most {num_left} with --{field}"
+        if num_left
         else "convert to w4a8, which needs no data, or train with fewer --evaluation.batches"
     )
     raise ValueError(
@@ -148,10 +148,10 @@ def _loss(
     """Return the held-out loss, whose gradient by `largest` is the measurement."""
 
     def observed(row: Any, value: Array) -> Any:
-        own = largest.get(row.path)
-        if own is None:
+        limit = largest.get(row.path)
+        if limit is None:
             return value
-        return ObservedArray(values=value, largest=own, statistic=statistic)
+        return ObservedArray(values=value, largest=limit, statistic=statistic)
 
     config = plan.config
     precision = PrecisionPolicy(compute=config.execution.precision.compute)

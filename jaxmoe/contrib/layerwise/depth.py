@@ -65,8 +65,8 @@ def measure_depth(model: Chain, batches: Sequence[Batch]) -> DepthMeasures:
     """
     calls, sums = layer_calls(model.model), None
     for batch in batches:
-        found = _measure_batch(model, batch)
-        sums = found if sums is None else jax.tree.map(np.add, sums, found)
+        measures = _measure_batch(model, batch)
+        sums = measures if sums is None else jax.tree.map(np.add, sums, measures)
     assert sums is not None  # a run has held-out batches
     number = sums["tokens"]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -96,21 +96,21 @@ def streams_of(model: Chain, batches: Iterable[Batch]) -> list[np.ndarray]:
     """
     parts: list[list[np.ndarray]] = []
     for batch in batches:
-        stream, about = model.begin(batch.tokens, batch.segment_ids)
-        is_real, found = np.asarray(about.token_mask), []
+        stream, inputs = model.begin(batch.tokens, batch.segment_ids)
+        is_real, streams = np.asarray(inputs.token_mask), []
         for call in layer_calls(model.model):
-            stream = model.call(call, stream, about)
-            found.append(np.asarray(model.hidden(stream), np.float32)[is_real])
-        parts.append(found)
+            stream = model.call(call, stream, inputs)
+            streams.append(np.asarray(model.hidden(stream), np.float32)[is_real])
+        parts.append(streams)
     return [np.concatenate(of_layer) for of_layer in zip(*parts, strict=True)]
 
 
-def map_error(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> np.ndarray:
+def map_error(sources: Sequence[np.ndarray], target_streams: Sequence[np.ndarray]) -> np.ndarray:
     """Return the relative error of linear maps from each layer of one model to each of another.
 
     Args:
-        one: Streams [T D] after each layer of the first model.
-        other: Streams [T D'] after each layer of the second, of the same tokens.
+        sources: Streams [T D] after each layer of the first model.
+        target_streams: Streams [T D'] after each layer of the second, of the same tokens.
 
     Returns:
         Array [layers of the first, layers of the second]; 0 is a perfect map, 1 the mean.
@@ -118,19 +118,19 @@ def map_error(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> np.ndar
     Raises:
         ValueError: There are too few tokens for the width of the first model.
     """
-    tokens, width = one[0].shape
+    tokens, width = sources[0].shape
     half = tokens // 2
     if half < 2 * width:
         raise ValueError(
             f"a linear map from width {width} is fitted on half of the tokens and needs"
             f" {4 * width}, and there are {tokens}: raise batches"
         )
-    targets = [x.astype(np.float64) for x in other]
+    targets = [x.astype(np.float64) for x in target_streams]
     targets = [x - x[:half].mean(0) for x in targets]
     joined = np.concatenate(targets, axis=1)
     ends = np.cumsum([x.shape[1] for x in targets])[:-1]
-    errors = np.zeros((len(one), len(other)))
-    for place, raw in enumerate(one):
+    errors = np.zeros((len(sources), len(target_streams)))
+    for place, raw in enumerate(sources):
         x = raw.astype(np.float64)
         x = x - x[:half].mean(0)
         fitted, held_out = x[:half], x[half:]
@@ -162,12 +162,12 @@ def describe_depth(measures: DepthMeasures) -> str:
 def _measure_batch(model: Chain, batch: Batch) -> dict[str, Any]:
     """Return the sums over the tokens of one batch."""
     calls = layer_calls(model.model)
-    stream, about = model.begin(batch.tokens, batch.segment_ids)
+    stream, inputs = model.begin(batch.tokens, batch.segment_ids)
     streams, number = [stream], len(calls)
     for call in calls:
-        streams.append(model.call(call, streams[-1], about))
+        streams.append(model.call(call, streams[-1], inputs))
     states = [model.hidden(stream) for stream in streams]
-    predicted, mask = model.logits(streams[-1]), about.token_mask
+    predicted, mask = model.logits(streams[-1]), inputs.token_mask
     moved, size = np.zeros((number, number)), np.ones((number, number))
     per_layer: list[Any] = [
         _contribution(*pair, mask) for pair in zip(states, states[1:], strict=False)
@@ -176,10 +176,10 @@ def _measure_batch(model: Chain, batch: Batch) -> dict[str, Any]:
     for left_out in range(number):
         stream, before = streams[left_out], states[left_out]
         for later in range(left_out + 1, number):
-            stream = model.call(calls[later], stream, about)
+            stream = model.call(calls[later], stream, inputs)
             after = model.hidden(stream)
-            given = (before, after, states[later], states[later + 1], mask)
-            moved[left_out, later], size[left_out, later] = jax.device_get(_change(*given))
+            arguments = (before, after, states[later], states[later + 1], mask)
+            moved[left_out, later], size[left_out, later] = jax.device_get(_change(*arguments))
             before = after
         output.append(_distance(model.logits(stream), predicted, mask))
     ratio, cosine = np.asarray(jax.device_get(per_layer), np.float64).T
@@ -207,15 +207,15 @@ def _free(
         return None
     total = number = 0.0
     for batch in batches:
-        stream, about = model.begin(batch.tokens, batch.segment_ids)
+        stream, inputs = model.begin(batch.tokens, batch.segment_ids)
         without = stream
         for place, call in enumerate(layer_calls(model.model)):
-            stream = model.call(call, stream, about)
+            stream = model.call(call, stream, inputs)
             if not first <= place < end:
-                without = model.call(call, without, about)
-        given = model.logits(without), model.logits(stream), about.token_mask
-        total += float(_distance(*given))
-        number += float(jnp.sum(about.token_mask))
+                without = model.call(call, without, inputs)
+        arguments = model.logits(without), model.logits(stream), inputs.token_mask
+        total += float(_distance(*arguments))
+        number += float(jnp.sum(inputs.token_mask))
     return first, end - 1, total / number
 
 
@@ -236,15 +236,15 @@ def _change(
     before: Array, after: Array, usual_before: Array, usual_after: Array, mask: Array
 ) -> tuple[Array, Array]:
     """Return the sums over tokens of |b' - b| and of |b| of a layer."""
-    usual = _branch(usual_before, usual_after)
-    moved = _norm(_branch(before, after) - usual)
-    return _masked_sum(moved, mask), _masked_sum(_norm(usual), mask)
+    baseline = _branch(usual_before, usual_after)
+    moved = _norm(_branch(before, after) - baseline)
+    return _masked_sum(moved, mask), _masked_sum(_norm(baseline), mask)
 
 
 @jax.jit
-def _distance(one: Array, other: Array, mask: Array) -> Array:
+def _distance(logits: Array, reference: Array, mask: Array) -> Array:
     """Return the sum over tokens of the total variation distance of two predictions."""
-    difference = jax.nn.softmax(one, axis=-1) - jax.nn.softmax(other, axis=-1)
+    difference = jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(reference, axis=-1)
     return _masked_sum(0.5 * jnp.sum(jnp.abs(difference), axis=-1), mask)
 
 

@@ -110,9 +110,9 @@ class Client:
         Returns:
             Times and counts, or why it failed; nothing is raised for what the server does.
         """
-        asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-        connection, found, opened = self._connect(), Outcome(), None
-        content = json.dumps(asked).encode()
+        request = body | {"stream": True, "stream_options": {"include_usage": True}}
+        connection, outcome, opened = self._connect(), Outcome(), None
+        content = json.dumps(request).encode()
         try:
             connection.connect()
             opened = connection.sock
@@ -125,24 +125,24 @@ class Client:
                 text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
                 return Outcome(failure=_refusal(answer.status, text))
             for part in _events(answer):
-                found = _after(found, part, time.monotonic())
-                if found.failure:
-                    return found
+                outcome = _after(outcome, part, time.monotonic())
+                if outcome.failure:
+                    return outcome
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-            return dataclasses.replace(found, failure=_words(error))
+            return dataclasses.replace(outcome, failure=_words(error))
         finally:
             self._open.discard(opened)
             connection.close()
-        if found.first is None or not found.num_written:
-            return dataclasses.replace(found, failure="the stream has no token or no usage")
-        return found
+        if outcome.first is None or not outcome.num_written:
+            return dataclasses.replace(outcome, failure="the stream has no token or no usage")
+        return outcome
 
     def close(self) -> None:
         """End the completions that other threads wait for, and all later ones; they fail."""
         self._is_closed = True
-        for one in tuple(self._open):
+        for connection in tuple(self._open):
             with contextlib.suppress(OSError):  # it has ended by itself
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _connect(self) -> http.client.HTTPConnection:
         return self._kind(self._host, self._port, timeout=self._timeout)
@@ -164,30 +164,30 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[Any]:
     raise ValueError("the stream broke off")
 
 
-def _after(found: Outcome, part: Any, now: float) -> Outcome:
+def _after(outcome: Outcome, part: Any, now: float) -> Outcome:
     """Return the outcome with one more part of the stream."""
     if "error" in part:
-        return dataclasses.replace(found, failure=f"in the stream: {_message(part)}")
+        return dataclasses.replace(outcome, failure=f"in the stream: {_message(part)}")
     if part.get("choices"):
-        first = now if found.first is None else found.first
-        found = dataclasses.replace(found, first=first, last=now)
+        first = now if outcome.first is None else outcome.first
+        outcome = dataclasses.replace(outcome, first=first, last=now)
     if counts := part.get("usage"):
         details = counts.get("prompt_tokens_details") or {}
-        found = dataclasses.replace(
-            found,
+        outcome = dataclasses.replace(
+            outcome,
             num_prompt=int(counts["prompt_tokens"]),
             num_written=int(counts["completion_tokens"]),
             num_cached=int(details.get("cached_tokens") or 0),
         )
-    return found
+    return outcome
 
 
 def _refusal(status: int, text: str) -> str:
     try:
-        words = _message(parse_json(text))
+        message = _message(parse_json(text))
     except (ValueError, KeyError, TypeError):
-        words = text.strip().partition("\n")[0][:200]
-    return f"status {status}: {words}" if words else f"status {status}"
+        message = text.strip().partition("\n")[0][:200]
+    return f"status {status}: {message}" if message else f"status {status}"
 
 
 def _message(body: Any) -> str:

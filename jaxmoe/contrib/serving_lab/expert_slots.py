@@ -67,16 +67,18 @@ class SlotStore:
         for stack in model.stacks:
             if not stack.kind.feed_forward.is_routed:
                 continue
-            own = stack_parameters(params, stack)[stack.kind.feed_forward.module_name][_EXPERTS]
-            own = jax.tree.map(lambda x: np.asarray(x, dtype), own)
+            experts = stack_parameters(params, stack)[stack.kind.feed_forward.module_name][_EXPERTS]
+            experts = jax.tree.map(lambda x: np.asarray(x, dtype), experts)
             for place, layer in enumerate(stack.moe_layers):
-                for expert in range(jax.tree.leaves(own)[0].shape[1]):
+                for expert in range(jax.tree.leaves(experts)[0].shape[1]):
                     at = place, expert
-                    self._host[layer, expert] = jax.tree.map(lambda x, at=at: x[at], own)
-        some = next(iter(self._host.values()))
+                    self._host[layer, expert] = jax.tree.map(lambda x, at=at: x[at], experts)
+        stack_experts = next(iter(self._host.values()))
         self.num_slots = min(size, len(self._host))
-        self._slots = jax.tree.map(lambda x: jnp.zeros((self.num_slots, *x.shape), x.dtype), some)
-        self.expert_bytes, self.slot_bytes = tree_bytes(some), tree_bytes(self._slots)
+        self._slots = jax.tree.map(
+            lambda x: jnp.zeros((self.num_slots, *x.shape), x.dtype), stack_experts
+        )
+        self.expert_bytes, self.slot_bytes = tree_bytes(stack_experts), tree_bytes(self._slots)
         layers = [call.moe_layer for call in layer_calls(model) if call.stack.moe_layers]
         following = [Use(item=(layer, 0), category=str(layer)) for layer in layers * 2]
         self._next = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
@@ -109,17 +111,17 @@ class SlotStore:
         moe: Any = call.stack.kind.feed_forward
         layer = call.moe_layer
         ids, rows = moe_programs.route(chain, call, stream, about)
-        one = self._pass = _Pass(chain.execution, ids, rows, moe.num_routed)
+        pass_ = self._pass = _Pass(chain.execution, ids, rows, moe.num_routed)
         expected = self._before.get(self._next[layer], ())
         uses = layer_uses(layer, ids, moe.num_experts, expected=expected)
         for use in uses:
             self.hits += self._cache.use(use)
-            one.waiting[use.item] = self._places[use.item]
+            pass_.waiting[use.item] = self._places[use.item]
         self.uses += len(uses)
         self._before[layer] = tuple(use.item for use in uses)
-        one.compute(self._slots)
+        pass_.compute(self._slots)
         self._pass = None
-        return moe_programs.write(chain, call, stream, about, one.outputs)
+        return moe_programs.write(chain, call, stream, about, pass_.outputs)
 
     def _load(self, item: Any) -> None:
         """Copy an expert into a free slot."""
@@ -192,9 +194,9 @@ class ExpertSlots(Offload):
                 " the slots: convert the run first (experiments.checkpoint convert --fold True)"
             )
         self.store = SlotStore(model, execution, params, self.size, self.policy)
-        others = jax.device_put(_without_experts(params, model))
-        self._other_bytes = tree_bytes(others)
-        return Chain.of(model, execution, others, jax.device_put(router_state), experts=self.store)
+        outside = jax.device_put(_without_experts(params, model))
+        self._other_bytes = tree_bytes(outside)
+        return Chain.of(model, execution, outside, jax.device_put(router_state), experts=self.store)
 
     def __str__(self) -> str:
         store = self.store
@@ -220,8 +222,8 @@ def parse_slots(text: str) -> ExpertSlots:
     Raises:
         ValueError: The text names no slots, or no policy.
     """
-    name, _, rest = text.partition(":")
-    size, _, policy = rest.partition(":")
+    name, _, count = text.partition(":")
+    size, _, policy = count.partition(":")
     if name != "slots" or not size.isdecimal() or (policy or "lru") not in ITEM_CACHES:
         raise ValueError(
             f"experts={text} must be slots:N with the experts on the device, or slots:N:policy with"
@@ -232,7 +234,7 @@ def parse_slots(text: str) -> ExpertSlots:
 
 def _live_policies() -> str:
     """Return the names of the policies that decide without the uses to come."""
-    return ", ".join(name for name, one in ITEM_CACHES.items() if one.is_live)
+    return ", ".join(name for name, config in ITEM_CACHES.items() if config.is_live)
 
 
 def _without_experts(params: Any, model: ModelConfig) -> Any:
@@ -256,4 +258,4 @@ def _without_experts(params: Any, model: ModelConfig) -> Any:
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(slots: Any, slot: Any, expert: Any) -> Any:
     """Return the slots with an expert in one of them."""
-    return jax.tree.map(lambda all_, one: all_.at[slot].set(one), slots, expert)
+    return jax.tree.map(lambda all_, leaf: all_.at[slot].set(leaf), slots, expert)

@@ -91,8 +91,8 @@ def send_load(
     An interruption closes the client.
     """
     followers: dict[int, list[Arrival]] = {}
-    start, due, found = time.monotonic(), list[tuple[float, int, Arrival]](), list[Sent]()
-    ended: queue.SimpleQueue[tuple[Arrival, float, Future[Outcome]]] = queue.SimpleQueue()
+    start, due, results = time.monotonic(), list[tuple[float, int, Arrival]](), list[Sent]()
+    endings: queue.SimpleQueue[tuple[Arrival, float, Future[Outcome]]] = queue.SimpleQueue()
     for arrival in arrivals:
         if arrival.after is None:
             due.append((start + arrival.time, arrival.request.id, arrival))
@@ -102,7 +102,7 @@ def send_load(
 
     def send(arrival: Arrival, arrived: float) -> None:
         future = pool.submit(client.complete, _body(arrival, vocab) | dict(fields))
-        future.add_done_callback(lambda done: ended.put((arrival, arrived, done)))
+        future.add_done_callback(lambda done: endings.put((arrival, arrived, done)))
 
     pool, flying = ThreadPoolExecutor(connections, thread_name_prefix=_THREAD), 0
     try:
@@ -113,11 +113,11 @@ def send_load(
                 flying += 1
             try:
                 wait = max(due[0][0] - time.monotonic(), 0.0) if due else None
-                arrival, arrived, done = ended.get(timeout=wait)
+                arrival, arrived, done = endings.get(timeout=wait)
             except queue.Empty:
                 continue
             flying -= 1
-            found.append(Sent(arrival=arrival, arrived=arrived, outcome=done.result()))
+            results.append(Sent(arrival=arrival, arrived=arrived, outcome=done.result()))
             for later in followers.pop(arrival.request.id, ()):
                 heapq.heappush(due, (time.monotonic() + later.time, later.request.id, later))
     finally:
@@ -125,7 +125,7 @@ def send_load(
         if flying:  # after an interruption some still wait for the server
             client.close()
         pool.shutdown()
-    return found
+    return results
 
 
 def report_load(sent: Sequence[Sent]) -> LoadReport:
@@ -134,16 +134,18 @@ def report_load(sent: Sequence[Sent]) -> LoadReport:
     Args:
         sent: Requests with their outcomes.
     """
-    whole = [one for one in sent if not one.outcome.failure]
-    failures = collections.Counter(one.outcome.failure for one in sent if one.outcome.failure)
+    completed = [result for result in sent if not result.outcome.failure]
+    failures = collections.Counter(
+        result.outcome.failure for result in sent if result.outcome.failure
+    )
     return LoadReport(
         requests=len(sent),
-        failed=len(sent) - len(whole),
+        failed=len(sent) - len(completed),
         failures=dict(failures.most_common()),
-        prompt_tokens=sum(one.outcome.num_prompt for one in whole),
-        cached_tokens=sum(one.outcome.num_cached for one in whole),
-        written_tokens=sum(one.outcome.num_written for one in whole),
-        measures=measure_sequences(map(_sequence, whole)) if whole else None,
+        prompt_tokens=sum(result.outcome.num_prompt for result in completed),
+        cached_tokens=sum(result.outcome.num_cached for result in completed),
+        written_tokens=sum(result.outcome.num_written for result in completed),
+        measures=measure_sequences(map(_sequence, completed)) if completed else None,
     )
 
 
@@ -155,13 +157,13 @@ def _body(arrival: Arrival, vocab: int) -> dict[str, Any]:
     return body | ({"user": arrival.request.session} if arrival.request.session else {})
 
 
-def _sequence(one: Sent) -> ServedSequence:
+def _sequence(result: Sent) -> ServedSequence:
     """Return a whole answer as a sequence on the client's clock, for the measures."""
-    request, outcome = one.arrival.request, one.outcome
+    request, outcome = result.arrival.request, result.outcome
     return ServedSequence(
         request=request,
         order=request.id,
-        arrived=one.arrived,
+        arrived=result.arrived,
         page_size=1,
         tokens=[*request.prompt, *[0] * outcome.num_written],
         state="finished",

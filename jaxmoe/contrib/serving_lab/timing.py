@@ -87,7 +87,7 @@ def measure_run(
         summary={
             "cost": source,
             "platform": platform,
-            "shapes": [dataclasses.asdict(one) for one in timings],
+            "shapes": [dataclasses.asdict(timing) for timing in timings],
             "fit": fit and _rates(fit),
         },
     )
@@ -112,8 +112,8 @@ def loads_of_run(path: str, sizes: ModelSizes) -> tuple[tuple[float, ...], ...]:
 
 def _rates(fit: Fit) -> dict[str, float]:
     chip = fit.cost.chip
-    found = {"flops": chip.flops, "memory_bandwidth": chip.memory_bandwidth}
-    return found | {"constant": fit.cost.constant, "error": fit.error}
+    rates = {"flops": chip.flops, "memory_bandwidth": chip.memory_bandwidth}
+    return rates | {"constant": fit.cost.constant, "error": fit.error}
 
 
 def _describe(
@@ -121,11 +121,11 @@ def _describe(
 ) -> str:
     """Return a line for each shape, on the fit, on the experts, and on the times that are used."""
     lines = []
-    for one in timings:
-        number, length = one.pieces
+    for timing in timings:
+        number, length = timing.pieces
         pieces = f" + {number}x{length}" if number else ""
-        shape = f"{one.singles}x1{pieces}, context {one.context_length}"
-        lines.append(f"  {shape}: {1e3 * one.seconds:.2f} ms")
+        shape = f"{timing.singles}x1{pieces}, context {timing.context_length}"
+        lines.append(f"  {shape}: {1e3 * timing.seconds:.2f} ms")
     if fit is not None:
         rates = _rates(fit)
         lines.append(
@@ -135,7 +135,7 @@ def _describe(
         )
     if nominal.loads:
         most, even = timings[0].singles, dataclasses.replace(nominal, loads=())
-        read = [one.distinct_experts(most) for one in (nominal, even)]
+        read = [timing.distinct_experts(most) for timing in (nominal, even)]
         lines.append(
             f"  {most} tokens choose {read[0]:.1f} of the {nominal.sizes.num_experts} experts of a"
             f" layer by the run's loads, {read[1]:.1f} by equal ones"

@@ -164,11 +164,11 @@ class Island(RunPart):
         """
         say(f"island   {self._config.member} of {self._config.of}: waiting for the others")
         try:
-            found = self._rounds.start(self._between.rounds_before(step))
+            start = self._rounds.start(self._between.rounds_before(step))
         except IslandError as error:
             raise self._ended(error) from error
-        if found is not None:
-            state = self._placed(found)
+        if start is not None:
+            state = self._placed(start)
             step = int(state.step)
             say(f"island   joined the others at step {step}")
         self._step = self._exchanged = step
@@ -219,11 +219,11 @@ class Island(RunPart):
         message, state = self._between.encode(fragment, state)
         closed = self._rounds.exchange(to_bytes(message), partial(self._before, state))
         like = self._like[fragment.number]
-        found = {member: from_bytes(data, like) for member, data in closed.payloads.items()}
+        updates = {member: from_bytes(data, like) for member, data in closed.payloads.items()}
         # All members have the same bytes, and leave out the same messages.
-        messages = [message for message in found.values() if is_finite(message)]
-        if len(messages) < len(found):
-            odd = [member for member, message in found.items() if not is_finite(message)]
+        messages = [message for message in updates.values() if is_finite(message)]
+        if len(messages) < len(updates):
+            odd = [member for member, message in updates.items() if not is_finite(message)]
             logger.warning("round %d: messages of islands %s are not finite", closed.number, odd)
         if messages:
             state = self._between.merge(fragment, state, messages)

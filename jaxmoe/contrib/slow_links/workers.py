@@ -114,23 +114,23 @@ def with_other_workers(
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=where)
 
     names = ("opt_state", "router_state", "recent_norms")
-    own = _as_saved({name: getattr(local_of(shapes), name) for name in names})
-    held = {path: saved(path, leaf) for path, leaf in own.items()}
+    saved_arrays = _as_saved({name: getattr(local_of(shapes), name) for name in names})
+    shapes_by_path = {path: saved(path, leaf) for path, leaf in saved_arrays.items()}
     fields = ("params", "opt_state", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
     target = {name: getattr(shapes, name) for name in fields}
     # The optimiser of a worker begins anew where the saved one does not fit.
-    left = (name for name in fields if name != "opt_state")
-    state = dataclasses.replace(assembly.new_world(), **dict.fromkeys(left))
-    given = target | traverse_util.unflatten_dict(held, sep=SEPARATOR)
-    found = restore_part(manager.directory, given, step=step)
-    taken, local = jnp.arange(number) % before, _as_saved(found.pop("parts")[WORKERS])
+    field_names = (name for name in fields if name != "opt_state")
+    state = dataclasses.replace(assembly.new_world(), **dict.fromkeys(field_names))
+    target_arrays = target | traverse_util.unflatten_dict(shapes_by_path, sep=SEPARATOR)
+    restored = restore_part(manager.directory, target_arrays, step=step)
+    source_workers, local = jnp.arange(number) % before, _as_saved(restored.pop("parts")[WORKERS])
     with jax.set_mesh(assembly.mesh):
-        outer = found.pop("opt_state")
-        begun = assembly.workers.begin(dataclasses.replace(state, **found))
+        outer = restored.pop("opt_state")
+        begun = assembly.workers.begin(dataclasses.replace(state, **restored))
         mine = _as_saved({name: getattr(local_of(begun), name) for name in names})
-        for path, like in own.items():
+        for path, like in saved_arrays.items():
             if local[path].shape[1:] == like.shape[1:]:
-                mine[path] = jax.device_put(local[path][taken], like.sharding)
+                mine[path] = jax.device_put(local[path][source_workers], like.sharding)
     packed = traverse_util.unflatten_dict(mine, sep=SEPARATOR)["parts"][WORKERS]
     parts = unpack(packed, {name: getattr(local_of(begun), name) for name in names})
     begun = with_local(begun, dataclasses.replace(local_of(begun), **parts))

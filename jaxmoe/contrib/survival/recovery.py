@@ -109,9 +109,9 @@ def restore_averaged(
     reasons = []
     for step in damaged_steps(directory):
         try:
-            found = survey(step)
-            check(found.manifest)
-            with opened(found) as survivors:
+            survey_of_step = survey(step)
+            check(survey_of_step.manifest)
+            with opened(survey_of_step) as survivors:
                 return _restore(survivors, state, table, str(step))
         except CheckpointAbandonedError:
             continue
@@ -157,27 +157,27 @@ def restore_averaged_snapshot(
 def _restore(
     survivors: Survivors, state: TrainState, table: ParameterTable, where: str
 ) -> Averaged:
-    found = survivors.found
-    check_target(found.manifest, without_later(found.manifest, state), where)
+    survey_of_step = survivors.found
+    check_target(survey_of_step.manifest, without_later(survey_of_step.manifest, state), where)
     stacked = {
         f"params{SEPARATOR}{row.path}": row.shape[0]
         for row in table
         if row.declaration.axes[:1] == (ax.LAYERS,)
     }
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(pack(state), sep=SEPARATOR))
-    saved = [path for path in flat if path in found.manifest.arrays]
-    if scalars := [path for path in saved if not flat[path].ndim and found.num_lost(path)]:
+    saved = [path for path in flat if path in survey_of_step.manifest.arrays]
+    if scalars := [path for path in saved if not flat[path].ndim and survey_of_step.num_lost(path)]:
         raise CheckpointDamagedError(f"{where} has lost counters: {', '.join(scalars[:5])}")
-    sources, mirrors = _sources(survivors, stacked, where), _Mirror.all_of(found, table)
+    sources, mirrors = _sources(survivors, stacked, where), _Mirror.all_of(survey_of_step, table)
     for path in saved:
         lost = _layers_of(path, stacked, sources)
         mirror, leaf = mirrors.get(path), flat[path]
         flat[path] = _filled(survivors, path, leaf, lost, mirror, is_averaged=path in stacked)
-    changes = _changes(found, stacked, sources, mirrors)
+    changes = _changes(survey_of_step, stacked, sources, mirrors)
     for change in changes:
         logger.warning("a part of %s is lost: %s", where, change)
     restored = unpack(traverse_util.unflatten_dict(flat, sep=SEPARATOR), state)
-    return Averaged(step=found.manifest.step, state=restored, changes=changes, where=where)
+    return Averaged(step=survey_of_step.manifest.step, state=restored, changes=changes, where=where)
 
 
 def _sources(survivors: Survivors, stacked: Mapping[str, int], where: str) -> Sources:
@@ -219,9 +219,9 @@ class _Mirror:
     shape: tuple[int, ...]
 
     @classmethod
-    def all_of(cls, found: Survey, table: ParameterTable) -> dict[str, _Mirror]:
+    def all_of(cls, survey_of_step: Survey, table: ParameterTable) -> dict[str, _Mirror]:
         """Return the copies that a step has, by the paths of the parameters."""
-        mirrors, manifest = {}, found.manifest
+        mirrors, manifest = {}, survey_of_step.manifest
         stages = manifest.config.get("execution", {}).get("mesh", {}).get("stage", 1)
         for row in table:
             path = f"{_MIRROR}{row.path}"
@@ -235,25 +235,31 @@ class _Mirror:
     def places(self, box: Box) -> list[tuple[Box, Box]]:
         """Return the parts of a box of the parameter, and where the copy has them."""
         size, (first, last) = self.shape[self.axis], box[self.axis]
-        found = []
+        places = []
         for turn in (0, size):  # rows that are shifted past the end are at the beginning
             low = max(first, turn - self.shift)
             high = min(last, turn - self.shift + size)
             if low < high:
-                there = (low + self.shift - turn, high + self.shift - turn)
-                found.append((self._with(box, (low, high)), self._with(box, there)))
-        return found
+                mirror_place = (low + self.shift - turn, high + self.shift - turn)
+                places.append((self._with(box, (low, high)), self._with(box, mirror_place)))
+        return places
 
-    def num_lost(self, found: Survey) -> int:
+    def num_lost(self, survey_of_step: Survey) -> int:
         """Return the values of the parameter that are lost in the copy as well."""
-        lost = found.lost.get(self.path, ())
+        lost = survey_of_step.lost.get(self.path, ())
         pairs = [
-            overlap(there, other)
-            for box in found.lost.get(self.path.replace(_MIRROR, f"params{SEPARATOR}", 1), ())
-            for _, there in self.places(box)
-            for other in lost
+            overlap(mirror_place, lost_box)
+            for box in survey_of_step.lost.get(
+                self.path.replace(_MIRROR, f"params{SEPARATOR}", 1), ()
+            )
+            for _, mirror_place in self.places(box)
+            for lost_box in lost
         ]
-        sizes = ([last - first for first, last in both] for both in pairs if both is not None)
+        sizes = (
+            [last - first for first, last in shared_box]
+            for shared_box in pairs
+            if shared_box is not None
+        )
         return sum(math.prod(size) for size in sizes)
 
     def _with(self, box: Box, ends: tuple[int, int]) -> Box:
@@ -275,25 +281,25 @@ def _filled(
 
     def part(index: Any) -> np.ndarray:
         box = _box_of(index, leaf.shape)
-        own = np.asarray(new[box])
-        instead = np.array(own)
+        box_values = np.asarray(new[box])
+        instead = np.array(box_values)
         if mirror is not None:
-            for here, there in mirror.places(box):
-                at = inside(here, box)
-                instead[at] = survivors.read(mirror.path, there, instead[at])
+            for target, mirror_place in mirror.places(box):
+                at = inside(target, box)
+                instead[at] = survivors.read(mirror.path, mirror_place, instead[at])
         values = survivors.read(path, box, instead)
         for layer, sources in lost.items():
             first, last = box[0]
             if not first <= layer < last:
                 continue
             if not is_averaged:
-                values[layer - first] = own[layer - first]
+                values[layer - first] = box_values[layer - first]
                 continue
             mean = np.zeros(values.shape[1:], np.float64)
             for source, weight in sources:
-                there = ((source, source + 1), *box[1:])
+                mirror_place = ((source, source + 1), *box[1:])
                 nothing = np.zeros((1, *values.shape[1:]), values.dtype)
-                mean += weight * survivors.read(path, there, nothing)[0].astype(np.float64)
+                mean += weight * survivors.read(path, mirror_place, nothing)[0].astype(np.float64)
             values[layer - first] = mean.astype(values.dtype)
         return values
 
@@ -306,7 +312,7 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> Box:
 
 
 def _changes(
-    found: Survey,
+    survey_of_step: Survey,
     stacked: Mapping[str, int],
     sources: Sources,
     mirrors: Mapping[str, _Mirror],
@@ -316,12 +322,15 @@ def _changes(
     for layer, made_of in sources.items():
         names = " and ".join(f"{weight:.3f} of layer {source}" for source, weight in made_of)
         changes.append(f"layer {layer} is {names}, with new optimiser state")
-    for path in found.lost:
+    for path in survey_of_step.lost:
         if path in stacked or not path.startswith(("params", "router_state")):
             continue
-        total, lost = int(np.prod(found.manifest.arrays[path]["shape"])), found.num_lost(path)
+        total, lost = (
+            int(np.prod(survey_of_step.manifest.arrays[path]["shape"])),
+            survey_of_step.num_lost(path),
+        )
         if path in mirrors:
-            num_new = mirrors[path].num_lost(found)
+            num_new = mirrors[path].num_lost(survey_of_step)
             changes.append(f"{lost - num_new} of {total} values of {path} are from their copy")
             lost = num_new
         if lost:

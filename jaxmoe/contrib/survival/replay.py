@@ -94,7 +94,7 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     for place, row in enumerate(dumped.rows.tolist()):
         alone, its_arrays = measured(_repeated(dumped.batch, place))
         rows.append({"row": row, "place": place, "loss": alone, **_total(its_arrays)})
-    named = [
+    suspects = [
         {"array": path, "grad_norm": norm, "not_finite": bad}
         for path, (norm, bad) in arrays.items()
     ]
@@ -102,7 +102,7 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
         "loss": loss,
         **_total(arrays),
         "norm_limit": limit,
-        "arrays": sorted(named, key=_suspicion, reverse=True),
+        "arrays": sorted(suspects, key=_suspicion, reverse=True),
         "rows": sorted(rows, key=_suspicion, reverse=True),
     }
 
@@ -168,8 +168,8 @@ def _total(arrays: dict[str, tuple[float, int]]) -> dict[str, Any]:
     }
 
 
-def _suspicion(found: dict[str, Any]) -> tuple[float, ...]:
+def _suspicion(row: dict[str, Any]) -> tuple[float, ...]:
     """Return a sort key that is higher for what is not finite, then for larger numbers."""
-    numbers = [found.get("loss", 0.0), found["grad_norm"]]
+    numbers = [row.get("loss", 0.0), row["grad_norm"]]
     finite = [x if math.isfinite(x) else math.inf for x in numbers]
-    return (float(found["not_finite"] > 0 or not all(map(math.isfinite, numbers))), *finite)
+    return (float(row["not_finite"] > 0 or not all(map(math.isfinite, numbers))), *finite)

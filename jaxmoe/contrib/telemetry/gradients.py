@@ -93,8 +93,8 @@ def compare_gradients(
         return (gradient, jax.tree.map(lambda g: g * inverse, gradient)), norm
 
     def body(sums: tuple[Any, Any], weights: Array) -> tuple[tuple[Any, Any], Array]:
-        one, norm = of_one(weights)
-        return jax.tree.map(jnp.add, sums, one), norm
+        worker_gradient, norm = of_one(weights)
+        return jax.tree.map(jnp.add, sums, worker_gradient), norm
 
     each = jnp.eye(workers, dtype=jnp.float32)
     sums, first = of_one(each[0])
@@ -158,9 +158,9 @@ def make_gradient_probe(
             )
             # A worker without rows has a loss of NaN, which would reach the gradients of all
             # others.
-            found = worker_losses(rows, tokens, workers, placement)
-            assert found is not None  # rows were asked for
-            return jnp.nan_to_num(found, nan=0.0)
+            loss_by_worker = worker_losses(rows, tokens, workers, placement)
+            assert loss_by_worker is not None  # rows were asked for
+            return jnp.nan_to_num(loss_by_worker, nan=0.0)
 
         loss, pull_back = jax.vjp(losses, state.params)
         norms, cosine, from_sums = compare_gradients(lambda w: pull_back(w)[0], workers)

@@ -88,11 +88,11 @@ def tiling(shape: tuple[int, ...], batch: int, share: float) -> Tiling:
         side = max(side for side in range(1, min(size, SIDE) + 1) if size % side == 0)
         return size // side, side
 
-    rest = shape[batch:]
-    rows = divided(rest[0]) if len(rest) > 1 else (1, 1)
-    columns = divided(math.prod(rest[1:] if len(rest) > 1 else rest))
-    kept = max(1, round(rows[1] * columns[1] * share))
-    return Tiling(math.prod(shape[:batch]), rows, columns, kept)
+    dims = shape[batch:]
+    rows = divided(dims[0]) if len(dims) > 1 else (1, 1)
+    columns = divided(math.prod(dims[1:] if len(dims) > 1 else dims))
+    num_kept = max(1, round(rows[1] * columns[1] * share))
+    return Tiling(math.prod(shape[:batch]), rows, columns, num_kept)
 
 
 def top_k(leaf: Leaf, share: float, values: Literal["two_bits", "float32"]) -> Codec:

@@ -76,19 +76,19 @@ class A2cid2Config(ReplicasBase):
         rates = mixing_of(table, edges, facts.workers)
         is_continuous = self.gossip == "continuous"
 
-        def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-            own = decode(payload, slow)
+        def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+            decoded = decode(payload, slow)
             if not is_continuous:
-                return 0.5 * (own + received(own, table, about, about.round)), state
+                return 0.5 * (decoded + received(decoded, table, setting, setting.round)), state
             # What the worker has learnt since the last exchange moves its copy as well.
-            copy = slow + state + (own - slow)
-            assert about.round_key is not None  # set in every exchange of parameters
-            clock = jax.random.fold_in(about.round_key, jax.lax.axis_index(about.axis))
-            elapsed = jax.random.exponential(clock, dtype=own.dtype)
-            moved = 0.5 * (1 - jnp.exp(-2 * rates.eta * elapsed)) * (copy - own)
-            own, copy = own + moved, copy - moved
-            difference = own - received(own, table, about, about.round)
-            mixed = own - 0.5 * difference
+            copy = slow + state + (decoded - slow)
+            assert setting.round_key is not None  # set in every exchange of parameters
+            clock = jax.random.fold_in(setting.round_key, jax.lax.axis_index(setting.axis))
+            elapsed = jax.random.exponential(clock, dtype=decoded.dtype)
+            moved = 0.5 * (1 - jnp.exp(-2 * rates.eta * elapsed)) * (copy - decoded)
+            decoded, copy = decoded + moved, copy - moved
+            difference = decoded - received(decoded, table, setting, setting.round)
+            mixed = decoded - 0.5 * difference
             return mixed, (copy - rates.alpha * difference) - mixed
 
         exchange = Exchange(
@@ -119,7 +119,7 @@ class Mixing(NamedTuple):
 
 def edges_of(graph: Graph, workers: int) -> tuple[tuple[int, int], ...]:
     """Return the edges of a graph of workers."""
-    pairs = [(one, other) for other in range(workers) for one in range(other)]
+    pairs = [(worker, partner) for partner in range(workers) for worker in range(partner)]
     if graph == "complete":
         return tuple(pairs)
     return tuple(pair for pair in pairs if pair[1] - pair[0] in (1, workers - 1))
@@ -138,9 +138,9 @@ def mixing_of(table: Sequence[Pairs], edges: Sequence[tuple[int, int]], workers:
     """
     laplacian = np.zeros((workers, workers))
     for pairs in table:
-        for one, other in pairs:
-            if one < other:
-                edge = np.eye(workers)[one] - np.eye(workers)[other]
+        for worker, partner in pairs:
+            if worker < partner:
+                edge = np.eye(workers)[worker] - np.eye(workers)[partner]
                 laplacian += np.outer(edge, edge) / len(table)
     values = np.linalg.eigvalsh(laplacian)
     if values[1] < 1e-9:
@@ -149,7 +149,8 @@ def mixing_of(table: Sequence[Pairs], edges: Sequence[tuple[int, int]], workers:
         )
     inverse = np.linalg.pinv(laplacian)
     resistances = [
-        inverse[one, one] + inverse[other, other] - 2 * inverse[one, other] for one, other in edges
+        inverse[worker, worker] + inverse[partner, partner] - 2 * inverse[worker, partner]
+        for worker, partner in edges
     ]
     first, second = 1 / float(values[1]), float(max(resistances)) / 2
     return Mixing(1 / (2 * math.sqrt(first * second)), 0.5 * math.sqrt(first / second))
@@ -157,4 +158,4 @@ def mixing_of(table: Sequence[Pairs], edges: Sequence[tuple[int, int]], workers:
 
 def _senders(pairs: Pairs) -> int:
     """Return the number of workers that send to another in a round."""
-    return sum(one != other for one, other in pairs)
+    return sum(worker != partner for worker, partner in pairs)

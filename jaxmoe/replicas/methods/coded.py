@@ -61,8 +61,8 @@ class CodedConfig(GradientBase):
         code = cyclic_code(facts.workers, self.absent)
         leaves = {leaf.path: leaf for leaf in facts.leaves}
         return GradientMethod(
-            codec=lambda leaf, about: plain(),
-            exchange=separately(leaves, lambda leaf, about: decoded_mean(code)),
+            codec=lambda leaf, setting: plain(),
+            exchange=separately(leaves, lambda leaf, setting: decoded_mean(code)),
             code=Code(parts=self.absent + 1, factors=tuple(map(tuple, code.factors.tolist()))),
             may_lose=self.absent,
         )
@@ -108,20 +108,22 @@ def _draw(workers: int, absent: int, seed: int) -> CyclicCode:
     check = np.random.default_rng(seed).standard_normal((absent, workers))
     check[:, -1] -= check.sum(axis=1)
     factors = np.ones((workers, absent + 1))
-    whole = np.zeros((workers, workers))
+    code = np.zeros((workers, workers))
     for worker in range(workers):
         places = (worker + np.arange(absent + 1)) % workers
-        first, rest = check[:, places[0]], check[:, places[1:]]
-        factors[worker, 1:] = -np.linalg.solve(rest, first)
-        whole[worker, places] = factors[worker]
+        first, columns = check[:, places[0]], check[:, places[1:]]
+        factors[worker, 1:] = -np.linalg.solve(columns, first)
+        code[worker, places] = factors[worker]
     alive, weights = [], []
     for count in range(absent + 1):
         for missing in itertools.combinations(range(workers), count):
-            there = ~np.isin(np.arange(workers), missing)
-            found = np.zeros(workers)
-            found[there] = np.linalg.lstsq(whole[there].T, np.ones(workers), rcond=None)[0]
-            alive.append(there)
-            weights.append(found)
+            is_present = ~np.isin(np.arange(workers), missing)
+            decoding = np.zeros(workers)
+            decoding[is_present] = np.linalg.lstsq(
+                code[is_present].T, np.ones(workers), rcond=None
+            )[0]
+            alive.append(is_present)
+            weights.append(decoding)
     return CyclicCode(factors, np.stack(alive), np.stack(weights))
 
 
@@ -132,11 +134,11 @@ def decoded_mean(code: CyclicCode) -> Exchange:
         code: Code of the messages.
     """
 
-    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        assert about.alive is not None  # set in every exchange of gradients
+    def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+        assert setting.alive is not None  # set in every exchange of gradients
         # Too many absent workers are in no row; the caller makes the result NaN.
-        row = jnp.argmax(jnp.all(jnp.asarray(code.alive) == about.alive[None], axis=1))
-        weight = jnp.asarray(code.weights, slow.dtype)[row, jax.lax.axis_index(about.axis)]
-        return jax.lax.psum(weight * decode(payload, slow), about.axis) / about.workers, state
+        row = jnp.argmax(jnp.all(jnp.asarray(code.alive) == setting.alive[None], axis=1))
+        weight = jnp.asarray(code.weights, slow.dtype)[row, jax.lax.axis_index(setting.axis)]
+        return jax.lax.psum(weight * decode(payload, slow), setting.axis) / setting.workers, state
 
     return Exchange(init=no_state, mix=mix)

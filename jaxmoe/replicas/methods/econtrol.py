@@ -58,31 +58,31 @@ class EControlConfig(GradientBase):
     def build(self, facts: TrainingFacts) -> GradientMethod:
         """Return the method; see the base class."""
 
-        def codec(leaf: Leaf, about: About | None) -> Codec:
-            del about
+        def codec(leaf: Leaf, setting: About | None) -> Codec:
+            del setting
             if is_small(leaf):
                 return controlled(plain(), self.gain)
             return controlled(largest(self.share, stacked_dimensions(leaf), self.tile), self.gain)
 
         leaves = {leaf.path: leaf for leaf in facts.leaves}
-        exchange = separately(leaves, lambda leaf, about: added_increments())
+        exchange = separately(leaves, lambda leaf, setting: added_increments())
         return GradientMethod(codec=codec, exchange=exchange)
 
 
 def added_increments() -> Exchange:
     """Return the exchange whose receivers add up the mean increments."""
 
-    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        alive = about.alive
+    def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+        alive = setting.alive
         assert alive is not None  # set in every exchange of gradients
 
-        def add(total: Array, one: tuple[Payload, Bool[Array, ""]]) -> tuple[Array, None]:
-            sent, is_alive = one
+        def add(total: Array, increment: tuple[Payload, Bool[Array, ""]]) -> tuple[Array, None]:
+            sent, is_alive = increment
             return total + jnp.where(is_alive, decode(sent, slow), jnp.zeros_like(slow)), None
 
-        gathered = gather_around(payload, about)
+        gathered = gather_around(payload, setting)
         total, _ = jax.lax.scan(add, jnp.zeros_like(slow), (gathered, alive))
-        held = state + total / about.workers
-        return held, held
+        estimate = state + total / setting.workers
+        return estimate, estimate
 
     return Exchange(init=jnp.zeros_like, mix=mix, copies=lambda workers: workers - 1)

@@ -57,10 +57,10 @@ class NoLoCoConfig(ReplicasBase):
         """Return the method; see the base class."""
         table = random_pairs(facts.workers, self.pairings, self.seed)
 
-        def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-            own = decode(payload, slow)
-            theirs, their_slow = received((own, slow), table, about, about.round)
-            return 0.5 * (own + theirs) + (slow - 0.5 * (slow + their_slow)), state
+        def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+            decoded = decode(payload, slow)
+            theirs, their_slow = received((decoded, slow), table, setting, setting.round)
+            return 0.5 * (decoded + theirs) + (slow - 0.5 * (slow + their_slow)), state
 
         exchange = Exchange(init=no_state, mix=mix, is_shared=False, copies=lambda workers: 2.0)
         return Method(

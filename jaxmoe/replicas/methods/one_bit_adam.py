@@ -61,13 +61,13 @@ class OneBitAdamConfig(GradientBase):
         leaves = {leaf.path: leaf for leaf in facts.leaves}
         after = self.updates_before(facts.steps)
 
-        def codec(leaf: Leaf, about: About | None) -> Codec:
+        def codec(leaf: Leaf, setting: About | None) -> Codec:
             if is_small(leaf):
                 return plain()
-            return error_feedback(sign(stacked_dimensions(leaf), about))
+            return error_feedback(sign(stacked_dimensions(leaf), setting))
 
-        def exchange(leaf: Leaf, about: About | None) -> Exchange:
-            del about
+        def exchange(leaf: Leaf, setting: About | None) -> Exchange:
+            del setting
             if is_small(leaf):
                 return mean_of_alive()
             return two_sided_mean(stacked_dimensions(leaf))

@@ -61,7 +61,7 @@ class RobustConfig(GradientBase):
         """Return the method; see the base class."""
         rank = min(self.rank, facts.workers)
         return GradientMethod(
-            codec=lambda leaf, about: plain(), exchange=flag_mean(rank, self.iterations)
+            codec=lambda leaf, setting: plain(), exchange=flag_mean(rank, self.iterations)
         )
 
 
@@ -74,18 +74,18 @@ def flag_mean(rank: int, iterations: int) -> JointExchange:
     """
 
     def mix(payloads: Any, decodes: Any, params: Arrays, abouts: Any, state: Any) -> Any:
-        some: About = next(iter(abouts.values()))
-        parts = {path: spread_parts(x, some) for path, x in payloads.items()}
+        setting: About = next(iter(abouts.values()))
+        parts = {path: spread_parts(x, setting) for path, x in payloads.items()}
         # Highest precision: the weights depend on differences of nearly equal products.
         products = [
             abouts[path].total(jnp.einsum("in,jn->ij", x, x, precision="highest"))
             for path, x in parts.items()
         ]
-        gram = jax.lax.psum(sum(products[1:], products[0]), some.axis)
-        assert some.alive is not None  # set in every exchange of gradients
-        weights = flag_weights(gram, some.alive, rank, iterations)
+        gram = jax.lax.psum(sum(products[1:], products[0]), setting.axis)
+        assert setting.alive is not None  # set in every exchange of gradients
+        weights = flag_weights(gram, setting.alive, rank, iterations)
         mixed = {
-            path: gather_parts(jnp.sum(weights[:, None] * x, axis=0), params[path], some)
+            path: gather_parts(jnp.sum(weights[:, None] * x, axis=0), params[path], setting)
             for path, x in parts.items()
         }
         return mixed, state
@@ -128,25 +128,25 @@ def flag_weights(
     return chosen * inverse * median / jnp.where(length > 0.0, length, 1.0)
 
 
-def spread_parts(x: Array, about: About) -> Float[Array, "R n"]:
+def spread_parts(x: Array, setting: About) -> Float[Array, "R n"]:
     """Return this worker's part of the arrays of all workers.
 
     Args:
         x: Array of this worker.
-        about: Axis of the workers.
+        setting: Axis of the workers.
     """
-    flat = jnp.pad(x.ravel(), (0, -x.size % about.workers))
-    parts = flat.reshape(about.workers, -1)
-    return jax.lax.all_to_all(parts, about.axis, 0, 0, tiled=True)
+    flat = jnp.pad(x.ravel(), (0, -x.size % setting.workers))
+    parts = flat.reshape(setting.workers, -1)
+    return jax.lax.all_to_all(parts, setting.axis, 0, 0, tiled=True)
 
 
-def gather_parts(part: Float[Array, " n"], like: Array, about: About) -> Array:
+def gather_parts(part: Float[Array, " n"], like: Array, setting: About) -> Array:
     """Return an array of which each worker holds a part.
 
     Args:
         part: Part of this worker.
         like: Array of the shape and dtype of the result.
-        about: Axis of the workers.
+        setting: Axis of the workers.
     """
-    whole = jax.lax.all_gather(part, about.axis, tiled=True)
-    return whole[: like.size].reshape(like.shape).astype(like.dtype)
+    gathered = jax.lax.all_gather(part, setting.axis, tiled=True)
+    return gathered[: like.size].reshape(like.shape).astype(like.dtype)

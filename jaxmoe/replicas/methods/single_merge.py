@@ -64,23 +64,23 @@ class SingleMergeConfig(ReplicasBase):
         exchanges = math.ceil(facts.steps / self.every)  # the last after the last step
         first = min(math.ceil(self.complete_from * facts.steps / self.every), exchanges)
 
-        def gossip(x: Array, about: About) -> Array:
-            theirs = received(x, table, about, about.round)
-            receives = jnp.asarray(receivers)[about.round % self.rounds]
-            is_mixed = receives[jax.lax.axis_index(about.axis)]
+        def gossip(x: Array, setting: About) -> Array:
+            theirs = received(x, table, setting, setting.round)
+            receives = jnp.asarray(receivers)[setting.round % self.rounds]
+            is_mixed = receives[jax.lax.axis_index(setting.axis)]
             return jnp.where(is_mixed, 0.5 * (x + theirs), x)
 
-        def everyone(x: Array, about: About) -> Array:
-            return jax.lax.psum(x, about.axis) / about.workers
+        def everyone(x: Array, setting: About) -> Array:
+            return jax.lax.psum(x, setting.axis) / setting.workers
 
-        def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-            own = decode(payload, slow)
+        def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+            decoded = decode(payload, slow)
             # Exchange number n is after step (n + 1) every, or the last step.
             mixed = jax.lax.cond(
-                about.round + 1 >= first,
-                lambda x: everyone(x, about),
-                lambda x: gossip(x, about),
-                own,
+                setting.round + 1 >= first,
+                lambda x: everyone(x, setting),
+                lambda x: gossip(x, setting),
+                decoded,
             )
             return mixed, state
 

@@ -121,22 +121,22 @@ def from_owner(owned: Ownership, experts: int) -> Exchange:
         experts: Number of experts.
     """
 
-    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
-        own = jnp.moveaxis(decode(payload, slow), about.axes.index(ax.EXPERTS), 0)
-        names, here = about.split[about.axes.index(ax.EXPERTS)], own.shape[0]
-        total = here * (jax.lax.axis_size(names) if names else 1)
-        first = here * jax.lax.axis_index(names) if names else 0
-        sent = min(owned.most(total), here)
+    def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
+        decoded = jnp.moveaxis(decode(payload, slow), setting.axes.index(ax.EXPERTS), 0)
+        names, num_local = setting.split[setting.axes.index(ax.EXPERTS)], decoded.shape[0]
+        total = num_local * (jax.lax.axis_size(names) if names else 1)
+        first = num_local * jax.lax.axis_index(names) if names else 0
+        sent = min(owned.most(total), num_local)
         # Where each worker's experts begin in what a device holds of them.
-        begin = -(-jnp.arange(about.workers) * total // about.workers) - first
-        begin = jnp.clip(begin, 0, here - sent)
-        mine = begin[jax.lax.axis_index(about.axis)]
-        rows = jax.lax.dynamic_slice_in_dim(own, mine, sent)
-        rows = gather_around(rows, about).reshape(-1, *own.shape[1:])
-        number = jnp.arange(here)
+        begin = -(-jnp.arange(setting.workers) * total // setting.workers) - first
+        begin = jnp.clip(begin, 0, num_local - sent)
+        mine = begin[jax.lax.axis_index(setting.axis)]
+        rows = jax.lax.dynamic_slice_in_dim(decoded, mine, sent)
+        rows = gather_around(rows, setting).reshape(-1, *decoded.shape[1:])
+        number = jnp.arange(num_local)
         owner = owned.owner(first + number, total)
-        found = jnp.take(rows, owner * sent + number - begin[owner], axis=0)
-        return jnp.moveaxis(found, 0, about.axes.index(ax.EXPERTS)), state
+        owner_rows = jnp.take(rows, owner * sent + number - begin[owner], axis=0)
+        return jnp.moveaxis(owner_rows, 0, setting.axes.index(ax.EXPERTS)), state
 
     def copies(workers: int) -> float:
         return (workers - 1) * owned.most(experts) / experts

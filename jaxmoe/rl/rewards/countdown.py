@@ -63,13 +63,13 @@ class _Countdown(Task):
     def score(self, question: Question, text: str) -> float:
         """Return 1 at the target, `partial` for another value, 0 for other numbers or no answer."""
         try:
-            found = parse(text.strip())
+            expression = parse(text.strip())
         except ExpressionError:
             return 0.0
-        wanted = parse(question.answer)
-        if sorted(found.numbers) != sorted(wanted.numbers):
+        target = parse(question.answer)
+        if sorted(expression.numbers) != sorted(target.numbers):
             return 0.0
-        return 1.0 if found.value == wanted.value else self._config.partial
+        return 1.0 if expression.value == target.value else self._config.partial
 
     def _question(self, rng: np.random.Generator) -> Question:
         """Return a question with its solution; values stay whole and at least 0."""
@@ -79,9 +79,9 @@ class _Countdown(Task):
         while len(parts) > 1:
             first, second = rng.permutation(len(parts))[:2].tolist()
             pair = parts[first], parts[second]
-            rest = [part for place, part in enumerate(parts) if place not in (first, second)]
+            remaining = [part for place, part in enumerate(parts) if place not in (first, second)]
             operator = str(rng.choice(list(config.operators)))
-            parts = [*rest, _joined(*pair, operator, config.operators)]
+            parts = [*remaining, _joined(*pair, operator, config.operators)]
         target, solution = parts[0]
         shown = ",".join(map(str, drawn))
         return Question(f"{shown}={target}:", solution.removeprefix("(").removesuffix(")"))
@@ -98,8 +98,8 @@ def _joined(
         operator: Operator between them.
         operators: Allowed ones, of which another takes the place of a division with a remainder.
     """
-    (a, left), (b, right) = max(first, second), min(first, second)
+    (a, left_text), (b, right) = max(first, second), min(first, second)
     if operator == "/" and (b == 0 or a % b):
-        operator = next(one for one in operators if one != "/")
+        operator = next(operator_name for operator_name in operators if operator_name != "/")
     values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}
-    return values[operator], f"({left}{operator}{right})"
+    return values[operator], f"({left_text}{operator}{right})"

@@ -50,11 +50,11 @@ def parse(text: str) -> Expression:
     tokens, end = [], 0
     stripped = text.rstrip(" ")
     while end < len(stripped):
-        found = _TOKENS.match(stripped, end)
-        if found is None:
+        match = _TOKENS.match(stripped, end)
+        if match is None:
             raise ExpressionError(f"{stripped[end:][:10]!r} is neither a number nor an operator")
-        tokens.append(found[1])
-        end = found.end()
+        tokens.append(match[1])
+        end = match.end()
     parser = _Parser(tokens)
     value = parser.expression(0)
     if parser.next is not None:

@@ -56,19 +56,19 @@ class PythonConfig(RewardBase):
         """Return the function."""
         module, _, attribute = self.function.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            value: Any = importlib.import_module(module)
         except ImportError as error:
             raise ValueError(
                 f"rl.reward.function={self.function}: {module} cannot be imported: {error}; run the"
                 " command in its directory, or add that to PYTHONPATH"
             ) from error
         for name in attribute.split("."):
-            found = getattr(found, name, None)
-        if not callable(found):
+            value = getattr(value, name, None)
+        if not callable(value):
             raise ValueError(
                 f"rl.reward.function={self.function}: {module} has no function {attribute}"
             )
-        return found
+        return value
 
 
 class _Python(Task):

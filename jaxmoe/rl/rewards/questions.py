@@ -37,8 +37,8 @@ def read_questions(path: str, *, needs_answer: bool) -> list[Question]:
             one that is not a text.
     """
     check_path(path)
-    others = ("answer",) if needs_answer else ()
-    records = read_records(path, _FIELD, others, optional=("answer",))
+    fields = ("answer",) if needs_answer else ()
+    records = read_records(path, _FIELD, fields, optional=("answer",))
     return [Question(record["prompt"], record.get("answer", "")) for record in records]
 
 

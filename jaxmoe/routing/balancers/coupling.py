@@ -100,6 +100,6 @@ def response_norms(
 def coupling_loss(norms: Float[Array, "E E"], alpha: float) -> Float[Array, ""]:
     """Compute the unweighted loss: 0 if each alpha M_ii is the largest in its row and column."""
     number = norms.shape[0]
-    own = alpha * jnp.diagonal(norms)[:, None]
-    above = jnp.maximum(norms - own, 0.0) + jnp.maximum(norms.T - own, 0.0)
+    diagonal = alpha * jnp.diagonal(norms)[:, None]
+    above = jnp.maximum(norms - diagonal, 0.0) + jnp.maximum(norms.T - diagonal, 0.0)
     return jnp.sum(jnp.where(jnp.eye(number, dtype=bool), 0.0, above)) / number**2

@@ -120,19 +120,19 @@ class BipConfig(SelectionBias):
     ) -> tuple[Float[Array, "T E"], Arrays]:
         """Return scores less prices: the scope's in training, the state's in evaluation."""
         scores = jax.lax.stop_gradient(scores)
-        known = scores + state["bias"][None, :]
+        biased = scores + state["bias"][None, :]
         if not train:
-            return known, {}
+            return biased, {}
         if self.form == "online":
-            surplus = scores - jnp.maximum(token_prices(known, top_k=top_k), 0.0)[:, None]
+            surplus = scores - jnp.maximum(token_prices(biased, top_k=top_k), 0.0)[:, None]
             mask = inputs.token_mask[None, :] & jnp.ones((1, 1), bool)
-            return known, {"bip_histogram": self._counts(surplus[None], mask)[0]}
+            return biased, {"bip_histogram": self._counts(surplus[None], mask)[0]}
         axes = scope_axes(inputs.extent, self.scope)
         grouped = split_scopes(scores, inputs.extent, self.scope)  # G, n, E
         mask = split_scopes(inputs.token_mask, inputs.extent, self.scope)
         start = state["bias"] if self.start == "state" else jnp.zeros_like(state["bias"])
-        others = tuple(a for a in scope_axes(inputs.extent, "batch") if a not in axes)
-        prices = self.solve(grouped, mask, -start, top_k=top_k, axes=axes, others=others)
+        further_axes = tuple(a for a in scope_axes(inputs.extent, "batch") if a not in axes)
+        prices = self.solve(grouped, mask, -start, top_k=top_k, axes=axes, others=further_axes)
         num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
         # Every device of a scope has the same prices; they enter the sum over devices once.
         share = (num_tokens > 0).astype(jnp.float32) * is_first(axes)
@@ -189,12 +189,12 @@ class BipConfig(SelectionBias):
             """Return q after one round, and the price to route with."""
             p = jnp.maximum(token_prices(scores - q[:, None, :], top_k=top_k), 0.0)
             surplus = scores - p[:, :, None]
-            given = {"top_k": top_k, "axes": axes}
+            options = {"top_k": top_k, "axes": axes}
             if self.form == "histogram":
-                q = jnp.maximum(self._column_prices(surplus, mask, num_tokens, **given), 0.0)
+                q = jnp.maximum(self._column_prices(surplus, mask, num_tokens, **options), 0.0)
                 return q, q
-            q = jnp.maximum(expert_prices(surplus, mask, num_tokens, **given), 0.0)
-            middle = between(surplus, mask, q, num_tokens, **given)
+            q = jnp.maximum(expert_prices(surplus, mask, num_tokens, **options), 0.0)
+            middle = between(surplus, mask, q, num_tokens, **options)
             return q, jnp.where(q > 0.0, middle, q)
 
         def is_over(price: Array) -> Array:

@@ -108,7 +108,7 @@ def _sign_of_error(counts: Float[Array, " E"]) -> Float[Array, " E"]:
 
     The rounded mean of equal counts differs from them where E is not a power of two.
     """
-    whole = counts.astype(jnp.int32)
-    quotient, rest = jnp.divmod(whole.sum(), jnp.int32(counts.size))
-    is_below = (whole < quotient) | ((whole == quotient) & (rest > 0))
-    return is_below.astype(jnp.float32) - (whole > quotient).astype(jnp.float32)
+    integers = counts.astype(jnp.int32)
+    quotient, remainder = jnp.divmod(integers.sum(), jnp.int32(counts.size))
+    is_below = (integers < quotient) | ((integers == quotient) & (remainder > 0))
+    return is_below.astype(jnp.float32) - (integers > quotient).astype(jnp.float32)

@@ -119,9 +119,9 @@ def _nearest(share: np.ndarray, quality: np.ndarray) -> tuple[np.ndarray, np.nda
     low, high = grid[np.maximum(best - 1, 0)], grid[np.minimum(best + 1, len(grid) - 1)]
     ratio = (np.sqrt(5.0) - 1.0) / 2.0
     for _ in range(40):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        is_left = distance(left) <= distance(right)
-        low, high = np.where(is_left, low, left), np.where(is_left, right, high)
+        lower, right = high - ratio * (high - low), low + ratio * (high - low)
+        is_left = distance(lower) <= distance(right)
+        low, high = np.where(is_left, low, lower), np.where(is_left, right, high)
         if (high - low <= 1e-5 * np.maximum(1.0, high)).all():
             break
     gamma = 0.5 * (low + high)

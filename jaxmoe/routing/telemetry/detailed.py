@@ -127,10 +127,10 @@ def coactivation(together: Float[Array, "*L E E"]) -> Float[Array, "*L"]:
         together: Statistic `detail_coactivation`.
     """
     counts = jnp.diagonal(together, axis1=-2, axis2=-1)
-    others = together - counts[..., None] * jnp.broadcast_to(
+    covariance = together - counts[..., None] * jnp.broadcast_to(
         jnp.eye(together.shape[-1]), together.shape
     )
-    return (others / jnp.maximum(counts, 1.0)[..., None]).max((-2, -1))
+    return (covariance / jnp.maximum(counts, 1.0)[..., None]).max((-2, -1))
 
 
 def domain_information(domains: Float[Array, "*L M E"]) -> Float[Array, "*L"]:
@@ -145,9 +145,9 @@ def domain_information(domains: Float[Array, "*L M E"]) -> Float[Array, "*L"]:
     """
     joint = domains / jnp.maximum(domains.sum((-2, -1), keepdims=True), 1.0)
     domain, expert = _entropy(joint.sum(-1)), _entropy(joint.sum(-2))
-    whole = domain + expert
-    shared = whole - _entropy(joint.reshape(*joint.shape[:-2], -1))  # M*E
-    return jnp.where(whole > 0.0, 2.0 * shared / jnp.where(whole > 0.0, whole, 1.0), 0.0)
+    entropy = domain + expert
+    shared = entropy - _entropy(joint.reshape(*joint.shape[:-2], -1))  # M*E
+    return jnp.where(entropy > 0.0, 2.0 * shared / jnp.where(entropy > 0.0, entropy, 1.0), 0.0)
 
 
 def z_max(counts: Shaped[Array, "*L bins"]) -> Float[Array, "*L"]:

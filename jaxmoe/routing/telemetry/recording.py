@@ -45,8 +45,8 @@ def recorded(moe: Any, num_tokens: int) -> Any:
             " with this router experts choose tokens, or mix them"
         )
     router = moe.router
-    given = {field.name: getattr(router, field.name) for field in dataclasses.fields(router)}
-    router = _recording_of(type(router))(**given, num_tokens=num_tokens)
+    fields = {field.name: getattr(router, field.name) for field in dataclasses.fields(router)}
+    router = _recording_of(type(router))(**fields, num_tokens=num_tokens)
     return dataclasses.replace(moe, router=router)
 
 

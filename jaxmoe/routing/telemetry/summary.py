@@ -105,11 +105,11 @@ def _replay(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     """Return the shares of assignments that were replayed and changed; empty without a record."""
     if REPLAYED not in statistics.extra:
         return {}
-    number, own = jnp.moveaxis(statistics.extra[REPLAYED], -1, 0)
+    number, replay_sum = jnp.moveaxis(statistics.extra[REPLAYED], -1, 0)
     total = jnp.maximum(statistics.counts.sum(), 1.0)
     return {
         "replayed": number.sum() / total,
-        "replay_changed": 1.0 - own.sum() / jnp.maximum(number.sum(), 1.0),
+        "replay_changed": 1.0 - replay_sum.sum() / jnp.maximum(number.sum(), 1.0),
     }
 
 

@@ -260,10 +260,10 @@ def _copy_records(source: RunDirectory, directory: RunDirectory, step: int) -> N
                 shutil.copyfile(before, after)
     if not read_lineage(directory):
         earlier = [event for event in read_lineage(source) if event.step <= step]
-        named = (
+        names = (
             dataclasses.replace(event, source=event.source or str(source.path)) for event in earlier
         )
-        directory.write_lineage([dataclasses.asdict(event) for event in named])
+        directory.write_lineage([dataclasses.asdict(event) for event in names])
 
 
 def _steps(directory: RunDirectory) -> list[int]:
@@ -388,8 +388,8 @@ def _refused_changes(
     if isinstance(extends, frozenset):
         changes += [Change(path, None, None) for path in sorted(extends)]
     if directory.has_config():
-        found = varying_fields([migrate(directory.config_json()), config])
-        changes += [Change(path, values[1], None) for path, values in found.items()]
+        differing = varying_fields([migrate(directory.config_json()), config])
+        changes += [Change(path, values[1], None) for path, values in differing.items()]
     return [change for change in changes if _may_change(change.path)]
 
 
@@ -406,22 +406,24 @@ def _check(
     if not manifest.config:
         return
     lines = differences(manifest.config, config, FREE_FIELDS, FIXED_FIELDS)
-    found: dict[str, Any] = varying_fields([manifest.config, config])
+    differing: dict[str, Any] = varying_fields([manifest.config, config])
     refused = [
         path
         for path in (line.partition(":")[0] for line in lines)
-        if not any(change.explains(path, found[path][1], manifest.step) for change in changes)
+        if not any(change.explains(path, differing[path][1], manifest.step) for change in changes)
     ]
     if not refused:
         return
     shown = "\n  ".join(
-        f"{path}: {found[path][0]} in the checkpoint, {found[path][1]} in config.json"
+        f"{path}: {differing[path][0]} in the checkpoint, {differing[path][1]} in config.json"
         for path in refused
     )
     way_out = f"write the values of the checkpoint into {directory.config_file}"
     if all(map(_may_change, refused)):
         flags = " ".join(
-            f"{path}:{found[path][0]}" if path == "schedule" else f"--{path} {found[path][0]}"
+            f"{path}:{differing[path][0]}"
+            if path == "schedule"
+            else f"--{path} {differing[path][0]}"
             for path in refused
         )
         way_out += (

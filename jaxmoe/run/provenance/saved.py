@@ -118,8 +118,8 @@ def _check(path: pathlib.Path) -> None:
     digests = path.parent / DIGESTS
     if not digests.is_file():
         return
-    wanted = read_record(digests, dict).get(TOKENIZER)
-    if wanted != hashlib.sha256(path.read_bytes()).hexdigest():
+    digest_saved = read_record(digests, dict).get(TOKENIZER)
+    if digest_saved != hashlib.sha256(path.read_bytes()).hexdigest():
         raise ValueError(
             f"{path} is not the file that the run kept (its digest is not that of {digests.name}):"
             " the model was trained on the ids of another one; restore it"
@@ -239,8 +239,8 @@ def on_task(model: ModelConfig, data: SourceKind, task: str | None) -> ModelConf
         raise ValueError(f"task={task}: the model has no adapter, and so no tasks: leave it out")
     names = data.task_names
     if task not in names and not task.lstrip("-").isdecimal():
-        known = f", or by name one of {', '.join(names)}" if names else ""
-        raise ValueError(f"task={task} is unknown: give the number of a task{known}")
+        tasks_text = f", or by name one of {', '.join(names)}" if names else ""
+        raise ValueError(f"task={task} is unknown: give the number of a task{tasks_text}")
     number = names.index(task) if task in names else int(task)
     return dataclasses.replace(model, adapter=model.adapter.at_task(number))
 
@@ -317,8 +317,8 @@ def imported_ends(directory: RunDirectory) -> tuple[int, ...]:
     Args:
         directory: Run directory.
     """
-    found = eos_ids(*imported_generation(directory))
-    return found if all(isinstance(one, int) for one in found) else ()
+    ids = eos_ids(*imported_generation(directory))
+    return ids if all(isinstance(token, int) for token in ids) else ()
 
 
 def imported_generation(directory: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -328,8 +328,8 @@ def imported_generation(directory: RunDirectory) -> tuple[dict[str, Any], dict[s
         directory: Run directory.
     """
     summary = directory.summary() or {}
-    found = [summary.get(name) for name in ("special_tokens", "generation")]
-    special, generation = (one if isinstance(one, dict) else {} for one in found)
+    entries = [summary.get(name) for name in ("special_tokens", "generation")]
+    special, generation = (entry if isinstance(entry, dict) else {} for entry in entries)
     return special, generation
 
 
@@ -352,8 +352,8 @@ def end_ids(
         return ()
     if is_imported:
         return eos_ids(read_fields(directory.path), read_generation(directory.path))
-    if found := imported_ends(directory):
-        return found
+    if ids := imported_ends(directory):
+        return ids
     separator = separator_of(source)
     if separator is None and eos == "stop":
         raise ValueError(

@@ -77,16 +77,16 @@ def check_model_tokens(data: Any, model: Any) -> None:
         ValueError: The tokenizers differ; names both.
         DataError: A tokenizer cannot be read.
     """
-    tokenizer, own = data.tokenizer, model.tokenizer
-    if tokenizer == own or not data.has_rows:
+    tokenizer, model_tokenizer = data.tokenizer, model.tokenizer
+    if tokenizer == model_tokenizer or not data.has_rows:
         return
     way_out = (
         "choose data:files, data:chat, data:mixture or data:huggingface, which take the model's own"
-        if own is not None and own.is_text
+        if model_tokenizer is not None and model_tokenizer.is_text
         else "name the tokenizer that made its ids with data.tokenizer:file --data.tokenizer.path"
         " FILE, or give token ids by data.tokenizer:ids"
     )
-    if own is None or not own.is_text:
+    if model_tokenizer is None or not model_tokenizer.is_text:
         # Ids without text: a tokenizer that is named may be the one that made them.
         if tokenizer is None or not tokenizer.is_bytes:
             return
@@ -95,11 +95,11 @@ def check_model_tokens(data: Any, model: Any) -> None:
             return
         if data.takes_tokenizer:
             way_out = "leave data.tokenizer out"
-        if _identity(tokenizer) == _identity(own):
+        if _identity(tokenizer) == _identity(model_tokenizer):
             return
     raise ValueError(
         f"data:{data.name} has the tokens of {_words(tokenizer)}, and the model to begin with has"
-        f" those of {_words(own)}: the same ids mean other texts; {way_out}"
+        f" those of {_words(model_tokenizer)}: the same ids mean other texts; {way_out}"
     )
 
 
@@ -107,8 +107,8 @@ def _identity(tokenizer: TokenizerConfig) -> dict[str, Any] | None:
     """Return what tells tokenizers apart but for the separator; None for one yet to be trained."""
     if tokenizer.is_trained:
         return None
-    found = tokenizer.build(lambda: (), pathlib.Path()).fingerprint()
-    return {name: value for name, value in found.items() if name != "separator"}
+    fingerprint = tokenizer.build(lambda: (), pathlib.Path()).fingerprint()
+    return {name: value for name, value in fingerprint.items() if name != "separator"}
 
 
 def _brings_template(tokenizer: TokenizerConfig | None) -> bool:
@@ -135,9 +135,9 @@ def open_chat(run: Any, *, system: str | None = None, template: TemplateName | N
         ConfigurationError: The model has no tokenizer of text, or no template.
     """
     with configuration_errors():
-        found, tokenizer = chat_format(run.text_source, run.config, run.directory, template)
+        chat, tokenizer = chat_format(run.text_source, run.config, run.directory, template)
     messages = () if system is None else (Message(role="system", content=system),)
-    return Chat(template=found, tokenizer=tokenizer, generate=run.generate, messages=messages)
+    return Chat(template=chat, tokenizer=tokenizer, generate=run.generate, messages=messages)
 
 
 def chat_format(
@@ -160,8 +160,8 @@ def chat_format(
     has_text = kind.is_text if tokenizer is not None else source.bytes_per_token == 1.0
     if not has_text:
         raise ValueError(f"run.directory={directory.path} has tokens without text")
-    usual = "tokenizer" if kind.directory is not None else None
-    name = name or getattr(data, "template", None) or usual
+    default_template = "tokenizer" if kind.directory is not None else None
+    name = name or getattr(data, "template", None) or default_template
     if name is None:
         raise ValueError(
             f"run.directory={directory.path} was not trained on conversations, and its"

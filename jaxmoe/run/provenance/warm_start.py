@@ -73,8 +73,8 @@ def base_of(assembly: Assembly) -> BaseModel | None:
     assert config.initial is not None  # a manifest names its model
     if is_huggingface(config.initial):
         read = functools.partial(_read_huggingface, assembly, config.initial)
-        whole = {row.path: None for row in plan.table if row.path in left_out}
-        prints = fingerprints(traverse_util.unflatten_dict(read(whole), sep="/"))
+        full = {row.path: None for row in plan.table if row.path in left_out}
+        prints = fingerprints(traverse_util.unflatten_dict(read(full), sep="/"))
         step = 0
     else:
         manifest = initial_manifest(config)
@@ -91,10 +91,10 @@ def base_of(assembly: Assembly) -> BaseModel | None:
 
 def _of_params(prints: Mapping[str, str], paths: frozenset[str]) -> dict[str, str]:
     """Return the fingerprints of parameters, by their paths; of all parts of quantised ones."""
-    own = {path.removeprefix("params/"): value for path, value in prints.items()}
+    arrays = {path.removeprefix("params/"): value for path, value in prints.items()}
     return {
         path: value
-        for path, value in own.items()
+        for path, value in arrays.items()
         if path in paths or path.rpartition("/")[0] in paths
     }
 
@@ -103,8 +103,8 @@ def _read_run(
     directory: pathlib.Path, step: int, verify: Any, target: dict[str, Any]
 ) -> dict[str, Any]:
     nested = {"params": traverse_util.unflatten_dict(target, sep="/")}
-    found = restore_part(directory, nested, step=step, verify=verify)["params"]
-    return traverse_util.flatten_dict(found, sep="/")
+    arrays = restore_part(directory, nested, step=step, verify=verify)["params"]
+    return traverse_util.flatten_dict(arrays, sep="/")
 
 
 def _read_huggingface(assembly: Assembly, path: str, target: dict[str, Any]) -> dict[str, Any]:
@@ -166,17 +166,20 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
         return _of_adapter(assembly, state, manifest)
     names = plan_mapping(rules, manifest.arrays) if rules else manifest.arrays
     target = {"params": plain(state.params)}
-    wanted = describe({"router_state": state.router_state}) if state.router_state else {}
-    here = {path for path in names if path.startswith("router_state/")}
-    is_router_taken = bool(wanted) and all(
-        path in manifest.arrays and manifest.arrays[path] == array for path, array in wanted.items()
+    router_arrays = describe({"router_state": state.router_state}) if state.router_state else {}
+    router_paths = {path for path in names if path.startswith("router_state/")}
+    is_router_taken = bool(router_arrays) and all(
+        path in manifest.arrays and manifest.arrays[path] == array
+        for path, array in router_arrays.items()
     )
-    if is_router_taken and here == wanted.keys():
+    if is_router_taken and router_paths == router_arrays.keys():
         target["router_state"] = state.router_state
-    found = restore_part(directory, target, step=manifest.step, mapping=rules, verify=config.verify)
-    begun = _begin(assembly, state, found["params"], found.get("router_state"))
-    say(_message(directory, manifest, set(target), bool(wanted) or bool(here)))
-    return _source(config, manifest), begun
+    restored = restore_part(
+        directory, target, step=manifest.step, mapping=rules, verify=config.verify
+    )
+    started = _begin(assembly, state, restored["params"], restored.get("router_state"))
+    say(_message(directory, manifest, set(target), bool(router_arrays) or bool(router_paths)))
+    return _source(config, manifest), started
 
 
 def adapted_by(config: CheckpointConfig, manifest: CheckpointManifest) -> CheckpointConfig:
@@ -209,27 +212,29 @@ def _of_adapter(
     config = plan.config.checkpoint
     flat: dict[str, Any] = traverse_util.flatten_dict(state.params, sep="/")
     # Scales are numbers of the config, such as alpha.
-    own = {p: leaf for p, leaf in flat.items() if is_factor(p) and not p.endswith(":scale")}
+    factors = {p: leaf for p, leaf in flat.items() if is_factor(p) and not p.endswith(":scale")}
     params = (path.partition("params/") for path in manifest.arrays)
-    there = {path for before, found, path in params if found and not before and is_factor(path)}
-    left = {path for path in there - own.keys() if path.endswith((":down", ":downs"))}
-    if differing := sorted((own.keys() - there) | left):
+    saved_paths = {
+        path for before, restored, path in params if restored and not before and is_factor(path)
+    }
+    missing = {path for path in saved_paths - factors.keys() if path.endswith((":down", ":downs"))}
+    if differing := sorted((factors.keys() - saved_paths) | missing):
         raise ValueError(
             f"checkpoint.initial={config.initial} holds another adapter than model.adapter, which"
             f" differ in {differing[0]}: repeat its fields, or fold it first, python -m"
             " experiments.checkpoint convert --fold True"
         )
-    target = {"params": traverse_util.unflatten_dict(own, sep="/")}
-    found = restore_part(
+    target = {"params": traverse_util.unflatten_dict(factors, sep="/")}
+    restored = restore_part(
         initial_directory(config), target, step=manifest.step, verify=config.verify
     )
-    own = traverse_util.flatten_dict(found["params"], sep="/")
-    state = dataclasses.replace(state, params=traverse_util.unflatten_dict(flat | own, sep="/"))
+    factors = traverse_util.flatten_dict(restored["params"], sep="/")
+    state = dataclasses.replace(state, params=traverse_util.unflatten_dict(flat | factors, sep="/"))
     say(f"initial  adapter from {config.initial} step {manifest.step}")
     based = dataclasses.replace(plan.config, checkpoint=adapted_by(config, manifest))
     at_base = dataclasses.replace(assembly, plan=dataclasses.replace(plan, config=based))
-    _, begun = initial_state(at_base, state)
-    return _source(config, manifest), begun
+    _, started = initial_state(at_base, state)
+    return _source(config, manifest), started
 
 
 def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[Source, TrainState]:
@@ -247,19 +252,24 @@ def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[Source, Trai
             )
     path = str(config.initial)
     params, router_state = huggingface_values(path, assembly.execution, assembly.mesh)
-    found, wanted = describe({"params": params}), describe({"params": plain(state.params)})
-    if found != wanted:
-        differing = sorted(p for p in found | wanted if found.get(p) != wanted.get(p))
+    file_shapes, model_shapes = (
+        describe({"params": params}),
+        describe({"params": plain(state.params)}),
+    )
+    if file_shapes != model_shapes:
+        differing = sorted(
+            p for p in file_shapes | model_shapes if file_shapes.get(p) != model_shapes.get(p)
+        )
         raise ValueError(
             f"checkpoint.initial={path} holds another model than model: {', '.join(differing[:5])}"
             f" and {max(len(differing) - 5, 0)} more differ: take its own with python -m"
             f" experiments.finetune --checkpoint.initial {path}"
         )
-    whole = NamedSharding(assembly.mesh, PartitionSpec())
-    router_state = jax.device_put(router_state, whole) if router_state else None
-    begun = _begin(assembly, state, params, router_state)
+    replicated = NamedSharding(assembly.mesh, PartitionSpec())
+    router_state = jax.device_put(router_state, replicated) if router_state else None
+    started = _begin(assembly, state, params, router_state)
     say(f"initial  parameters from {path}, a Hugging Face model")
-    return Source(path=path, step=0, config={}), begun
+    return Source(path=path, step=0, config={}), started
 
 
 def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any) -> TrainState:
@@ -280,10 +290,10 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
         return state_around(*where, params, key, **options)
 
     with jax.set_mesh(assembly.mesh):
-        begun = jax.jit(around)(with_base(state.params, params))
+        started = jax.jit(around)(with_base(state.params, params))
     if router_state is not None:
-        begun = begun.replace(router_state=router_state)
-    return assembly.workers.begin(begun)
+        started = started.replace(router_state=router_state)
+    return assembly.workers.begin(started)
 
 
 def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> Source:
@@ -292,8 +302,8 @@ def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> Source:
 
 def initial_directory(config: CheckpointConfig) -> pathlib.Path:
     """Return the directory of checkpoints of `checkpoint.initial`, or the directory itself."""
-    given = pathlib.Path(str(config.initial)).expanduser()
-    return given / "checkpoints" if (given / "checkpoints").is_dir() else given
+    path = pathlib.Path(str(config.initial)).expanduser()
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def _rules(config: CheckpointConfig) -> tuple[Rule, ...]:
@@ -325,15 +335,15 @@ def initial_manifest(config: CheckpointConfig) -> CheckpointManifest:
 
 
 def _message(
-    directory: pathlib.Path, manifest: CheckpointManifest, taken: set[str], has_router: bool
+    directory: pathlib.Path, manifest: CheckpointManifest, fields: set[str], has_router: bool
 ) -> str:
     optimizer = manifest.config.get("optimizer", {})
     name = optimizer.get(TAG, "unknown") if isinstance(optimizer, dict) else "unknown"
-    left = sum(path.startswith("opt_state/") for path in manifest.arrays)
+    num_left = sum(path.startswith("opt_state/") for path in manifest.arrays)
     router = ""
     if has_router:
-        router = " and router state" if "router_state" in taken else ""
-    behind = f"optimizer state ({name}: {left} arrays)" if left else "no optimizer state"
+        router = " and router state" if "router_state" in fields else ""
+    behind = f"optimizer state ({name}: {num_left} arrays)" if num_left else "no optimizer state"
     if has_router and not router:
         behind += " and router state, which is another here,"
     return (

@@ -68,19 +68,19 @@ def _divergence(
     resume = f"python -m experiments.pretrain resume {directory.path}"
     rate, training = config.optimizer.learning_rate, config.training
     start = "from the start" if checkpoint_step is None else f"from step {checkpoint_step}"
-    others = []
+    ways = []
     warmup = max(2 * config.schedule.warmup_steps, training.steps // 10)
     if config.schedule.warmup_steps < warmup < training.steps // 2:
-        others.append(f"--schedule.warmup_steps {warmup}")
+        ways.append(f"--schedule.warmup_steps {warmup}")
     if training.clip is None or training.clip > 0.5:
-        others.append("--training.clip 0.5")
-    further = [f"or give {' or '.join(others)}"] if others else []
+        ways.append("--training.clip 0.5")
+    hints = [f"or give {' or '.join(ways)}"] if ways else []
     if config.rl is None:  # batches of answers are not kept
-        further.append(
+        hints.append(
             f"the refused batches: python -m experiments.replay --run.directory {directory.path}"
             f" --step {first}"
         )
-    more = "\n" + "; ".join(further) if further else ""
+    more = "\n" + "; ".join(hints) if hints else ""
     return (
         f"diverged: steps {first} to {last} were refused"
         f" (training.max_skipped={training.max_skipped} in a row); lower the learning rate"

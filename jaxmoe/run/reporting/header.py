@@ -62,11 +62,11 @@ def print_header(
     if (packing := assembly.loader.levels) is not None:
         say(f"levels   {packing.forecast_of(assembly.loader.step_rows(first_step)).text}")
     if assembly.execution.mesh.stage > 1:
-        given = model, assembly.execution, training.accumulation
-        say(f"stages   {pipeline_in_words(*given, skipping=training.skipping)}")
+        arguments = model, assembly.execution, training.accumulation
+        say(f"stages   {pipeline_in_words(*arguments, skipping=training.skipping)}")
     if training.skipping is not None:
-        given = assembly.execution, training.accumulation
-        say(f"skipping {training.skipping.describe(*given)}")
+        arguments = assembly.execution, training.accumulation
+        say(f"skipping {training.skipping.describe(*arguments)}")
     for part in parts:
         for line in part.heading(assembly):
             say(line)
@@ -119,11 +119,11 @@ def _adapter_lines(plan: Plan) -> list[str]:
     initial = plan.config.checkpoint
     step = "" if initial.initial_step is None else f" step {initial.initial_step}"
     base = f"base     {initial.initial}{step}, {format_count(frozen)} parameters frozen"
-    own = (
+    counts = (
         f"adapter  {adapter.words}: {len(sizes)} arrays, {format_count(sum(sizes))} parameters"
         f" trained, {sum(sizes) * width / 1e6:.2f} MB, {sum(sizes) / table.total:.1%} of all"
     )
-    return [own] if adapter.makes_matrices else [base, own]
+    return [counts] if adapter.makes_matrices else [base, counts]
 
 
 def _data_text(assembly: Assembly) -> str:

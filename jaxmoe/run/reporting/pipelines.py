@@ -38,14 +38,16 @@ def pipeline_in_words(
     paths = None if skipping is None else skipping.paths(accumulation)
     schedule = execution.pipeline.schedule(stages, accumulation, paths)
     scan = ModelParts.of(model).staged
-    others = model.num_layers - scan.num_layers
+    num_outside = model.num_layers - scan.num_layers
     number = scan.num_layers // (stages * chunks)
     layers = f"{number} layer{'s' * (number > 1)}"
     if chunks > 1:
         layers = f"{chunks} chunks of {layers}"
-    plural = "s" * (others > 1)
+    plural = "s" * (num_outside > 1)
     extra = (
-        f", {others} layer{plural} with the embedding or the head on every stage" if others else ""
+        f", {num_outside} layer{plural} with the embedding or the head on every stage"
+        if num_outside
+        else ""
     )
     deferred = " with deferred weight gradients" * execution.pipeline.is_deferred
     return (
@@ -67,8 +69,8 @@ def pipeline_of_report(stages: int, config: Mapping[str, Any]) -> tuple[str, str
     accumulation = config["training"]["accumulation"]
     saved = config["training"].get("skipping")
     skipping = None if saved is None else from_json(SkippingConfig, saved)
-    words = pipeline_in_words(model, execution, accumulation, stages=stages, skipping=skipping)
+    sentence = pipeline_in_words(model, execution, accumulation, stages=stages, skipping=skipping)
     paths = None if skipping is None else skipping.paths(accumulation)
     schedule = execution.pipeline.schedule(stages, accumulation, paths)
     text = schedule.text() if len(schedule.ticks) <= _MOST_TICKS else ""
-    return f"Stages: {words}.", text
+    return f"Stages: {sentence}.", text

@@ -30,8 +30,8 @@ def sample_text(assembly: Assembly, state: TrainState, length: int) -> str:
     rows = [source.row("validation", row, prompt_length).tokens[:prompt_length] for row in (0, 1)]
     params = jax.device_get(state.params)
     router_state = jax.device_get(state.router_state)
-    given = GenerationConfig(length=length, sampling=SamplingConfig(temperature=0.8))
+    config = GenerationConfig(length=length, sampling=SamplingConfig(temperature=0.8))
     samples = continue_texts(
-        assembly.plan.model, source, params, router_state, [*map(np.asarray, rows)], given
+        assembly.plan.model, source, params, router_state, [*map(np.asarray, rows)], config
     )
     return "\n".join(map(str, samples))

@@ -183,27 +183,27 @@ def implementations(assembly: Assembly, mesh: AbstractMesh | None = None) -> dic
     """
     mesh = assembly.mesh.abstract_mesh if mesh is None else mesh
     kernels = assembly.execution.kernels
-    asked: dict[str, Implementation | None]
+    requests: dict[str, Implementation | None]
     if assembly.execution.halo is None:
-        asked = {"grouped_swiglu": kernels.grouped_swiglu}
+        requests = {"grouped_swiglu": kernels.grouped_swiglu}
     else:
         names = ("quantized_matmul", "grouped_matmul")
-        asked = {name: getattr(kernels, name) for name in names}
-    asked |= {
+        requests = {name: getattr(kernels, name) for name in names}
+    requests |= {
         kind.mixer.operation: kernels.by_operation[kind.mixer.operation]
         for kind in assembly.plan.model.kinds
     }
-    found: dict[str, str]
+    chosen: dict[str, str]
     with jax.sharding.use_abstract_mesh(mesh):
-        found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
-        by_arguments = [name for name in asked if OPERATIONS[name].depends_on_arguments()]
+        chosen = {name: OPERATIONS[name].choose(requests[name]).implementation for name in requests}
+        by_arguments = [name for name in requests if OPERATIONS[name].depends_on_arguments()]
         traced = _traced_choices(assembly, mesh) if by_arguments else {}
-    found |= {name: ", ".join(traced[name]) for name in by_arguments if name in traced}
+    chosen |= {name: ", ".join(traced[name]) for name in by_arguments if name in traced}
     if choice := assembly.execution.dispatcher.transport_choice():
-        found["expert_transport"] = choice.transport
+        chosen["expert_transport"] = choice.transport
     if assembly.mesh.shape.get("seq", 2) > 1:  # a fold may have split the axis
-        found["sequence_parallel"] = sequence_form(assembly)
-    return found
+        chosen["sequence_parallel"] = sequence_form(assembly)
+    return chosen
 
 
 def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
@@ -261,7 +261,7 @@ def closing_message(
         len(stability) > 1 and len(set(stability.values())) == 1
     ):  # a short run has one verdict for all
         stability = {"indicators": next(iter(stability.values()))}
-    lines += [f"{name:24} {words}" for name, words in stability.items()]
+    lines += [f"{name:24} {sentence}" for name, sentence in stability.items()]
     if summary.get("goodput"):
         lines.append(goodput.format_goodput(summary["goodput"]))
     if summary["profile"] is not None:

@@ -63,10 +63,10 @@ class Product:
     def advice(self) -> str:
         """What breaks a rule; empty if nothing does."""
         odd = dict.fromkeys(str(width) for width in (self.inputs, self.outputs) if width % TILE)
-        found = [f"{' and '.join(odd)} not a multiple of {TILE}"] if odd else []
+        hints = [f"{' and '.join(odd)} not a multiple of {TILE}"] if odd else []
         if self.is_expert and self.rows < EXPERT_ROWS:
-            found.append(f"below {EXPERT_ROWS} rows for an expert")
-        return ", ".join(found)
+            hints.append(f"below {EXPERT_ROWS} rows for an expert")
+        return ", ".join(hints)
 
 
 def products(plan: StepPlan) -> list[Product]:
@@ -93,10 +93,10 @@ def _product(sizes: Sizes, row: ParameterSpec) -> Product:
     count, rows = sizes.layers(row), sizes.inner_tokens
     if is_expert:
         dim = row.declaration.axes.index(ax.EXPERTS) - len(row.declaration.axes)
-        held = _width(sizes, row, (dim,))
+        width = _width(sizes, row, (dim,))
         stack = sizes.stack_of(row)
         assert stack is not None  # experts are in layers
-        rows, count = sizes.rows(stack.kind.feed_forward.sizes) / held, count * held
+        rows, count = sizes.rows(stack.kind.feed_forward.sizes) / width, count * width
     return Product(
         path=row.path,
         count=count,
@@ -109,12 +109,12 @@ def _product(sizes: Sizes, row: ParameterSpec) -> Product:
 
 def _width(sizes: Sizes, row: ParameterSpec, dims: tuple[int, ...]) -> int:
     """Return the product of some dimensions of a weight on one device in use."""
-    kept, width = set(sizes.kept_axes(row)), 1
+    axes, width = set(sizes.kept_axes(row)), 1
     for dim in dims:
         at = dim % len(row.shape)
         entry = row.spec[at] if at < len(row.spec) else None
         names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        width *= row.shape[at] // sizes.devices(axis for axis in names if axis in kept)
+        width *= row.shape[at] // sizes.devices(axis for axis in names if axis in axes)
     return width
 
 
@@ -128,22 +128,22 @@ def sizes_rows(plan: StepPlan) -> list[tuple[str, ...]]:
     Args:
         plan: Step on a mesh of known sizes.
     """
-    found = products(plan)
+    product_list = products(plan)
     rows: list[tuple[str, ...]] = [("product", "number", "rows", "in", "out", "wasted")]
     rows += [
         (
-            one.path,
-            str(one.count),
-            f"{one.rows:g}",
-            str(one.inputs),
-            str(one.outputs),
-            f"{one.wasted:.1%}",
+            row.path,
+            str(row.count),
+            f"{row.rows:g}",
+            str(row.inputs),
+            str(row.outputs),
+            f"{row.wasted:.1%}",
         )
-        for one in found
+        for row in product_list
     ]
-    executed = sum(one.executed for one in found)
-    wasted = 1.0 - sum(one.flops for one in found) / executed
-    count = sum(one.count for one in found)
+    executed = sum(row.executed for row in product_list)
+    wasted = 1.0 - sum(row.flops for row in product_list) / executed
+    count = sum(row.count for row in product_list)
     return [*rows, ("all", str(count), "", "", "", f"{wasted:.1%}")]
 
 
@@ -153,4 +153,4 @@ def broken_rules(plan: StepPlan) -> list[str]:
     Args:
         plan: Step on a mesh of known sizes.
     """
-    return [f"{one.path}: {one.advice}" for one in products(plan) if one.advice]
+    return [f"{product.path}: {product.advice}" for product in products(plan) if product.advice]

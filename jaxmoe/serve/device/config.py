@@ -45,10 +45,11 @@ class ExecutorConfig:
             raise ValueError(
                 f"num_pages={self.num_pages} and page_size={self.page_size} must be above 0"
             )
-        held = self.num_pages * self.page_size
-        if held < lengths[-1]:
+        num_tokens = self.num_pages * self.page_size
+        if num_tokens < lengths[-1]:
             raise ValueError(
-                f"num_pages={self.num_pages} x page_size={self.page_size} hold {held} tokens, and"
+                f"num_pages={self.num_pages} x page_size={self.page_size} hold {num_tokens}"
+                f" tokens, and"
                 f" context_lengths allows a sequence of {lengths[-1]}: set num_pages to"
                 f" {num_pages(lengths[-1], self.page_size)}, or shorter context_lengths"
             )

@@ -108,7 +108,7 @@ class ModelExecutor:
         """Calls that moved them."""
         self._move = make_transfers(self.execution)
         self.reset()
-        self.programs = tuple(self._compile(one) for one in self._shapes())
+        self.programs = tuple(self._compile(shape) for shape in self._shapes())
 
     def load(self, params: Any, router_state: Any = None) -> None:
         """Go on with other parameters of the same model; called between requests.
@@ -170,20 +170,20 @@ class ModelExecutor:
         """
         with self._in_mesh():
             self._transfer(step)
-            pieces = self.config.shapes.fitting([len(one.tokens) for one in step.pieces])
+            pieces = self.config.shapes.fitting([len(piece.tokens) for piece in step.pieces])
             assert pieces is not None  # `check` has compared the plan with the shapes
-            longest = max((one.start + len(one.tokens) for one in step.works), default=0)
+            longest = max((piece.start + len(piece.tokens) for piece in step.works), default=0)
             length = next(n for n in self.config.context_lengths if n >= longest)
             inputs, rows = self._inputs(step, Program(pieces, length))
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
-            found = jax.device_get(outputs)
-        if found.load is not None:
-            self._load = found.load + (0 if self._load is None else self._load)
-        if found.experts is not None:
+            fetched = jax.device_get(outputs)
+        if fetched.load is not None:
+            self._load = fetched.load + (0 if self._load is None else self._load)
+        if fetched.experts is not None:
             for work, _, at in rows:
-                self._experts.write(work, found.experts[:, at : at + len(work.tokens)])
+                self._experts.write(work, fetched.experts[:, at : at + len(work.tokens)])
         return {
-            work.id: result_of(found, work, row, self._experts.read(work))
+            work.id: result_of(fetched, work, row, self._experts.read(work))
             for work, row, _ in rows
             if work.draws
         }
@@ -195,21 +195,21 @@ class ModelExecutor:
             pages: Pages of the pool; at least one.
         """
         with self._in_mesh():
-            held = self._move.to_host(self._pools, pages)
-        self._count(held, pages)
-        return HeldPages(held, self._experts.take(pages))
+            pools = self._move.to_host(self._pools, pages)
+        self._count(pools, pages)
+        return HeldPages(pools, self._experts.take(pages))
 
-    def write_pages(self, pages: Sequence[int], held: HeldPages) -> None:
+    def write_pages(self, pages: Sequence[int], host_pages: HeldPages) -> None:
         """Write what an executor of the same model has read.
 
         Args:
             pages: Pages of the pool.
-            held: Their content.
+            host_pages: Their content.
         """
         with self._in_mesh():
-            self._pools = self._move.from_host(self._pools, pages, held.pools)
-        self._experts.put(pages, held.experts)
-        self._count(held.pools, pages)
+            self._pools = self._move.from_host(self._pools, pages, host_pages.pools)
+        self._experts.put(pages, host_pages.experts)
+        self._count(host_pages.pools, pages)
 
     def on_mesh(self, mesh: Any, execution: ExecutionConfig) -> ModelExecutor:
         """Return an executor with the same weights on another mesh, compiled, with empty pages.
@@ -224,37 +224,39 @@ class ModelExecutor:
             ValueError: The weights are quantised, or the mesh has other axes.
         """
         with self._in_mesh():
-            own = stacked(self._params)
-        params = weights_on(self.model, own, ServedConfig.of(execution), mesh)
-        weight_bytes = received_bytes(own, params)
-        del own  # a copy, where the layers are apart
+            stacked_params = stacked(self._params)
+        params = weights_on(self.model, stacked_params, ServedConfig.of(execution), mesh)
+        weight_bytes = received_bytes(stacked_params, params)
+        del stacked_params  # a copy, where the layers are apart
         state = replicated_on(self._router_state, mesh)
-        given: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
-        other = ModelExecutor(self.model, params, state, **given)
-        other._weight_bytes = weight_bytes
-        return other
+        options: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
+        moved = ModelExecutor(self.model, params, state, **options)
+        moved._weight_bytes = weight_bytes
+        return moved
 
-    def adopt(self, other: ModelExecutor) -> Resharding:
+    def adopt(self, executor: ModelExecutor) -> Resharding:
         """Take over the pages of an executor on another mesh, between two of its steps.
 
         Args:
-            other: Executor of the same model and sizes; it keeps its pages.
+            executor: Executor of the same model and sizes; it keeps its pages.
 
         Raises:
             ValueError: The sizes differ.
         """
-        if other.config != self.config:
-            raise ValueError(f"the executors differ in their sizes: {other.config}, {self.config}")
-        begun = time.perf_counter()
+        if executor.config != self.config:
+            raise ValueError(
+                f"the executors differ in their sizes: {executor.config}, {self.config}"
+            )
+        start_time = time.perf_counter()
         places = jax.tree.map(lambda part: part.sharding, self._pools)
         self._pools = {}  # empty pages, whose memory the others need
-        self._pools = jax.block_until_ready(jax.device_put(other._pools, places))
-        self._host, self._load = other._host.copy(), other._load
-        self._experts.adopt(other._experts)
+        self._pools = jax.block_until_ready(jax.device_put(executor._pools, places))
+        self._host, self._load = executor._host.copy(), executor._load
+        self._experts.adopt(executor._experts)
         return Resharding(
             weight_bytes=self._weight_bytes,
-            page_bytes=received_bytes(other._pools, self._pools),
-            seconds=time.perf_counter() - begun,
+            page_bytes=received_bytes(executor._pools, self._pools),
+            seconds=time.perf_counter() - start_time,
         )
 
     def expert_load(self) -> np.ndarray | None:
@@ -310,38 +312,38 @@ class ModelExecutor:
         """Return the bytes of temporaries of a program, as its compiler plans them."""
         with self._in_mesh():
             inputs, _ = self._inputs(_EMPTY, program)
-            given = (self._params, self._router_state, self._pools, inputs)
-            found: Any = self._step.lower(*given).compile().memory_analysis()  # pyright: ignore
-        return found.temp_size_in_bytes
+            arguments = (self._params, self._router_state, self._pools, inputs)
+            analysis: Any = self._step.lower(*arguments).compile().memory_analysis()  # pyright: ignore
+        return analysis.temp_size_in_bytes
 
     def _shapes(self) -> Iterator[Program]:
         pieces = ((0, 0), *self.config.shapes.pieces)
-        for one, length in itertools.product(pieces, self.config.context_lengths):
-            yield Program(one, length)
+        for piece_shape, length in itertools.product(pieces, self.config.context_lengths):
+            yield Program(piece_shape, length)
 
     def _compile(self, program: Program) -> Program:
         """Compile a program by computing padding alone."""
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         with self._in_mesh():
             inputs, _ = self._inputs(_EMPTY, program)
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
             jax.block_until_ready(outputs)
-        return dataclasses.replace(program, seconds=time.perf_counter() - begun)
+        return dataclasses.replace(program, seconds=time.perf_counter() - start_time)
 
     def _transfer(self, step: Step) -> None:
         """Move pages before the work: on the device, to host memory, and back."""
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
             self._experts.copy(step.copies)
-        for one in step.out:
-            self._host.out(one, self.read_pages)
-        for one in step.back:
-            self._host.back(one, self.write_pages)
+        for transfer in step.out:
+            self._host.out(transfer, self.read_pages)
+        for transfer in step.back:
+            self._host.back(transfer, self.write_pages)
         for number in step.dropped:
             self._host.drop(number)
 
-    def _count(self, held: Held, pages: Sequence[int]) -> None:
-        self.moved_bytes += host_bytes(held)
+    def _count(self, host_arrays: Held, pages: Sequence[int]) -> None:
+        self.moved_bytes += host_bytes(host_arrays)
         self.num_transfers += num_transfers(len(pages))
 
     def _inputs(self, step: Step, program: Program) -> tuple[StepInputs, list[Any]]:
@@ -355,10 +357,10 @@ class ModelExecutor:
         tables = np.zeros((rows, width), np.int32)
         last, seeds, counts = (np.zeros(rows, np.int32) for _ in range(3))
         limits = no_limits(rows, self.model.vocab_size)
-        placed = [(one, row, row) for row, one in enumerate(step.singles)]
+        placed = [(single, row, row) for row, single in enumerate(step.singles)]
         placed += [
-            (one, singles + number, singles + number * length)
-            for number, one in enumerate(step.pieces)
+            (single, singles + number, singles + number * length)
+            for number, single in enumerate(step.pieces)
         ]
         wants_top, numbers = False, {name: i for i, name in enumerate(self.adapters)}
         adapters = np.full(len(tokens), -1, np.int32) if numbers else None
@@ -374,15 +376,15 @@ class ModelExecutor:
                 adapters[at:end] = numbers.get(work.adapter, -1)
             wants_top |= work.draws and work.sampling.num_logprobs > 0
         split = PageTables(slots, tables[:singles], tables[singles:])
-        given = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
-        return StepInputs(*given, adapters), placed
+        arrays = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
+        return StepInputs(*arrays, adapters), placed
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
         if self._mesh is None:
-            own = jax.device_put(apart(self.model, params) if self._is_apart else params)
-            self._device = next(iter(jax.tree.leaves(own)[0].devices()))
-            return own
+            placed = jax.device_put(apart(self.model, params) if self._is_apart else params)
+            self._device = next(iter(jax.tree.leaves(placed)[0].devices()))
+            return placed
         with self._in_mesh():
             if self.execution.precision.weights == "floating":
                 params = lay_out(self.model, params, rules=self.execution.axis_rules)

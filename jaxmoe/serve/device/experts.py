@@ -66,9 +66,9 @@ class PageExperts:
         for source, target in pairs:
             self._experts[target] = self._experts[source]
 
-    def adopt(self, other: PageExperts) -> None:
+    def adopt(self, source: PageExperts) -> None:
         """Take over those of an executor of the same sizes."""
-        self._experts = other._experts.copy()
+        self._experts = source._experts.copy()
 
     def _places(self, work: Work, first: int) -> tuple[np.ndarray, np.ndarray]:
         """Return page and place in it of the tokens of a sequence from a position on."""

@@ -24,8 +24,16 @@ class HostPages:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        held = [*self._named.values(), *(one for pages in self._swapped.values() for one in pages)]
-        return sum(host_bytes(one.pools) for one in {id(one): one for one in held}.values())
+        groups = [
+            *self._named.values(),
+            *(pages_of_group for pages in self._swapped.values() for pages_of_group in pages),
+        ]
+        return sum(
+            host_bytes(pages_of_group.pools)
+            for pages_of_group in {
+                id(pages_of_group): pages_of_group for pages_of_group in groups
+            }.values()
+        )
 
     def out(self, swap: Swap, read: Callable[[Sequence[int]], HeldPages]) -> None:
         """Keep the pages of a sequence; only those without a copy are read.
@@ -34,9 +42,9 @@ class HostPages:
             swap: Pages that leave the device.
             read: Returns the content of some pages of the device.
         """
-        known = [self._named[name] for name in swap.names[: swap.kept]]
-        rest = swap.pages[swap.kept :]
-        pages = (*known, *(parted(read(rest)) if rest else ()))
+        named_pages = [self._named[name] for name in swap.names[: swap.kept]]
+        unnamed = swap.pages[swap.kept :]
+        pages = (*named_pages, *(parted(read(unnamed)) if unnamed else ()))
         self._swapped[swap.id] = pages
         self._named |= dict(zip(swap.names, pages, strict=False))
         for name in swap.dropped:
@@ -57,6 +65,6 @@ class HostPages:
 
     def copy(self) -> HostPages:
         """Return the same pages, for another executor that takes over."""
-        other = HostPages()
-        other._swapped, other._named = dict(self._swapped), dict(self._named)
-        return other
+        copied = HostPages()
+        copied._swapped, copied._named = dict(self._swapped), dict(self._named)
+        return copied

@@ -33,9 +33,9 @@ def device_groups(number: int, mesh: MeshConfig | None, devices: Devices = ()) -
     Raises:
         ValueError: There are enough for several instances and not for all, or a size is open.
     """
-    given = list(devices) or jax.devices()
+    available = list(devices) or jax.devices()
     if number == 1:
-        return [given]
+        return [available]
     sizes = () if mesh is None else mesh.sizes
     if -1 in sizes:
         raise ValueError(
@@ -43,14 +43,14 @@ def device_groups(number: int, mesh: MeshConfig | None, devices: Devices = ()) -
             " number of devices of one instance"
         )
     size = math.prod(sizes)
-    if len(given) < 2 * size:
-        return [given[:size]] * number
-    if len(given) < number * size:
+    if len(available) < 2 * size:
+        return [available[:size]] * number
+    if len(available) < number * size:
         raise ValueError(
             f"engine.instances={number} x {size} devices (run.mesh) need {number * size} devices,"
-            f" there are {len(given)}: set engine.instances to at most {len(given) // size}"
+            f" there are {len(available)}: set engine.instances to at most {len(available) // size}"
         )
-    return [given[size * one : size * (one + 1)] for one in range(number)]
+    return [available[size * index : size * (index + 1)] for index in range(number)]
 
 
 def reachable(groups: Sequence[Devices], devices: Devices = ()) -> list[Devices]:
@@ -60,13 +60,15 @@ def reachable(groups: Sequence[Devices], devices: Devices = ()) -> list[Devices]
         groups: Devices of each instance.
         devices: All devices; those of this process when empty.
     """
-    given = list(devices) or jax.devices()
+    available = list(devices) or jax.devices()
     if len(set(map(tuple, groups))) == 1:  # one instance, or all on the same devices
-        return [[*groups[0], *(one for one in given if one not in groups[0])]] * len(groups)
-    taken = {one for group in groups for one in group}
-    rest = [one for one in given if one not in taken]
-    part = len(rest) // len(groups)
-    return [[*one, *rest[part * n : part * (n + 1)]] for n, one in enumerate(groups)]
+        return [[*groups[0], *(device for device in available if device not in groups[0])]] * len(
+            groups
+        )
+    in_groups = {device for group in groups for device in group}
+    free = [device for device in available if device not in in_groups]
+    part = len(free) // len(groups)
+    return [[*device, *free[part * n : part * (n + 1)]] for n, device in enumerate(groups)]
 
 
 def executors_on(
@@ -95,19 +97,21 @@ def executors_on(
     """
     params, routers = jax.device_get((params, router_state))
     if mesh is None or math.prod(mesh.sizes) == 1:
-        given: dict[str, Any] = {"config": config, "execution": execution}
-        found, first = list[ModelExecutor](), dict[Any, ModelExecutor]()
+        options: dict[str, Any] = {"config": config, "execution": execution}
+        executors, first = list[ModelExecutor](), dict[Any, ModelExecutor]()
         for device, *_ in groups:  # those on one device have its arrays together
-            own = first[device].params if device in first else params
+            group_mesh = first[device].params if device in first else params
             with jax.default_device(device):
-                found.append(ModelExecutor(model, own, routers, **given))
-            first.setdefault(device, found[-1])
-        return found
+                executors.append(ModelExecutor(model, group_mesh, routers, **options))
+            first.setdefault(device, executors[-1])
+        return executors
     execution = dataclasses.replace(execution, mesh=mesh)
-    found = []
+    executors = []
     for devices in groups:
-        own = make_mesh(mesh, devices)
-        given = {"config": config, "execution": execution, "mesh": own}
-        laid_out = weights_on(model, params, ServedConfig.of(execution), own)
-        found.append(ModelExecutor(model, laid_out, replicated_on(routers, own), **given))
-    return found
+        group_mesh = make_mesh(mesh, devices)
+        options = {"config": config, "execution": execution, "mesh": group_mesh}
+        laid_out = weights_on(model, params, ServedConfig.of(execution), group_mesh)
+        executors.append(
+            ModelExecutor(model, laid_out, replicated_on(routers, group_mesh), **options)
+        )
+    return executors

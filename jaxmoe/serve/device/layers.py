@@ -74,9 +74,9 @@ def stacked(params: Any) -> Any:
         params: Parameters of either form.
     """
 
-    def stack(own: Any) -> Any:
-        if not isinstance(own, tuple):
-            return own
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+    def stack(layers: Any) -> Any:
+        if not isinstance(layers, tuple):
+            return layers
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
-    return {name: stack(own) for name, own in params.items()}
+    return {name: stack(layers) for name, layers in params.items()}

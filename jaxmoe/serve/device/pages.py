@@ -29,8 +29,8 @@ def initial_pools(model: ModelConfig, execution: ServedConfig, *, pages: int, si
     pools: Pools = {}
     for stack in model.stacks:
         mixer: Any = stack.kind.mixer  # recurrent ones have been refused
-        given = {"layers": stack.num_calls, "pages": pages, "size": size}
-        pools[stack.path] = mixer.initial_pages(execution, **given)
+        sizes = {"layers": stack.num_calls, "pages": pages, "size": size}
+        pools[stack.path] = mixer.initial_pages(execution, **sizes)
     return pools
 
 

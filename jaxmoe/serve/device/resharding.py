@@ -87,11 +87,11 @@ class MeshLayouts:
         """
         devices = self._groups[number][: math.prod(mesh.sizes)]
         execution = dataclasses.replace(executor.execution, mesh=mesh)
-        found = executor.on_mesh(make_mesh(mesh, devices), execution)
+        moved = executor.on_mesh(make_mesh(mesh, devices), execution)
         if self._times is not None:
             # Steps of the present executor may run between: the shortest time is the nearest.
-            self._times.measure(found, len(devices), pick=min)
-        return found
+            self._times.measure(moved, len(devices), pick=min)
+        return moved
 
 
 def check_floating(execution: ServedConfig) -> None:
@@ -142,20 +142,20 @@ def received_bytes(before: Any, after: Any) -> int:
 
 def _received(old: Any, new: Any) -> int:
     shape = new.shape
-    held = old.sharding.devices_indices_map(shape)
+    indices = old.sharding.devices_indices_map(shape)
     total = 0
-    for device, wanted in new.sharding.devices_indices_map(shape).items():
-        total += _size(wanted, shape)
-        if device in held:
-            total -= _size(map(_overlap, wanted, held[device], shape), shape)
+    for device, target_index in new.sharding.devices_indices_map(shape).items():
+        total += _size(target_index, shape)
+        if device in indices:
+            total -= _size(map(_overlap, target_index, indices[device], shape), shape)
     return total * new.dtype.itemsize
 
 
-def _overlap(one: slice, other: slice, size: int) -> slice:
-    (first, end, _), (start, stop, _) = one.indices(size), other.indices(size)
+def _overlap(first_slice: slice, second_slice: slice, size: int) -> slice:
+    (first, end, _), (start, stop, _) = first_slice.indices(size), second_slice.indices(size)
     first, end = max(first, start), min(end, stop)
     return slice(first, max(first, end))
 
 
 def _size(index: Any, shape: tuple[int, ...]) -> int:
-    return math.prod(len(range(*one.indices(n))) for one, n in zip(index, shape, strict=True))
+    return math.prod(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))

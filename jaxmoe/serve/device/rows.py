@@ -32,20 +32,20 @@ def set_limits(limits: Any, row: int, sampling: Sampling) -> None:
     limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
 
 
-def result_of(found: StepOutputs, work: Work, row: int, experts: np.ndarray | None) -> Result:
+def result_of(outputs: StepOutputs, work: Work, row: int, experts: np.ndarray | None) -> Result:
     """Return what a request has asked for of its row.
 
     Args:
-        found: Outputs of the step.
+        outputs: Outputs of the step.
         work: Part of the request.
         row: Its row.
         experts: Experts to return [tokens L K]; None without any.
     """
     number = work.sampling.num_logprobs
-    ids, logprobs = found.top_ids[row, :number], found.top_logprobs[row, :number]
+    ids, logprobs = outputs.top_ids[row, :number], outputs.top_logprobs[row, :number]
     return Result(
-        token=int(found.tokens[row]),
-        logprob=float(found.logprobs[row]),
+        token=int(outputs.tokens[row]),
+        logprob=float(outputs.logprobs[row]),
         alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
         experts=experts,
     )

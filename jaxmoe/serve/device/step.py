@@ -147,7 +147,7 @@ def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutp
     keys = jax.vmap(key_of)(inputs.seeds, inputs.counts)
     tokens = choose_each(logits, keys, inputs.limits)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    token_logprobs = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     number = min(options.num_top, logits.shape[-1])
     none = (
         jnp.zeros((len(tokens), number), jnp.float32),
@@ -161,4 +161,4 @@ def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutp
             lambda logprobs: none,
             logprobs,
         )
-    return StepOutputs(tokens, own, top[1], top[0], None, None)
+    return StepOutputs(tokens, token_logprobs, top[1], top[0], None, None)

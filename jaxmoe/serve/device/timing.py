@@ -56,17 +56,17 @@ def measure_steps(
         repeats: Steps of each shape that are timed, after one that is not.
         pick: Returns the time of a shape from those of its steps.
     """
-    found = []
+    timings = []
     for pieces, length in itertools.product(
         ((0, 0), *config.shapes.pieces), config.context_lengths
     ):
         step = _full_step(config, pieces, length)
         seconds = []
         for _ in range(repeats + 1):
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             executor.run(step)
-            seconds.append(time.perf_counter() - begun)
-        found.append(
+            seconds.append(time.perf_counter() - start_time)
+        timings.append(
             Timing(
                 singles=config.shapes.singles,
                 pieces=pieces,
@@ -74,7 +74,7 @@ def measure_steps(
                 seconds=pick(seconds[1:]),
             )
         )
-    return found
+    return timings
 
 
 def _full_step(config: ExecutorConfig, pieces: tuple[int, int], length: int) -> Step:
@@ -112,8 +112,10 @@ def timing_of(shapes: Shapes, table: Sequence[Timing], parts: Sequence[Part]) ->
     counts = sorted(part.count for part in parts)
     pieces = shapes.fitting(counts[min(counts.count(1), shapes.singles) :])
     longest = max((part.context + part.count for part in parts), default=0)
-    fit = [one for one in table if one.pieces == pieces and one.context_length >= longest]
-    return min(fit, key=lambda one: one.context_length, default=None)
+    fit = [
+        timing for timing in table if timing.pieces == pieces and timing.context_length >= longest
+    ]
+    return min(fit, key=lambda timing: timing.context_length, default=None)
 
 
 class MeasuredSteps:
@@ -143,9 +145,9 @@ class MeasuredSteps:
             num_chips: Its devices.
             repeats: Steps of each shape that are timed.
         """
-        found = cls(executor.config.shapes, {}, num_chips)
-        found.measure(executor, num_chips, repeats)
-        return found
+        steps = cls(executor.config.shapes, {}, num_chips)
+        steps.measure(executor, num_chips, repeats)
+        return steps
 
     def measure(
         self,
@@ -175,14 +177,14 @@ class MeasuredSteps:
             nano_batches: Parts of the step; a compiled step is one program.
         """
         del share, nano_batches
-        known = self._num_chips in self._tables
-        nearest = self._num_chips if known else min([*self._tables], key=self._distance)
+        is_measured = self._num_chips in self._tables
+        nearest = self._num_chips if is_measured else min([*self._tables], key=self._distance)
         table = self._tables[nearest]
-        found = timing_of(self._shapes, table, parts)
-        if found is not None:
-            return found.seconds * nearest / self._num_chips
+        timing = timing_of(self._shapes, table, parts)
+        if timing is not None:
+            return timing.seconds * nearest / self._num_chips
         # The largest shape, as often as the tokens of prompts need it.
-        largest = max(table, key=lambda one: (math.prod(one.pieces), one.context_length))
+        largest = max(table, key=lambda entry: (math.prod(entry.pieces), entry.context_length))
         tokens = sum(part.count for part in parts if part.count > 1)
         rows = -(-sum(part.count == 1 for part in parts) // self._shapes.singles)
         times = max(-(-tokens // max(math.prod(largest.pieces), 1)), rows, 1)

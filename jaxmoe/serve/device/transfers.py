@@ -64,47 +64,47 @@ def make_transfers(execution: ServedConfig) -> Transfers:
         return island(run, in_axes=(axes, (None,)), out_axes=axes)(pools, pages)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def put(pools: Pools, pages: Any, held: Any) -> Pools:
-        def run(pools, pages, held, *, batch_axes):
+    def put(pools: Pools, pages: Any, host_pages: Any) -> Pools:
+        def run(pools, pages, host_pages, *, batch_axes):
             del batch_axes
             return jax.tree.map(
-                lambda part, new: part.at[:, pages].set(new, mode="drop"), pools, held
+                lambda part, new: part.at[:, pages].set(new, mode="drop"), pools, host_pages
             )
 
         axes = page_axes(pools)
-        return island(run, in_axes=(axes, (None,), axes), out_axes=axes)(pools, pages, held)
+        return island(run, in_axes=(axes, (None,), axes), out_axes=axes)(pools, pages, host_pages)
 
     def copy(pools: Pools, pairs: Sequence[tuple[int, int]]) -> Pools:
-        for some in _in_parts(pairs):
-            source, target = (np.asarray(pages, np.int32) for pages in zip(*some, strict=True))
+        for page_part in _in_parts(pairs):
+            source, target = (np.asarray(pages, np.int32) for pages in zip(*page_part, strict=True))
             pools = put(pools, _padded(target, pools), take(pools, _padded(source, pools)))
         return pools
 
     def to_host(pools: Pools, pages: Sequence[int]) -> Held:
         parts = [
-            _cut(take(pools, _padded(np.asarray(some, np.int32), pools)), 0, len(some))
-            for some in _in_parts(pages)
+            _cut(take(pools, _padded(np.asarray(page_part, np.int32), pools)), 0, len(page_part))
+            for page_part in _in_parts(pages)
         ]
-        return jax.tree.map(lambda *found: np.concatenate(found, axis=1), *parts)
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis=1), *parts)
 
-    def from_host(pools: Pools, pages: Sequence[int], held: Held) -> Pools:
+    def from_host(pools: Pools, pages: Sequence[int], host_pages: Held) -> Pools:
         first = 0
-        for some in _in_parts(pages):
-            own = jax.tree.map(_filled, _cut(held, first, len(some)))
-            pools = put(pools, _padded(np.asarray(some, np.int32), pools), own)
-            first += len(some)
+        for page_part in _in_parts(pages):
+            filled_part = jax.tree.map(_filled, _cut(host_pages, first, len(page_part)))
+            pools = put(pools, _padded(np.asarray(page_part, np.int32), pools), filled_part)
+            first += len(page_part)
         return pools
 
     return Transfers(copy, to_host, from_host)
 
 
-def parted(held: HeldPages) -> list[HeldPages]:
+def parted(host_pages: HeldPages) -> list[HeldPages]:
     """Return pages one by one, each with memory of its own."""
-    count = len(held.experts)
+    count = len(host_pages.experts)
     return [
         HeldPages(
-            jax.tree.map(lambda part, n=n: part[:, n : n + 1].copy(), held.pools),
-            held.experts[n : n + 1].copy(),
+            jax.tree.map(lambda part, n=n: part[:, n : n + 1].copy(), host_pages.pools),
+            host_pages.experts[n : n + 1].copy(),
         )
         for n in range(count)
     ]
@@ -112,8 +112,10 @@ def parted(held: HeldPages) -> list[HeldPages]:
 
 def joined(pages: Sequence[HeldPages]) -> HeldPages:
     """Return some pages as one block."""
-    pools = jax.tree.map(lambda *parts: np.concatenate(parts, 1), *(one.pools for one in pages))
-    return HeldPages(pools, np.concatenate([one.experts for one in pages]))
+    pools = jax.tree.map(
+        lambda *parts: np.concatenate(parts, 1), *(page_group.pools for page_group in pages)
+    )
+    return HeldPages(pools, np.concatenate([page_group.experts for page_group in pages]))
 
 
 def num_transfers(num_pages: int) -> int:
@@ -121,18 +123,18 @@ def num_transfers(num_pages: int) -> int:
     return -(-num_pages // _AT_ONCE)
 
 
-def host_bytes(held: Held) -> int:
+def host_bytes(host_pages: Held) -> int:
     """Return the bytes of pages in host memory."""
-    return sum(part.nbytes for part in jax.tree.leaves(held))
+    return sum(part.nbytes for part in jax.tree.leaves(host_pages))
 
 
 def _in_parts(pages: Sequence[Any]) -> list[Sequence[Any]]:
     return [pages[first : first + _AT_ONCE] for first in range(0, len(pages), _AT_ONCE)]
 
 
-def _cut(held: Any, first: int, count: int) -> Held:
+def _cut(tree: Any, first: int, count: int) -> Held:
     """Return some of the pages, in host memory."""
-    return jax.tree.map(lambda part: np.asarray(part)[:, first : first + count], held)
+    return jax.tree.map(lambda part: np.asarray(part)[:, first : first + count], tree)
 
 
 def _filled(part: np.ndarray) -> np.ndarray:

@@ -76,10 +76,10 @@ class DiffusionExecutor:
         self._load: np.ndarray | None = None
         self.pool_bytes = 0
         """Bytes of pages on the device: none, as rows travel with each step."""
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         for length in self.config.lengths:
             jax.block_until_ready(self._run(self._inputs((), length)))
-        self.compile_seconds = time.perf_counter() - begun
+        self.compile_seconds = time.perf_counter() - start_time
         """Time of compilation of all programs."""
 
     def facts(self, *, max_waiting: int) -> Facts:
@@ -136,14 +136,14 @@ class DiffusionExecutor:
         works: Any = step.singles  # as `RowsInstance.start` makes them
         length = next(n for n in self.config.lengths if n >= max(len(w.tokens) for w in works))
         inputs = self._inputs(works, length)
-        found = jax.device_get(self._run(inputs))
-        if found.about is not None:
-            self._load = found.about + (0 if self._load is None else self._load)
+        fetched = jax.device_get(self._run(inputs))
+        if fetched.about is not None:
+            self._load = fetched.about + (0 if self._load is None else self._load)
         mask, rows = self.model.vocab_size - 1, {}
         for work in works:
             row, size = work.pages[0], len(work.tokens)
-            tokens = found.tokens[row, :size]
-            rows[work.id] = FilledRow(tokens, tokens != mask, found.logprobs[row, :size])
+            tokens = fetched.tokens[row, :size]
+            rows[work.id] = FilledRow(tokens, tokens != mask, fetched.logprobs[row, :size])
         return rows
 
     def reset(self) -> None:
@@ -183,8 +183,8 @@ def make_rows_step(model: ModelConfig, execution: ExecutionConfig, budget: int) 
 
     def step(params: Any, router_state: Any, inputs: RowInputs) -> Filled:
         keys = jax.vmap(jax.random.key)(inputs.seeds)
-        given = (inputs.done, inputs.num_steps, inputs.limits)
-        rows = Rows(inputs.tokens, inputs.is_real, keys, *given)
+        arguments = (inputs.done, inputs.num_steps, inputs.limits)
+        rows = Rows(inputs.tokens, inputs.is_real, keys, *arguments)
         denoise, head = make_denoiser(model, execution, params, router_state, inputs.is_real)
         return reverse_step(denoise, head, rows, mask_token=model.vocab_size - 1, budget=budget)
 

@@ -60,8 +60,8 @@ class _Row:
 
 def plan_rows(view: InstanceView) -> Plan:
     """Return the plan of a step: free rows are taken in the order of the queue, all go on."""
-    admitted = [one.id for one in view.waiting[: view.pool.num_free]]
-    return Plan.of([*(one.id for one in view.running), *admitted], admit=admitted)
+    admitted = [sequence.id for sequence in view.waiting[: view.pool.num_free]]
+    return Plan.of([*(sequence.id for sequence in view.running), *admitted], admit=admitted)
 
 
 class RowsInstance(Instance):
@@ -79,7 +79,7 @@ class RowsInstance(Instance):
             plan: Plan of `plan_rows` for the state as it is.
             now: Seconds on the instance's clock.
         """
-        waiting = {one.id: one for one in self.queues.waiting}
+        waiting = {sequence.id: sequence for sequence in self.queues.waiting}
         for id_ in plan.admit:
             self._admit(waiting[id_], (), now)
             self._rows[id_] = self._begun(waiting[id_].request)
@@ -88,52 +88,58 @@ class RowsInstance(Instance):
         self.flying |= {step.number: step for step in steps}
         return steps
 
-    def end(self, one: Sequence, reason: EndReason, message: str = "") -> End:
+    def end(self, sequence: Sequence, reason: EndReason, message: str = "") -> End:
         """End a sequence that no step computes, and free its row."""
-        self._rows.pop(one.id, None)
-        return super().end(one, reason, message)
+        self._rows.pop(sequence.id, None)
+        return super().end(sequence, reason, message)
 
     def _begun(self, request: Request) -> _Row:
         prompt = len(request.prompt)
         length = min(prompt + request.sampling.max_tokens, self.facts.max_length)
         tokens = np.zeros(length, np.int32)
         tokens[:prompt] = request.prompt
-        held = FilledRow(tokens, np.arange(length) < prompt, np.zeros(length, np.float32))
-        return _Row(held, math.ceil(self._steps_per_token * (length - prompt)))
+        filled_row = FilledRow(tokens, np.arange(length) < prompt, np.zeros(length, np.float32))
+        return _Row(filled_row, math.ceil(self._steps_per_token * (length - prompt)))
 
     def _row_work(self, id_: int) -> RowWork:
-        one, row = self.queues.running[id_], self._rows[id_]
-        self._grow(one, 1)
-        one.is_busy = True
+        sequence, row = self.queues.running[id_], self._rows[id_]
+        self._grow(sequence, 1)
+        sequence.is_busy = True
         return RowWork(
             id=id_,
             tokens=tuple(row.held.tokens.tolist()),
             start=0,
-            pages=tuple(one.pages),
+            pages=tuple(sequence.pages),
             draws=True,
-            index=one.num_written,
-            sampling=one.request.sampling,
+            index=sequence.num_written,
+            sampling=sequence.request.sampling,
             is_filled=tuple(row.held.is_filled.tolist()),
             done=row.done,
             num_steps=row.num_steps,
         )
 
-    def _advance(self, one: Sequence, work: Work) -> bool:
-        self._rows[one.id].done += 1
+    def _advance(self, sequence: Sequence, work: Work) -> bool:
+        self._rows[sequence.id].done += 1
         return True
 
-    def _write(self, one: Sequence, result: Any, now: float) -> tuple[Event, ...]:
-        row, events = self._rows[one.id], list[Event]()
+    def _write(self, sequence: Sequence, result: Any, now: float) -> tuple[Event, ...]:
+        row, events = self._rows[sequence.id], list[Event]()
         logprobs = row.held.logprobs + result.logprobs
         row.held = dataclasses.replace(result, logprobs=logprobs)
         length = len(result.tokens)
-        while len(one.tokens) < length and result.is_filled[len(one.tokens)]:
-            place = len(one.tokens)
+        while len(sequence.tokens) < length and result.is_filled[len(sequence.tokens)]:
+            place = len(sequence.tokens)
             token = int(result.tokens[place])
-            events.append(Token(one.id, one.num_written, Result(token, float(logprobs[place]))))
-            one.tokens.append(token)
-            one.last = now
-            one.first = now if one.first is None else one.first
-            if token in one.request.sampling.stop_ids:
-                return (*events, self.end(one, "stop"))
-        return (*events, self.end(one, "length")) if len(one.tokens) == length else tuple(events)
+            events.append(
+                Token(sequence.id, sequence.num_written, Result(token, float(logprobs[place])))
+            )
+            sequence.tokens.append(token)
+            sequence.last = now
+            sequence.first = now if sequence.first is None else sequence.first
+            if token in sequence.request.sampling.stop_ids:
+                return (*events, self.end(sequence, "stop"))
+        return (
+            (*events, self.end(sequence, "length"))
+            if len(sequence.tokens) == length
+            else tuple(events)
+        )

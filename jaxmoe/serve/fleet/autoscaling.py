@@ -50,8 +50,8 @@ class EngineScaling(FleetScaling):
         Raises:
             ValueError: The policy needs what is missing.
         """
-        given = {"has_hardware": hardware is not None, "has_layouts": has_layouts}
-        config.check(roles=fleet.roles, has_power=False, **given)
+        options = {"has_hardware": hardware is not None, "has_layouts": has_layouts}
+        config.check(roles=fleet.roles, has_power=False, **options)
         self._times, self._resharder, self._is_elastic = hardware, resharder, config.changes_chips
         self._has_mesh = has_layouts and config.needs_hardware
         self._clock, self._post = clock, post
@@ -88,24 +88,24 @@ class EngineScaling(FleetScaling):
         now = self._clock()
         if now >= self._next:
             self._next += self.interval * (1 + (now - self._next) // self.interval)
-            if (wanted := self.decide(now)) is not None:
-                self._begin(now, wanted)
+            if (decision := self.decide(now)) is not None:
+                self._begin(now, decision)
         return self._next - now
 
-    def _begin(self, now: float, wanted: Wanted) -> None:
+    def _begin(self, now: float, decision: Wanted) -> None:
         """Carry a decision out, at once or when new programs are compiled."""
-        if (number := wanted.num_chips) is None:
-            self.change(now, wanted)
+        if (number := decision.num_chips) is None:
+            self.change(now, decision)
             return
         mesh, present = self._resharder.of_size(number), self.num_chips
         if self._resharder.is_on(mesh):
-            self.change(now, wanted)
+            self.change(now, decision)
             return
         try:
             done = self._resharder.begin(mesh)
         except (ValueError, BusyError) as error:
             logger.warning("no change to %d devices: %s", number, error)
-            self.change(now, wanted)
+            self.change(now, decision)
             return
 
         def end(done: Future[Any]) -> None:
@@ -113,6 +113,6 @@ class EngineScaling(FleetScaling):
                 logger.warning("no change to %d devices: %r", number, error)
                 if number > present:  # there may be no memory for it
                     self.most_chips = present
-            self.change(self._clock(), wanted)
+            self.change(self._clock(), decision)
 
         done.add_done_callback(lambda done: self._post(lambda: end(done)))

@@ -76,12 +76,12 @@ class Fleet:
         Args:
             now: Seconds on the fleet's clock.
         """
-        moves = tuple(one.move for one in self._moves.values())
+        moves = tuple(migration.move for migration in self._moves.values())
         bound = collections.Counter(self._targets.values())
         bound.update(move.target for move in moves)
         return FleetView(
             now=now,
-            members=tuple(one.view(now) for one in self.instances[: self.num_open]),
+            members=tuple(migration.view(now) for migration in self.instances[: self.num_open]),
             roles=self.roles[: self.num_open],
             expected=tuple(bound[number] for number in range(self.num_open)),
             moves=moves,
@@ -153,12 +153,12 @@ class Fleet:
             is_live: Whether the source goes on decoding while full pages are copied.
         """
         source, target = self.instances[move.source], self.instances[move.target]
-        one = source.queues.sequences[move.id]
-        is_movable = one.state in ("waiting", "running") and move.id not in self._moves
+        sequence = source.queues.sequences[move.id]
+        is_movable = sequence.state in ("waiting", "running") and move.id not in self._moves
         if not is_movable or source is target:
             return
         self.num_moves += 1
-        if one.state == "waiting":
+        if sequence.state == "waiting":
             transfer_waiting(source, target, move.id)
         else:
             self._moves[move.id] = Migration(move, source, target, is_live=is_live)

@@ -64,7 +64,7 @@ class PageMover(Protocol):
         """Return the content of some pages, in host memory."""
         ...
 
-    def write_pages(self, pages: Sequence[int], held: Any) -> None:
+    def write_pages(self, pages: Sequence[int], host_pages: Any) -> None:
         """Write what `read_pages` of another executor has returned."""
         ...
 
@@ -113,10 +113,11 @@ def check_equal(all_facts: Sequence[Facts]) -> None:
     """
     for number, facts in enumerate(all_facts):
         for field in dataclasses.fields(Facts):
-            one, other = getattr(all_facts[0], field.name), getattr(facts, field.name)
-            if field.name != "cost" and one != other:
+            first_value, value = getattr(all_facts[0], field.name), getattr(facts, field.name)
+            if field.name != "cost" and first_value != value:
                 raise ValueError(
-                    f"executors: {field.name}={other} of executor {number} differs from {one} of"
+                    f"executors: {field.name}={value} of executor {number} differs from"
+                    f" {first_value} of"
                     " the first, and requests move between them: give all equal sizes"
                 )
 
@@ -156,12 +157,16 @@ class Members:
             ValueError: A policy needs what an executor lacks, or other instances, or executors
                 differ in their sizes.
         """
-        self.all = [Member.of(number, one, config) for number, one in enumerate(executors)]
+        self.all = [
+            Member.of(number, executor, config) for number, executor in enumerate(executors)
+        ]
         instances = [member.instance for member in self.all]
         policies = [config.policy(instance.facts) for instance in instances]
         check_equal([instance.facts for instance in instances])
         self.fleet = Fleet(instances, policies, config.dispatch)
-        self.resharder = Resharder(layouts, lambda: [one.executor for one in self.all], exchange)
+        self.resharder = Resharder(
+            layouts, lambda: [executor.executor for executor in self.all], exchange
+        )
         self.scaling = EngineScaling(
             self.fleet,
             config.scaling,
@@ -237,11 +242,11 @@ class Members:
         elif plan.admit or plan.evict or plan.restore:
             return 0.0
         # While there is a rate, the numbers are renewed until it has fallen to 0.
-        rest = [1.0] if member.metrics.tokens_per_second else []
-        rest += [] if plan.wake is None else [max(plan.wake - self._clock(), 0.0)]
-        return min(rest, default=None)
+        initial_rates = [1.0] if member.metrics.tokens_per_second else []
+        initial_rates += [] if plan.wake is None else [max(plan.wake - self._clock(), 0.0)]
+        return min(initial_rates, default=None)
 
-    def _call(self, member: Member, function: Any, *given: Any, then: Any) -> None:
+    def _call(self, member: Member, function: Any, *arguments: Any, then: Any) -> None:
         """Call a function of an executor in its thread, and then `then` with its future in ours."""
 
         def end(done: Future[Any]) -> None:
@@ -249,7 +254,7 @@ class Members:
             then(done)
 
         self.num_flying += 1
-        future = member.thread.submit(function, *given)
+        future = member.thread.submit(function, *arguments)
         future.add_done_callback(lambda done: self._post(lambda: end(done)))
 
     def _finished(self, member: Member, step: Step) -> Callable[[Future[Any]], None]:
@@ -289,8 +294,8 @@ class Members:
                 )
                 self.fleet.abort(copy.move.id)
             else:
-                held = done.result()
-                self._call(target, target.executor.write_pages, copy.to, held, then=finish)
+                host_pages = done.result()
+                self._call(target, target.executor.write_pages, copy.to, host_pages, then=finish)
 
         def finish(done: Future[Any]) -> None:
             if (error := done.exception()) is not None:

@@ -74,23 +74,23 @@ class Migration:
         if not self._is_whole():
             self.abort()
             return None
-        one = self._one
-        if one.state == "running":
-            full = one.computed // one.page_size - len(self._pages)
+        sequence = self._one
+        if sequence.state == "running":
+            full = sequence.computed // sequence.page_size - len(self._pages)
             if self.is_live and self._rest() > 1:
                 return self._begin(full) if self._take(full) else self.abort()
-            if one.is_busy or one.layers_done:
+            if sequence.is_busy or sequence.layers_done:
                 return None
-            depart(self._source, one.id)
-        rest = self._rest()
-        if rest and not self._take(rest):
+            depart(self._source, sequence.id)
+        num_left = self._rest()
+        if num_left and not self._take(num_left):
             return self.abort() if self.is_live else None
         if self._num_copied < len(self._pages):
             return self._begin(len(self._pages) - self._num_copied)
-        if receive(self._target, one, self._pages, self._num_shared) is None:
+        if receive(self._target, sequence, self._pages, self._num_shared) is None:
             return self.abort() if self.is_live else None
-        del self._target.incoming[one.id]
-        departed(self._source, one.id)
+        del self._target.incoming[sequence.id]
+        departed(self._source, sequence.id)
         self.is_over = self.has_landed = True
         return None
 
@@ -111,8 +111,8 @@ class Migration:
 
     def _is_whole(self) -> bool:
         """Return whether the source still holds the pages that were copied."""
-        one = self._one
-        return one.state in ("running", "moving") and one.preempted == self._preempted
+        sequence = self._one
+        return sequence.state in ("running", "moving") and sequence.preempted == self._preempted
 
     def _rest(self) -> int:
         """Return the pages for which the target has none yet."""
@@ -122,9 +122,9 @@ class Migration:
         """Take pages of the target; for the whole rest only with a place among the running."""
         target = self._target
         is_full = len(target.queues.running) >= target.facts.max_running
-        taken = None if is_full else target.pool.take(count)
-        self._pages += taken or ()
-        return taken is not None
+        pages = None if is_full else target.pool.take(count)
+        self._pages += pages or ()
+        return pages is not None
 
     def _begin(self, count: int) -> Copy:
         first = self._num_copied

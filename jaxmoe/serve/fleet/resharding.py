@@ -84,7 +84,10 @@ class Resharder:
     @property
     def mesh(self) -> Any:
         """Mesh of the smallest instance; they differ only where a change has failed half-way."""
-        return min((one.mesh for one in self._executors()), key=lambda mesh: math.prod(mesh.sizes))
+        return min(
+            (executor.mesh for executor in self._executors()),
+            key=lambda mesh: math.prod(mesh.sizes),
+        )
 
     @property
     def most_chips(self) -> int:
@@ -104,12 +107,12 @@ class Resharder:
             num_chips: Devices of an instance.
         """
         mesh = self.mesh
-        others = math.prod(mesh.sizes) // mesh.expert
-        return dataclasses.replace(mesh, expert=max(num_chips // others, 1))
+        num_other = math.prod(mesh.sizes) // mesh.expert
+        return dataclasses.replace(mesh, expert=max(num_chips // num_other, 1))
 
     def is_on(self, mesh: Any) -> bool:
         """Return whether all instances have a mesh."""
-        return all(one.mesh == mesh for one in self._executors())
+        return all(executor.mesh == mesh for executor in self._executors())
 
     def with_sizes(self, sizes: Mapping[str, int]) -> Any:
         """Return the present mesh with some axes of other sizes.
@@ -170,18 +173,18 @@ class Resharder:
         return self._layouts
 
     def _change(self, mesh: Any) -> Resharded:
-        begun, numbers = time.perf_counter(), range(len(self._executors()))
+        start_time, numbers = time.perf_counter(), range(len(self._executors()))
         try:
             moved = [self._moved(number, mesh) for number in numbers]
         except (RuntimeError, ValueError) as error:
             # Frames of the traceback hold the weights of the executor that was not made.
             raise error.with_traceback(None) from None
-        found = [one for one in moved if one is not None]
+        changed = [result for result in moved if result is not None]
         return Resharded(
-            seconds=time.perf_counter() - begun,
-            pause_seconds=max((one.seconds for one in found), default=0.0),
-            weight_bytes=sum(one.weight_bytes for one in found),
-            page_bytes=sum(one.page_bytes for one in found),
+            seconds=time.perf_counter() - start_time,
+            pause_seconds=max((result.seconds for result in changed), default=0.0),
+            weight_bytes=sum(result.weight_bytes for result in changed),
+            page_bytes=sum(result.page_bytes for result in changed),
         )
 
     def _moved(self, number: int, mesh: Any) -> Any:
@@ -189,5 +192,5 @@ class Resharder:
         executor = self._executors()[number]
         if executor.mesh == mesh:
             return None
-        other = self._require_layouts().laid_out(number, executor, mesh)
-        return _done(self._exchange(other, number))
+        laid_out = self._require_layouts().laid_out(number, executor, mesh)
+        return _done(self._exchange(laid_out, number))

@@ -63,14 +63,14 @@ class FleetScaling(abc.ABC):
         del now
         return 0.0, 0.0
 
-    def carry_out(self, now: float, wanted: Wanted) -> None:
+    def carry_out(self, now: float, decision: Wanted) -> None:
         """Change clocks and devices; nothing by default, where they have been changed already.
 
         Args:
             now: Seconds on the fleet's clock.
-            wanted: Decision of the policy.
+            decision: Decision of the policy.
         """
-        del now, wanted
+        del now, decision
 
     def arrive(self, request: Request) -> None:
         """Count a request for the next decision."""
@@ -106,17 +106,17 @@ class FleetScaling(abc.ABC):
             )
         )
 
-    def change(self, now: float, wanted: Wanted) -> None:
+    def change(self, now: float, decision: Wanted) -> None:
         """Do what was decided.
 
         Args:
             now: Seconds on the fleet's clock.
-            wanted: Decision of the policy.
+            decision: Decision of the policy.
         """
         self._is_changing = False
-        if wanted.instances is not None:
-            self._fleet.num_open = wanted.instances
-        self.carry_out(now, wanted)
+        if decision.instances is not None:
+            self._fleet.num_open = decision.instances
+        self.carry_out(now, decision)
         state = self._fleet.num_open, self.num_chips
         if state != self._state:
             self._state = state

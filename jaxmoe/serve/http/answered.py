@@ -85,18 +85,18 @@ class Form(abc.ABC):
     chunk_kind: str
     prefix: str
 
-    def __init__(self, served: Served, asked: Asked):
+    def __init__(self, served: Served, request: Asked):
         """Begin the answer to one request.
 
         Args:
             served: The model.
-            asked: The request.
+            request: The request.
         """
-        self._served, self._asked = served, asked
+        self._served, self._asked = served, request
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": asked.model,
+            "model": request.model,
         }
 
     def whole(self, choices: Sequence[Choice], counts: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Form(abc.ABC):
             choices: Answers that have ended.
             counts: Counts of tokens.
         """
-        written = [self._whole(one) | self._end(one, one.tokens) for one in choices]
+        written = [self._whole(choice) | self._end(choice, choice.tokens) for choice in choices]
         return self._head | {"object": self.kind, "choices": written, "usage": counts}
 
     def chunk(self, choice: Choice, new: str, tokens: Sequence[Generated]) -> dict[str, Any]:
@@ -133,32 +133,32 @@ class Form(abc.ABC):
 
     def _of_tokens(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the ids and experts of tokens, as far as they are asked for."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._asked.has_token_ids:
             if not choice.has_begun:
                 prompt = self._asked.prompts[choice.index // self._asked.number]
-                found["prompt_token_ids"] = list(prompt)
-            found["token_ids"] = [one.token for one in tokens]
+                fields["prompt_token_ids"] = list(prompt)
+            fields["token_ids"] = [generated.token for generated in tokens]
         if self._asked.sampling.has_experts:
             experts = whole_experts(tokens)
-            found["routed_experts"] = [] if experts is None else experts.tolist()
-        return found
+            fields["routed_experts"] = [] if experts is None else experts.tolist()
+        return fields
 
-    def _bytes(self, choice: Choice, one: Generated) -> dict[int, bytes]:
+    def _bytes(self, choice: Choice, generated: Generated) -> dict[int, bytes]:
         """Return the bytes that a token, and each alternative, adds to the text of a choice.
 
         An id that ends the text has none.
         """
         prompt = self._asked.prompts[choice.index // self._asked.number]
         is_first = not choice.spelled.has_bytes and not self._served.has_text(prompt)
-        found = dict[int, bytes]()
-        for token in (one.token, *(token for token, _ in one.alternatives)):
+        bytes_of_tokens = dict[int, bytes]()
+        for token in (generated.token, *(token for token, _ in generated.alternatives)):
             is_end = token in self._asked.sampling.stop_ids
-            found[token] = (
+            bytes_of_tokens[token] = (
                 b"" if is_end else token_bytes(self._served.codec, token, is_first=is_first)
             )
-        choice.spelled.add(found[one.token])
-        return found
+        choice.spelled.add(bytes_of_tokens[generated.token])
+        return bytes_of_tokens
 
     @abc.abstractmethod
     def _whole(self, choice: Choice) -> dict[str, Any]:
@@ -187,14 +187,14 @@ class CompletionForm(Form):
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
         texts, alternatives, offsets = [], [], []
-        for one in tokens:
+        for generated in tokens:
             offsets.append(choice.spelled.offset)
-            names = _distinct(self._bytes(choice, one))
-            texts.append(names[one.token])
-            alternatives.append({names[token]: value for token, value in one.alternatives})
+            names = _distinct(self._bytes(choice, generated))
+            texts.append(names[generated.token])
+            alternatives.append({names[token]: value for token, value in generated.alternatives})
         return {
             "tokens": texts,
-            "token_logprobs": [one.logprob for one in tokens],
+            "token_logprobs": [generated.logprob for generated in tokens],
             "top_logprobs": alternatives,
             "text_offset": offsets,
         }
@@ -205,11 +205,11 @@ def _distinct(spelled: dict[int, bytes]) -> dict[int, str]:
 
     The keys of an object are distinct: others are named by their ids, as vLLM names them.
     """
-    found = dict[int, str]()
+    texts = dict[int, str]()
     for token, content in spelled.items():
         name = _text_of(content, "bytes:")
-        found[token] = f"token_id:{token}" if name in found.values() else name
-    return found
+        texts[token] = f"token_id:{token}" if name in texts.values() else name
+    return texts
 
 
 def _text_of(content: bytes, mark: str = "") -> str:
@@ -239,10 +239,12 @@ class ChatForm(Form):
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
         content = []
-        for one in tokens:
-            spelled = self._bytes(choice, one)
-            several = [_entry(spelled[token], value) for token, value in one.alternatives]
-            content.append(_entry(spelled[one.token], one.logprob) | {"top_logprobs": several})
+        for generated in tokens:
+            spelled = self._bytes(choice, generated)
+            several = [_entry(spelled[token], value) for token, value in generated.alternatives]
+            content.append(
+                _entry(spelled[generated.token], generated.logprob) | {"top_logprobs": several}
+            )
         return {"content": content}
 
 

@@ -128,8 +128,8 @@ class Endpoint:
         return guarded
 
     def _check_key(self, request: Any) -> None:
-        given, key = request.headers.get("authorization", ""), self._config.key
-        if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        header, key = request.headers.get("authorization", ""), self._config.key
+        if key and not hmac.compare_digest(header.encode(), f"Bearer {key}".encode()):
             raise HTTPError(
                 401,
                 "this server needs a key: send it as 'Authorization: Bearer KEY'",
@@ -137,12 +137,12 @@ class Endpoint:
             )
 
     async def _completions(self, request: Any) -> Any:
-        asked = read_completion(await self._body(request), self._served)
-        return await self._answer(request, asked, CompletionForm(self._served, asked))
+        completion = read_completion(await self._body(request), self._served)
+        return await self._answer(request, completion, CompletionForm(self._served, completion))
 
     async def _chat(self, request: Any) -> Any:
-        asked = read_chat(await self._body(request), self._served)
-        return await self._answer(request, asked, ChatForm(self._served, asked))
+        completion = read_chat(await self._body(request), self._served)
+        return await self._answer(request, completion, ChatForm(self._served, completion))
 
     async def _body(self, request: Any) -> Any:
         """Return the JSON value of a body.
@@ -170,8 +170,10 @@ class Endpoint:
             logger.warning("%s went away while it sent a request", client.host if client else "?")
             raise HTTPError(400, "the client went away", code="gone") from error
         except TimeoutError as error:
-            words = f"the body did not arrive within {self._config.body_seconds:g} s: send it again"
-            raise HTTPError(408, words, code="too_slow") from error
+            message = (
+                f"the body did not arrive within {self._config.body_seconds:g} s: send it again"
+            )
+            raise HTTPError(408, message, code="too_slow") from error
         try:
             value = parse_json(text := body.decode())
         except ValueError as error:
@@ -180,23 +182,23 @@ class Endpoint:
             _check_characters(value)
         return value
 
-    async def _answer(self, request: Any, asked: Asked, form: Form) -> Any:
+    async def _answer(self, request: Any, completion: Asked, form: Form) -> Any:
         """Submit the request and answer it, whole or as a stream."""
-        answers = Answers(self._served.engine, asked)
-        choices = [Choice(index=n) for n in range(asked.number * len(asked.prompts))]
+        answers = Answers(self._served.engine, completion)
+        choices = [Choice(index=n) for n in range(completion.number * len(completion.prompts))]
         watch = asyncio.create_task(_cancel_when_gone(request, answers))
         try:
             await answers.begin()
-            if not asked.streams:
+            if not completion.streams:
                 await _collect(answers, choices)
         finally:
             watch.cancel()
-        if asked.streams:
-            body = _stream(answers, choices, asked, form)
+        if completion.streams:
+            body = _stream(answers, choices, completion, form)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=headers)
-        ends = [one.ended for one in choices if one.ended is not None]
-        return self._json(form.whole(choices, usage(ends, asked.number)))
+        ends = [choice.ended for choice in choices if choice.ended is not None]
+        return self._json(form.whole(choices, usage(ends, completion.number)))
 
     async def _reshard(self, request: Any) -> Any:
         resharder = self._served.engine.resharder
@@ -221,8 +223,8 @@ class Endpoint:
     async def _health(self, request: Any) -> Any:
         del request
         if self.is_draining or self._served.engine.failure:
-            words = self._served.engine.failure or "the server is about to end"
-            raise HTTPError(503, words, code="draining" if self.is_draining else "engine_error")
+            message = self._served.engine.failure or "the server is about to end"
+            raise HTTPError(503, message, code="draining" if self.is_draining else "engine_error")
         return self._json({"status": "ok"})
 
     async def _metrics(self, request: Any) -> Any:
@@ -251,8 +253,8 @@ class Endpoint:
         message = f"{request.method} {path} is not a route of this server"
         if "Allow" in allowed:
             message = f"{path} takes {allowed['Allow']}, not {request.method}"
-        found = HTTPError(error.status_code, message, code="unknown_route")
-        return self._json(found.body, found.status, headers=allowed)
+        http_error = HTTPError(error.status_code, message, code="unknown_route")
+        return self._json(http_error.body, http_error.status, headers=allowed)
 
     async def _failed(self, request: Any, error: Exception) -> Any:
         """Answer what no route expects; the traceback is in the log of the server."""
@@ -310,7 +312,7 @@ async def _collect(answers: Answers, choices: list[Choice]) -> None:
 
 
 async def _stream(
-    answers: Answers, choices: list[Choice], asked: Asked, form: Form
+    answers: Answers, choices: list[Choice], completion: Asked, form: Form
 ) -> AsyncIterator[str]:
     """Yield the events of a stream; a client that goes away ends the answers."""
     try:
@@ -325,11 +327,15 @@ async def _stream(
                 if event.reason in ("refused", "error"):
                     yield _event(failure(event).body)
                     return
-            if event.text or is_end or asked.tells_of_tokens:
+            if event.text or is_end or completion.tells_of_tokens:
                 yield _event(form.chunk(choice, event.text, tokens))
-        if asked.has_usage:
-            ends = [one.ended for one in choices if one.ended is not None]
-            yield _event(form.counted(usage(ends, asked.number)))
+        if completion.has_usage:
+            ends = [
+                finished_choice.ended
+                for finished_choice in choices
+                if finished_choice.ended is not None
+            ]
+            yield _event(form.counted(usage(ends, completion.number)))
         yield "data: [DONE]\n\n"
     finally:
         answers.cancel()

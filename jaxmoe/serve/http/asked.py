@@ -99,12 +99,12 @@ def read_chat(body: Any, served: Served) -> Asked:
     most = fields.integer("top_logprobs", 0, 0)
     if most and not fields.flag("logprobs"):
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
-    given = most if fields.flag("logprobs") else None
+    num_logprobs = most if fields.flag("logprobs") else None
     names = ("max_completion_tokens", "max_tokens")  # the second is the deprecated name
-    asked = _asked(fields, served, (prompt,), given, names, default=None)
+    request = _asked(fields, served, (prompt,), num_logprobs, names, default=None)
     ids, texts = chat.ends
-    sampling = dataclasses.replace(asked.sampling, stop_ids=(*asked.sampling.stop_ids, *ids))
-    return dataclasses.replace(asked, sampling=sampling, stop=(*asked.stop, *texts))
+    sampling = dataclasses.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *ids))
+    return dataclasses.replace(request, sampling=sampling, stop=(*request.stop, *texts))
 
 
 def _prompts(value: Any, served: Served) -> tuple[tuple[int, ...], ...]:
@@ -113,13 +113,13 @@ def _prompts(value: Any, served: Served) -> tuple[tuple[int, ...], ...]:
     several = value if is_several else [value]
     if len(several) > _MOST_PROMPTS:
         raise wrong("prompt", f" has {len(several)} prompts, at most {_MOST_PROMPTS} are taken")
-    return tuple(_prompt(one, served) for one in several)
+    return tuple(_prompt(item, served) for item in several)
 
 
 def _prompt(value: Any, served: Served) -> tuple[int, ...]:
     if isinstance(value, str):
         return served.encode(value, "prompt")
-    is_ids = isinstance(value, list) and all(type(one) is int for one in value)
+    is_ids = isinstance(value, list) and all(type(token) is int for token in value)
     if not is_ids or not value:
         raise wrong("prompt", " must be a text, token ids, or a list of either, none empty")
     return tuple(value)
@@ -217,20 +217,20 @@ def _limit(
     """
     longest = max(map(len, prompts))
     room = most - longest
-    given = {name: fields.integer(name, None, 1) for name in names}
-    field = next((name for name in names if given[name] is not None), names[0])
-    if room < 1 or (given[field] or 0) > room:
+    limits = {name: fields.integer(name, None, 1) for name in names}
+    field = next((name for name in names if limits[name] is not None), names[0])
+    if room < 1 or (limits[field] or 0) > room:
         raise HTTPError(
             400,
-            f"the prompt has {longest} tokens, and {given[field] or 1} are to be written: this"
+            f"the prompt has {longest} tokens, and {limits[field] or 1} are to be written: this"
             f" server holds {most} tokens of a request. Shorten the prompt, or lower {field}",
             param=field if room > 0 else "prompt",
             code="context_length_exceeded",
         )
-    return given[field] or default or most - min(map(len, prompts))
+    return limits[field] or default or most - min(map(len, prompts))
 
 
 def _seed(fields: Fields) -> int:
     """Return the seed that was given, of 64 bits modulo `_SEEDS`, or a random one."""
-    given = fields.integer("seed", None, -(2**63), 2**63 - 1)
-    return secrets.randbelow(_SEEDS) if given is None else given % _SEEDS
+    seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    return secrets.randbelow(_SEEDS) if seed is None else seed % _SEEDS

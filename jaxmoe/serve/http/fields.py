@@ -96,18 +96,18 @@ class Fields:
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """Return a text or a list of texts, none of them empty."""
         value = self._values.get(name, ())
-        found = (value,) if isinstance(value, str) else value
-        is_list = isinstance(found, list | tuple) and len(found) <= most
-        if not is_list or not all(isinstance(one, str) and one for one in found):
+        texts = (value,) if isinstance(value, str) else value
+        is_list = isinstance(texts, list | tuple) and len(texts) <= most
+        if not is_list or not all(isinstance(text, str) and text for text in texts):
             raise wrong(name, f"={_short(value)} must be a text or up to {most} texts, none empty")
-        return tuple(found)
+        return tuple(texts)
 
-    def _typed(self, name: str, default: Any, fits: Callable[[Any], bool], words: str) -> Any:
+    def _typed(self, name: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
         if name not in self._values:
             return default
         value = self._values[name]
         if not fits(value):
-            raise wrong(name, f"={_short(value)} must be {words}")
+            raise wrong(name, f"={_short(value)} must be {rule}")
         return value
 
 

@@ -68,25 +68,26 @@ class _Collector:
         if len(engine.instance_metrics) > 1:
             self._labels = ["model", "instance"]
             self._instances = [
-                ([name, str(number)], one) for number, one in enumerate(engine.instance_metrics)
+                ([name, str(number)], metrics_of_instance)
+                for number, metrics_of_instance in enumerate(engine.instance_metrics)
             ]
 
     def collect(self) -> Iterator[Any]:
         """Yield the families."""
         gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
         for family, names in ((gauge, _GAUGES), (counter, _COUNTERS)):
-            for name, (field, words) in names.items():
-                found = family(f"jaxmoe_{name}", words, labels=self._labels)
+            for name, (field, help_text) in names.items():
+                histogram = family(f"jaxmoe_{name}", help_text, labels=self._labels)
                 for labels, metrics in self._instances:
-                    found.add_metric(labels, getattr(metrics, field))
-                yield found
-        ended = self._core.CounterMetricFamily(
+                    histogram.add_metric(labels, getattr(metrics, field))
+                yield histogram
+        endings = self._core.CounterMetricFamily(
             "jaxmoe_requests_ended", "Ended requests by reason.", labels=[*self._labels, "reason"]
         )
         for labels, metrics in self._instances:
             for reason, number in metrics.num_ended.items():
-                ended.add_metric([*labels, reason], number)
-        yield ended
+                endings.add_metric([*labels, reason], number)
+        yield endings
         ratio = self._core.GaugeMetricFamily(
             "jaxmoe_expert_load_ratio",
             "Tokens of the busiest expert over the mean, by MoE layer.",
@@ -96,14 +97,14 @@ class _Collector:
             if load.sum():
                 ratio.add_metric([str(layer), self._model], float(load.max() / load.mean()))
         yield ratio
-        for name, words in _TIMES.items():
-            found = self._core.HistogramMetricFamily(
-                f"jaxmoe_{name}_seconds", words, labels=self._labels
+        for name, help_text in _TIMES.items():
+            histogram = self._core.HistogramMetricFamily(
+                f"jaxmoe_{name}_seconds", help_text, labels=self._labels
             )
             for labels, metrics in self._instances:
                 times = getattr(metrics, f"times_{name}")
                 bounds = (*map(str, BOUNDS), "+Inf")
                 reached = itertools.accumulate(times.counts)
                 buckets = list(zip(bounds, reached, strict=True))
-                found.add_metric(labels, buckets, times.seconds)
-            yield found
+                histogram.add_metric(labels, buckets, times.seconds)
+            yield histogram

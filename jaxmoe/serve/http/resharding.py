@@ -44,9 +44,9 @@ async def change_mesh(values: Any, resharder: Resharder) -> dict[str, Any]:
     except BusyError as error:
         raise HTTPError(409, str(error), code="busy", retry_after=30) from error
     try:  # the change goes on if the client goes away
-        found = await asyncio.shield(asyncio.wrap_future(done))
+        seconds = await asyncio.shield(asyncio.wrap_future(done))
     except (ValueError, RuntimeError) as error:
         message = f"the change of the mesh has failed: {type(error).__name__}: {error}"
         raise HTTPError(500, message, code="engine_error") from error
     shape = {axis: getattr(mesh, axis) for axis in _AXES}
-    return {"mesh": shape, "devices": math.prod(mesh.sizes)} | dataclasses.asdict(found)
+    return {"mesh": shape, "devices": math.prod(mesh.sizes)} | dataclasses.asdict(seconds)

@@ -66,8 +66,8 @@ def close_connections(server: Any) -> None:
     Args:
         server: Server of `make_server`.
     """
-    for one in list(server.server_state.connections):
-        one.transport.abort()
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 def tell_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
@@ -127,7 +127,7 @@ class _Bounds:
             "%d connections are open, at most %d are held: those that wait longest are closed",
             *(number, self.most),
         )
-        oldest = next((one for one in self.waiting if one is not new), None)
+        oldest = next((connection for connection in self.waiting if connection is not new), None)
         if oldest is not None:
             self.waiting.pop(oldest)
             oldest.transport.abort()
@@ -151,8 +151,8 @@ def _free_files() -> int:
 async def _refuse(scope: Any, receive: Any, send: Any) -> None:
     """Answer that there are too many connections: an application of ASGI."""
     responses = require("starlette.responses", "serve")
-    words = "the server has too many connections: ask again soon"
-    error = HTTPError(503, words, code="too_many_connections", retry_after=1)
+    message = "the server has too many connections: ask again soon"
+    error = HTTPError(503, message, code="too_many_connections", retry_after=1)
     headers = {**error.headers, "Connection": "close"}
     await responses.JSONResponse(error.body, error.status, headers)(scope, receive, send)
 

@@ -20,12 +20,12 @@ from jaxmoe.serve.streams import Stream
 class Answers:
     """Events of all answers to one request, in the order in which they come."""
 
-    def __init__(self, engine: Engine, asked: Asked):
+    def __init__(self, engine: Engine, completion: Asked):
         """Submit the request.
 
         Args:
             engine: Engine of the model.
-            asked: The request.
+            completion: The request.
 
         Raises:
             HTTPError: The engine cannot compute it.
@@ -34,28 +34,28 @@ class Answers:
         self._events: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
         self._streams: list[Stream] = []
         self._first: tuple[int, Answer] | None = None
-        self._open = asked.number * len(asked.prompts)
+        self._open = completion.number * len(completion.prompts)
         try:
-            for prompt in asked.prompts:
-                self._submit(engine, asked, prompt)
+            for prompt in completion.prompts:
+                self._submit(engine, completion, prompt)
         except ValueError as error:
             self.cancel()
             raise HTTPError(400, str(error)) from error
 
-    def _submit(self, engine: Engine, asked: Asked, prompt: tuple[int, ...]) -> None:
+    def _submit(self, engine: Engine, completion: Asked, prompt: tuple[int, ...]) -> None:
         """Submit one prompt; its other answers wait for the first, to share its pages."""
         leader: Stream | None = None
-        most = min(asked.sampling.max_tokens, engine.facts.max_length - len(prompt))
-        for number in range(asked.number):
-            seed = asked.sampling.seed + number
-            sampling = dataclasses.replace(asked.sampling, seed=seed, max_tokens=most)
+        most = min(completion.sampling.max_tokens, engine.facts.max_length - len(prompt))
+        for number in range(completion.number):
+            seed = completion.sampling.seed + number
+            sampling = dataclasses.replace(completion.sampling, seed=seed, max_tokens=most)
             stream = engine.submit(
                 prompt,
                 sampling,
-                stop=asked.stop,
+                stop=completion.stop,
                 after=leader,
                 on_event=functools.partial(self._put, len(self._streams)),
-                **asked.given,
+                **completion.given,
             )
             leader = leader or stream
             self._streams.append(stream)
@@ -91,14 +91,14 @@ class Answers:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
 
-def failure(ended: Ended) -> HTTPError:
+def failure(ending: Ended) -> HTTPError:
     """Return the error of an answer that was refused or failed.
 
     Args:
-        ended: Its end.
+        ending: Its end.
     """
-    if ended.reason != "refused":
-        return HTTPError(500, ended.message, code="engine_error")
-    if "draining" in ended.message:
-        return HTTPError(503, ended.message, code="draining", retry_after=30)
-    return HTTPError(429, ended.message, code="queue_full", retry_after=1)
+    if ending.reason != "refused":
+        return HTTPError(500, ending.message, code="engine_error")
+    if "draining" in ending.message:
+        return HTTPError(503, ending.message, code="draining", retry_after=30)
+    return HTTPError(429, ending.message, code="queue_full", retry_after=1)

@@ -114,10 +114,10 @@ class Gradients(abc.ABC):
         """
         chosen = f"training.gradients:{self.name}"
         if self.optimizers and optimizer.name not in self.optimizers:
-            named = " or ".join(f"optimizer:{name}" for name in self.optimizers)
+            alternatives = " or ".join(f"optimizer:{name}" for name in self.optimizers)
             raise ValueError(
                 f"optimizer:{optimizer.name} divides a gradient by its size, and {chosen} is"
-                f" defined by steps in proportion to the derivatives: choose {named}"
+                f" defined by steps in proportion to the derivatives: choose {alternatives}"
             )
         if self.clips == "projection" and clip is not None:
             raise ValueError(

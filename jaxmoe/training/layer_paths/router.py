@@ -70,10 +70,10 @@ def path_logits(
     """
     mean = jnp.mean(jnp.square(windows), axis=-1, keepdims=True)
     x = windows * jax.lax.rsqrt(mean + 1e-6)
-    given = {"preferred_element_type": jnp.float32}
-    hidden = jnp.einsum("blwd,ldh->blwh", x, router.w1, **given)
+    options = {"preferred_element_type": jnp.float32}
+    hidden = jnp.einsum("blwd,ldh->blwh", x, router.w1, **options)
     hidden = jax.nn.gelu(hidden + router.b1[None, :, None])
-    logits = jnp.einsum("blwh,lhc->blwc", hidden, router.w2, **given)
+    logits = jnp.einsum("blwh,lhc->blwc", hidden, router.w2, **options)
     return jnp.mean(logits, axis=2) + router.b2[None]
 
 
@@ -143,13 +143,13 @@ def train_router(
 
     state, rng, losses = optimizer.init(router), np.random.default_rng(seed), []
     for _ in range(epochs):
-        order, found = rng.permutation(number), []
+        order, epoch_losses = rng.permutation(number), []
         for start in range(0, number - size + 1, size):
             rows = order[start : start + size]
             labels = paths[rows].astype(np.int32)
             router, state, loss = step(router, state, windows[rows], labels)
-            found.append(loss)
-        losses.append(float(np.mean(jax.device_get(found))))
+            epoch_losses.append(loss)
+        losses.append(float(np.mean(jax.device_get(epoch_losses))))
     return router, losses
 
 
@@ -163,7 +163,7 @@ def route_rows(chain: Chain, batch: Batch, router: PathRouter) -> RoutedRows:
     """
 
     def choose(layer: int, windows: Array) -> np.ndarray:
-        own = jax.tree.map(lambda x: x[layer : layer + 1], router)
-        return np.asarray(jnp.argmax(path_logits(own, windows[:, None])[:, 0], axis=-1))
+        layer_router = jax.tree.map(lambda x: x[layer : layer + 1], router)
+        return np.asarray(jnp.argmax(path_logits(layer_router, windows[:, None])[:, 0], axis=-1))
 
     return run_rows(chain, batch, choose)

@@ -67,21 +67,21 @@ def run_rows(chain: Chain, batch: Batch, choose: Choose) -> RoutedRows:
         batch: Sequences.
         choose: Choice of each row for a layer.
     """
-    stream, about = chain.begin(batch.tokens, batch.segment_ids)
-    given, paths, windows = about.token_mask, [], []
+    stream, inputs = chain.begin(batch.tokens, batch.segment_ids)
+    token_mask, paths, windows = inputs.token_mask, [], []
     for layer, call in enumerate(chain.calls):
-        windows.append(pooled(chain.hidden(stream), given))
+        windows.append(pooled(chain.hidden(stream), token_mask))
         paths.append(choose(layer, windows[-1]))
         for times in (RUN, REPEAT):
             is_on = paths[-1] >= times
             if not is_on.any():
                 break
-            own = about
+            layer_inputs = inputs
             if not is_on.all():
-                own = dataclasses.replace(about, token_mask=given & is_on[:, None])
-            after = chain.call(call, stream, own)
+                layer_inputs = dataclasses.replace(inputs, token_mask=token_mask & is_on[:, None])
+            after = chain.call(call, stream, layer_inputs)
             stream = after if is_on.all() else _where_rows(is_on, after, stream)
-    losses = _losses(chain.logits(stream), batch, prompt_mask(given))
+    losses = _losses(chain.logits(stream), batch, prompt_mask(token_mask))
     return RoutedRows(
         paths=np.stack(paths, axis=1),
         losses=np.asarray(losses, np.float64),

@@ -130,14 +130,14 @@ class PathSearch:
         """Return the paths with one more change, within the budget."""
         changes = [(place, (choice,)) for place in range(len(path)) for choice in (SKIP, REPEAT)]
         changes += [(place, (SKIP, SKIP)) for place in range(len(path) - 1)]
-        found = []
+        paths = []
         for place, new in changes:
             end = place + len(new)
             changed = path[:place] + new + path[end:]
             is_allowed = sum(changed) <= self._config.budget * self._layers
             if is_allowed and set(path[place:end]) == {RUN}:
-                found.append(changed)
-        return found
+                paths.append(changed)
+        return paths
 
     def _descend(self, node: _Node) -> _Node:
         if self._rng.random() < _RANDOM:

@@ -62,12 +62,12 @@ def compare_readings(
         ValueError: The model is not causal, has caches without pages or is cut into stages, or
             rows hold several documents.
     """
-    batches, found = list(batches), []
+    batches, results = list(batches), []
     for each in (reading, WHOLE_CACHE):
         step = make_decoded_loss(model, WholeRowsConfig.of(execution, each))
-        found.append(evaluate(step, params, router_state, batches))
-    selected, whole = found
-    return DecodedLoss(selected=selected, whole=whole)
+        results.append(evaluate(step, params, router_state, batches))
+    selected, full = results
+    return DecodedLoss(selected=selected, whole=full)
 
 
 @functools.lru_cache(maxsize=4)
@@ -124,8 +124,8 @@ def make_decoded_loss(
         cache = initial_cache(model, execution, batch=size, length=length)
         _, cache = nll(tokens[:, :prompt], jnp.int32(0), cache, targets[:, prompt - 1 : prompt])
 
-        def step(cache: Any, given: tuple[Array, Array, Array]) -> tuple[Any, Array]:
-            position, token, goal = given
+        def step(cache: Any, inputs: tuple[Array, Array, Array]) -> tuple[Any, Array]:
+            position, token, goal = inputs
             losses, cache = nll(token[:, None], position, cache, goal[:, None])
             return cache, losses
 

@@ -72,11 +72,11 @@ def observe_head(
     if is_whole:
         return jax.tree.map(lambda leaf: leaf[None], observe(hidden, loss_weights))
     rows = (ax.ACT_BATCH, None)
-    whole = (
+    gathered = (
         execution.placement.place(hidden, (*rows, None)),
         execution.placement.place(loss_weights, rows),
     )
-    parts = jax.lax.map(lambda part: observe(*part), in_chunks(whole, chunk))
+    parts = jax.lax.map(lambda part: observe(*part), in_chunks(gathered, chunk))
     return Indicators(
         sums=jax.tree.map(lambda leaf: leaf.sum(keepdims=True), parts.sums),
         counts=jax.tree.map(lambda leaf: leaf.sum(keepdims=True), parts.counts),
@@ -99,19 +99,21 @@ def update_ratios(
         By `update_ratio/<role>`, NaN for a layer without parameters of that role, or all zero.
     """
     moved: dict[str, Any] = traverse_util.flatten_dict(updates, sep="/")
-    held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     layers_of = {stack.path: np.array(stack.layers) for stack in model.stacks}
     squares: dict[str, Array] = {}
     for row in table:
-        both = jnp.stack([_squares(row, tree[row.path]) for tree in (moved, held)])  # 2, layers
+        squared_norms = jnp.stack(
+            [_squares(row, tree[row.path]) for tree in (moved, flat)]
+        )  # 2, layers
         if not row.declaration.is_stacked:
             top = row.path.partition("/")[0]
-            squares[top] = squares.get(top, jnp.zeros((2, 1), jnp.float32)) + both
+            squares[top] = squares.get(top, jnp.zeros((2, 1), jnp.float32)) + squared_norms
             continue
         name = row.declaration.role
         layers = next(n for path, n in layers_of.items() if row.path.startswith(f"{path}/"))
         past = squares.get(name, jnp.zeros((2, model.num_layers), jnp.float32))
-        squares[name] = past.at[:, layers].add(both)
+        squares[name] = past.at[:, layers].add(squared_norms)
     ratios = {}
     for name, (step, size) in squares.items():
         ratio = jnp.sqrt(step / jnp.where(size > 0.0, size, 1.0))
@@ -150,9 +152,9 @@ def watch_layers(
     """
     table = parameter_table(model)
     ratios = update_ratios(table, model, updates, params)
-    found = summarise_indicators(indicators, residual_multiplier=model.multipliers.residual)
-    found |= {name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()}
-    return found | coupled_directions(table, model, params, placement, step=step)
+    summary = summarise_indicators(indicators, residual_multiplier=model.multipliers.residual)
+    summary |= {name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()}
+    return summary | coupled_directions(table, model, params, placement, step=step)
 
 
 def coupled_directions(
@@ -176,7 +178,7 @@ def coupled_directions(
     Returns:
         By `direction_coupling`, NaN for a layer without router matrix or experts; empty if all are.
     """
-    held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     pairs = []
     for stack in model.stacks:
         rows = [row for row in table if row.path.startswith(f"{stack.path}/")]
@@ -184,17 +186,17 @@ def coupled_directions(
         router = [row for row in rows if _has_role(row, "router", ax.EMBED, ax.ROUTER_OUT)]
         experts = [row for row in rows if row.declaration.role == "expert_in"]
         if router and experts:
-            weights = (held[router[0].path], held[experts[0].path])
+            weights = (flat[router[0].path], flat[experts[0].path])
             pairs.append((np.array(stack.layers), *weights))
     if not pairs:
         return {}
     unknown = jnp.full((model.num_layers,), jnp.nan, jnp.float32)
 
     def compute() -> Array:
-        coupled, whole = unknown, (None, None, None)
+        coupled, axes = unknown, (None, None, None)
         for layers, weight, gate_up in pairs:
-            directions = placement.place(gate_directions(gate_up), whole)
-            rows = placement.place(weight.astype(jnp.float32), whole)[..., : gate_up.shape[1]]
+            directions = placement.place(gate_directions(gate_up), axes)
+            rows = placement.place(weight.astype(jnp.float32), axes)[..., : gate_up.shape[1]]
             coupled = coupled.at[layers].set(direction_coupling(rows, directions).mean(-1))
         return coupled
 

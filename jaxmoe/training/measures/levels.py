@@ -34,10 +34,10 @@ def level_measures(
     )
     levels, tokens = level_of(parts["level"]), level_tokens(parts["segment_ids"])
     total = jnp.maximum(jnp.sum(tokens), 1.0)
-    used = jnp.sum(levels >= 0, dtype=jnp.float32)
+    num_used = jnp.sum(levels >= 0, dtype=jnp.float32)
     rows, length = parts["segment_ids"].shape[1:]
-    measures = {"micro_batches": used, "full": total / (used * float(rows * length))}
+    measures = {"micro_batches": num_used, "full": total / (num_used * float(rows * length))}
     for level, degree in enumerate(execution.sequence_parallel.degrees(execution.mesh.seq)):
-        held = jnp.sum(jnp.where(levels == level, tokens, 0.0))
-        measures[f"share_{degree}"] = held / total
+        tokens_of_level = jnp.sum(jnp.where(levels == level, tokens, 0.0))
+        measures[f"share_{degree}"] = tokens_of_level / total
     return measures

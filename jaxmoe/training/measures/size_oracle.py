@@ -42,7 +42,9 @@ class SizeOracle:
     def oracle(self) -> Float[np.ndarray, " budgets"]:
         """Return the mean loss of the best patterns with at most 0, 1, ... big feed-forwards."""
         budgets = range(int(self.num_big.max()) + 1)
-        return np.array([self.losses[self.num_big <= one].min(axis=0).mean() for one in budgets])
+        return np.array(
+            [self.losses[self.num_big <= budget].min(axis=0).mean() for budget in budgets]
+        )
 
     def router(self) -> tuple[float, float]:
         """Return the mean loss of the preferred patterns, and their mean number of big ones."""
@@ -90,19 +92,19 @@ def find_oracle(
     @jax.jit
     def losses_of(params: Any, batch: Any, pattern: Array) -> Array:
         context = {"size_pattern": jnp.zeros_like(batch.tokens) + pattern}
-        given: Any = {"segment_ids": batch.segment_ids, "context": context}
-        logits = forward(model, execution, params, batch.tokens, **given).logits
+        inputs: Any = {"segment_ids": batch.segment_ids, "context": context}
+        logits = forward(model, execution, params, batch.tokens, **inputs).logits
         assert logits is not None  # asked for by default
-        whole = execution.placement.place(logits.astype(jnp.float32), (None, None, None))
+        placed = execution.placement.place(logits.astype(jnp.float32), (None, None, None))
         targets, weights = (
             execution.placement.place(x, (None, None)) for x in (batch.targets, batch.loss_weights)
         )
-        nll = token_nll(whole, targets) * weights
+        nll = token_nll(placed, targets) * weights
         return jnp.sum(nll, axis=1) / jnp.sum(weights, axis=1)
 
     def run(pattern: int) -> np.ndarray:
-        found = losses_of(params, batch, jnp.int32(pattern))
-        return np.asarray(jax.device_get(found), np.float64)
+        row_losses = losses_of(params, batch, jnp.int32(pattern))
+        return np.asarray(jax.device_get(row_losses), np.float64)
 
     losses = np.stack([run(pattern) for pattern in range(number)])
     digits = np.arange(number)[:, None] // options ** np.arange(model.num_layers) % options

@@ -94,10 +94,10 @@ def model_flops_utilization(
         The fraction, or None if the peak of a device is unknown.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
-    known = [peak for peak in peaks if peak is not None]
-    if not known or len(known) < len(peaks):
+    peaks_known = [peak for peak in peaks if peak is not None]
+    if not peaks_known or len(peaks_known) < len(peaks):
         return None
-    return tokens_per_second * flops_per_token / sum(known)
+    return tokens_per_second * flops_per_token / sum(peaks_known)
 
 
 def peak_memory(devices: Sequence[jax.Device]) -> tuple[int, str]:

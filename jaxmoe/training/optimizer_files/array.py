@@ -65,8 +65,8 @@ class FileArray:
         if self.is_deleted():
             raise RuntimeError("the array has been deleted: a later step has replaced its values")
         parts = [self._files.piece(number, place) for number, place in self._where]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return whole if dtype is None else whole.astype(dtype, copy=False)
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return array if dtype is None else array.astype(dtype, copy=False)
 
 
 def on_devices(tree: Any) -> Any:

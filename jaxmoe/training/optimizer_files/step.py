@@ -102,9 +102,9 @@ def parts_of(model: ModelConfig, params: Any, opt_state: Any, number: int) -> tu
     """
     state = OwnedState.of(opt_state, params)
     return tuple(
-        Part(module, one, tuple(state.places(module.name)))
+        Part(module, part, tuple(state.places(module.name)))
         for module in modules_of(model, params, number)
-        for one in range(module.parts or 1)
+        for part in range(module.parts or 1)
     )
 
 
@@ -215,17 +215,17 @@ class FilesStep:
         state = _without_arrays(state)
         running, is_accepted = files.begin(), False
         try:
-            begun, grads = self._begin(state, batch)
+            prepared, grads = self._begin(state, batch)
             seconds = 0.0
-            if begun.may_update:
+            if prepared.may_update:
                 since = time.perf_counter()
                 params, counters, is_finite = self._updated(running, state, grads, opt_state)
                 running.join()
                 seconds = time.perf_counter() - since
-                state, metrics = self._accept(state, begun, params, counters, is_finite)
+                state, metrics = self._accept(state, prepared, params, counters, is_finite)
                 is_accepted = not bool(metrics.is_skipped)
             else:
-                state, metrics = self._refuse(state, begun)
+                state, metrics = self._refuse(state, prepared)
         except OSError as error:
             raise OptimizerFilesError(
                 f"the optimizer state in {files.directory} cannot be read or written"
@@ -273,9 +273,9 @@ class FilesStep:
         for leaf, places in where.items():
             values = np.asarray(leaves[leaf])
             for number, place in places:
-                module, one = parts[number].module, parts[number].number
+                module, part_number = parts[number].module, parts[number].number
                 size = len(values) // (module.parts or 1)
-                files.store(number, place, values[one * size :][:size])
+                files.store(number, place, values[part_number * size :][:size])
             before, leaves[leaf] = leaves[leaf], FileArray(files, tuple(places), leaves[leaf])
             del values
             before.delete()  # donated, as all of a state
@@ -286,18 +286,18 @@ class FilesStep:
     ) -> tuple[Any, Any, Bool[Array, ""]]:
         """Return parameters and counters after the update, and whether all is finite."""
         leaves, is_finite = jax.tree.leaves(opt_state), jnp.ones((), jnp.bool_)
-        params, counters, others = {**grads}, state.opt_state, self._trained(state.params)
-        rest: Any = None
+        params, counters, trained = {**grads}, state.opt_state, self._trained(state.params)
+        tokens: Any = None
         name = ""
         for part in self._parts(state, opt_state):
             if part.module.name != name:
                 name = part.module.name
-                written, rest = _begin_module(params[name], others[name])
+                written, tokens = _begin_module(params[name], trained[name])
             placed = [_on_device(leaves[place].sharding) for place in part.places]
             arrays = jax.device_put(running.take(), placed)
             written, new, counters, is_finite = self._update(part.module)(
                 written,
-                rest,
+                tokens,
                 state.params,
                 arrays,
                 state.opt_state,
@@ -316,12 +316,12 @@ class FilesStep:
         summed, has_signal = gradients.summed, gradients.has_signal
         clipped = step.clipped(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
-        begun = Begun(
+        prepared = Begun(
             gradients=gradients._replace(summed=dataclasses.replace(summed, grads=None)),
             clipped=clipped._replace(grads=None),
             may_update=may_update if has_signal is None else may_update & has_signal,
         )
-        return begun, self._cut(clipped.grads)
+        return prepared, self._cut(clipped.grads)
 
     def _cut(self, tree: Any) -> Any:
         """Return a tree like the parameters, laid out as the state of the optimiser."""
@@ -333,26 +333,26 @@ class FilesStep:
 
         def program(
             written: Any,
-            rest: list[Any],
+            tokens: list[Any],
             params: Any,
             arrays: list[Any],
             counters: list[Any],
             is_finite: Bool[Array, ""],
             number: Int[Array, ""],
         ) -> tuple[Any, Any, Any, Bool[Array, ""]]:
-            held = self._cut(self._trained(params))
+            trained = self._cut(self._trained(params))
             # The states and gradients of other modules are not read: the compiler removes them.
-            state = OwnedState.of(self._step.optimizer.init(held), held).counting(counters)
-            others = jax.tree.map(jnp.zeros_like, held), held
-            mine, structure = jax.tree.flatten(held[module.name])
+            state = OwnedState.of(self._step.optimizer.init(trained), trained).counting(counters)
+            zeros = jax.tree.map(jnp.zeros_like, trained), trained
+            mine, structure = jax.tree.flatten(trained[module.name])
             leaves = jax.tree.leaves(written)
-            grads = [new if old is None else old for new, old in zip(leaves, rest, strict=True)]
-            given, values = (
+            grads = [new if old is None else old for new, old in zip(leaves, tokens, strict=True)]
+            part_gradients, values = (
                 structure.unflatten([module.part(leaf, number) for leaf in tree])
                 for tree in (grads, mine)
             )
             _, sums, new, counters = state.update_part(
-                module.name, self._step.optimizer.update, others, arrays, given, values
+                module.name, self._step.optimizer.update, zeros, arrays, part_gradients, values
             )
             is_finite &= all_finite((sums, new))
             written = jax.tree.map(
@@ -363,22 +363,22 @@ class FilesStep:
         return jax.jit(program, donate_argnums=0)
 
     def _accepted(
-        self, state: TrainState, begun: Begun, params: Any, counters: Any, is_finite: Array
+        self, state: TrainState, prepared: Begun, params: Any, counters: Any, is_finite: Array
     ) -> tuple[TrainState, StepMetrics]:
         params = jax.tree.map(place_like, params, self._trained(state.params))
         if self._step.table is not None:
             params = self._step.table.merged(params, state.params)
         new = Counters(new=counters, old=state.opt_state, is_finite=is_finite)
-        return self._judged(state, begun, UpdatedParams(None, params, new))
+        return self._judged(state, prepared, UpdatedParams(None, params, new))
 
-    def _refused(self, state: TrainState, begun: Begun) -> tuple[TrainState, StepMetrics]:
+    def _refused(self, state: TrainState, prepared: Begun) -> tuple[TrainState, StepMetrics]:
         same = Counters(new=state.opt_state, old=state.opt_state, is_finite=jnp.ones((), bool))
-        return self._judged(state, begun, UpdatedParams(None, state.params, same))
+        return self._judged(state, prepared, UpdatedParams(None, state.params, same))
 
     def _judged(
-        self, state: TrainState, begun: Begun, update: UpdatedParams
+        self, state: TrainState, prepared: Begun, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
-        state, metrics, _ = self._step.guarded(state, begun.gradients, begun.clipped, update)
+        state, metrics, _ = self._step.guarded(state, prepared.gradients, prepared.clipped, update)
         return state, metrics
 
 
@@ -395,12 +395,12 @@ class _Lowered:
 
 def _begin_module(grads: Any, params: Any) -> tuple[Any, list[Any]]:
     """Return what the new parameters are written over, and the gradients that are not."""
-    rest = [
+    tokens = [
         None if g.dtype == p.dtype else g
         for g, p in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
     ]
     written = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else jnp.copy(p), grads, params)
-    return written, rest
+    return written, tokens
 
 
 def _without_arrays(state: TrainState) -> TrainState:

@@ -66,10 +66,10 @@ class Average(abc.ABC):
             trained: Parameters that are trained.
         """
         # Copies: a step donates the parameters as well.
-        found = {"params": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)}
+        state = {"params": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)}
         if self.reads_gradients:
-            found["grads"] = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
-        return found
+            state["grads"] = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
+        return state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,14 +105,14 @@ class BalancedAverageConfig(Average):
     ) -> Float[Array, ...]:
         """Return the weight of each layer and expert; see the base class."""
         assert slope_before is not None  # kept by `begin`
-        given = row.declaration
-        batch = int(given.is_stacked) if given.matrix is None else len(batch_of(row))
+        declaration = row.declaration
+        batch = int(declaration.is_stacked) if declaration.matrix is None else len(batch_of(row))
 
         def size(x: Array) -> Array:
             return jnp.sum(jnp.abs(x), axis=tuple(range(batch, x.ndim)), keepdims=True)
 
-        found = 2.0 * (1.0 + size(slope)) / (size(far) * size(slope - slope_before))
-        return jnp.where((found > 0.0) & (found < 1.0), found, _OTHERWISE)
+        weight = 2.0 * (1.0 + size(slope)) / (size(far) * size(slope - slope_before))
+        return jnp.where((weight > 0.0) & (weight < 1.0), weight, _OTHERWISE)
 
 
 AVERAGES = Registry("average")

@@ -171,14 +171,14 @@ class StepPart:
             )
         return state.parts[self.name]
 
-    def with_state(self, state: TrainState, own: Any) -> TrainState:
+    def with_state(self, state: TrainState, part_state: Any) -> TrainState:
         """Return the training state with another state of the part.
 
         Args:
             state: Training state.
-            own: State of the part.
+            part_state: State of the part.
         """
-        return dataclasses.replace(state, parts={**state.parts, self.name: own})
+        return dataclasses.replace(state, parts={**state.parts, self.name: part_state})
 
 
 def check_parts(parts: Sequence[StepPart], step: Step) -> None:

@@ -90,6 +90,6 @@ def _from_before(x: Array) -> Array:
     stages = jax.sharding.get_abstract_mesh().shape[ax.STAGE]
     ring = [(stage, (stage + 1) % stages) for stage in range(stages)]
     send = jax.shard_map(
-        lambda own: jax.lax.ppermute(own, ax.STAGE, ring), in_specs=spec, out_specs=spec
+        lambda local: jax.lax.ppermute(local, ax.STAGE, ring), in_specs=spec, out_specs=spec
     )
     return send(x)

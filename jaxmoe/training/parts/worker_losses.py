@@ -89,8 +89,8 @@ def loss_scalars(worker_loss: Float[HostOrDeviceArray, " W"] | None) -> dict[str
     """
     if worker_loss is None:
         return {}
-    there = np.asarray(worker_loss, np.float64)
-    there = there[~np.isnan(there)]
-    if not there.size:
+    losses = np.asarray(worker_loss, np.float64)
+    losses = losses[~np.isnan(losses)]
+    if not losses.size:
         return {}
-    return {LOSS_STD: float(there.std()), LOSS_RANGE: float(np.ptp(there))}
+    return {LOSS_STD: float(losses.std()), LOSS_RANGE: float(np.ptp(losses))}

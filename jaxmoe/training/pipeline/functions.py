@@ -93,21 +93,21 @@ class PipelinedModel:
 
     def enter(self, micro: Number) -> tuple[Stream, EndSums]:
         """Return the stream before the stages, equal on all of them, and sums of its layers."""
-        about = self._about(micro)
+        inputs = self._about(micro)
         scans = self.parts.before
-        stream = self._begun(self._embed(self._of(("embedding",)), about))
+        stream = self._begun(self._embed(self._of(("embedding",)), inputs))
         params = self._of(scan.name for scan in scans)
-        stream, sums = self._run(scans, params, stream, about, None)
+        stream, sums = self._run(scans, params, stream, inputs, None)
         return stream, EndSums(layers=sums, gradients=None)
 
     def home(self, gradient: Stream, micro: Number, past: EndSums | None) -> EndSums:
         """Return the gradients of embedding and layers before the stages, and their sums."""
-        about, scans = self._about(micro), self.parts.before
+        inputs, scans = self._about(micro), self.parts.before
         embedding, layers = self._of(("embedding",)), self._of(scan.name for scan in scans)
-        addend, pull_embedding = jax.vjp(lambda params: self._embed(params, about), embedding)
+        addend, pull_embedding = jax.vjp(lambda params: self._embed(params, inputs), embedding)
 
         def run(params: dict[str, Any], stream: Stream) -> Any:
-            return _with_loss(self._run(scans, params, stream, about, past))
+            return _with_loss(self._run(scans, params, stream, inputs, past))
 
         first, pull_begin = jax.vjp(self.model.residual.begin, self._summed(addend))
         (_, total), pull_back, sums = jax.vjp(run, layers, first, has_aux=True)
@@ -132,11 +132,11 @@ class PipelinedModel:
         has_work: Bool[Array, ""],
     ) -> tuple[Any, Stream, LayerSums]:
         """Return the gradients of one group of layers and of its input, and its sums."""
-        about, first = self._about(micro), self._first(chunk)
+        inputs, first = self._about(micro), self._first(chunk)
 
         def run(trained: Any, stream: Stream) -> Any:
             variables = params | {"params": trained}
-            return _with_loss(self.layers(variables, stream, about, first, past))
+            return _with_loss(self.layers(variables, stream, inputs, first, past))
 
         (_, total), pull_back, sums = jax.vjp(run, params["params"], stream, has_aux=True)
         d_params, d_stream = pull_back((gradient, has_work.astype(total.dtype)))
@@ -146,10 +146,10 @@ class PipelinedModel:
         self, stream: Stream, micro: Number, past: EndSums | None
     ) -> tuple[EndSums, Stream | None]:
         """Return the loss of a micro-batch with gradients, and the gradient of the stream."""
-        scans, about = self.parts.after, self._about(micro)
+        scans, inputs = self.parts.after, self._about(micro)
 
         def run(params: dict[str, Any], stream: Stream) -> Any:
-            stream, sums = self._run(scans, params, stream, about, past)
+            stream, sums = self._run(scans, params, stream, inputs, past)
             return _with_loss((self.model.residual.end(stream), sums))
 
         params = self._of(scan.name for scan in scans)
@@ -176,12 +176,12 @@ class PipelinedModel:
     def totals(self, sums: PipelineSums) -> PipelineSums:
         """Return the sums with those addends summed that differ between stages."""
         stages = replace(sums.stages, losses=sum_over(ax.STAGE, sums.stages.losses))
-        left = sums.left
+        results = sums.left
         if self.has_backward:
-            gradients = dict(left.head.gradients)
+            gradients = dict(results.head.gradients)
             gradients["final_norm"] = sum_over(ax.STAGE, gradients["final_norm"])
-            left = replace(left, head=replace(left.head, gradients=gradients))
-        return replace(sums, stages=stages, left=left)
+            results = replace(results, head=replace(results.head, gradients=gradients))
+        return replace(sums, stages=stages, left=results)
 
     def _first(self, chunk: Number) -> Any:
         """Return the number of the first iteration of a group of this stage."""
@@ -206,11 +206,11 @@ class PipelinedModel:
             return params
         return use_copies(params, {name: self.gathered[name] for name in params})
 
-    def _embed(self, params: dict[str, Any], about: TokenInputs) -> Stream:
+    def _embed(self, params: dict[str, Any], inputs: TokenInputs) -> Stream:
         """Return this stage's addend of the stream before the first layer."""
         table = self._used({"embedding": params["embedding"]})["embedding"]["weight"]
-        here = jax.lax.axis_index(ax.STAGE) * table.shape[0]
-        ids = about.context["tokens"] - here.astype(jnp.int32)
+        first_id = jax.lax.axis_index(ax.STAGE) * table.shape[0]
+        ids = inputs.context["tokens"] - first_id.astype(jnp.int32)
         return first_stream(self.model, table, ids, self.execution)
 
     def _begun(self, addend: Stream) -> Stream:
@@ -226,7 +226,7 @@ class PipelinedModel:
         scans: tuple[Scan, ...],
         params: dict[str, Any],
         stream: Stream,
-        about: TokenInputs,
+        inputs: TokenInputs,
         past: EndSums | None,
     ) -> tuple[Stream, dict[str, LayerSums]]:
         """Return the stream after whole scans, which all stages compute alike."""
@@ -237,7 +237,7 @@ class PipelinedModel:
                 variables[WHOLE] = self.gathered[scan.name]
             layers = dataclasses.replace(self.layers, scan=scan)
             before = None if past is None else past.layers[scan.name]
-            stream, sums[scan.name] = layers(variables, stream, about, 0, before)
+            stream, sums[scan.name] = layers(variables, stream, inputs, 0, before)
         return stream, sums
 
 

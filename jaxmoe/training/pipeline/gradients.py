@@ -128,8 +128,8 @@ def _with_adapter_losses(step: Step, summed: GradientSums, params: Any) -> Gradi
     grads, losses = jax.grad(total, has_aux=True)(table.trained(params))
     if not losses:
         return summed
-    both = jax.tree.map(jnp.add, summed.grads, grads)
-    return dataclasses.replace(summed, grads=both, losses=summed.losses | losses)
+    gradients = jax.tree.map(jnp.add, summed.grads, grads)
+    return dataclasses.replace(summed, grads=gradients, losses=summed.losses | losses)
 
 
 def pipeline_forward(
@@ -197,14 +197,16 @@ def _micro_batches(
     context: Mapping[str, Array] | None = None,
 ) -> MicroBatches:
     """Return the arrays of all micro-batches, with the tokens in the order of the stream."""
-    given: dict[str, Any] = {**(context or {}), **batch_context(model, batch)}
+    context_arrays: dict[str, Any] = {**(context or {}), **batch_context(model, batch)}
     batch, order = lay_out_batch(batch, model, execution)
-    given = lay_out(jax.tree.map(jnp.asarray, given), order, execution)
+    context_arrays = lay_out(jax.tree.map(jnp.asarray, context_arrays), order, execution)
     tokens, placement = jnp.asarray(batch.tokens), execution.placement
     arrays = {"tokens": tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
-    about = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
+    arrays_by_name = {
+        name: jnp.asarray(array) for name, array in arrays.items() if array is not None
+    }
     rows = MicroBatches(
-        about=token_inputs(about | {"context": given}, None, order, placement),
+        about=token_inputs(arrays_by_name | {"context": context_arrays}, None, order, placement),
         head=HeadTokens(
             targets=jnp.asarray(batch.targets),
             given=TokenGiven(
@@ -352,11 +354,13 @@ def _gradients(sums: PipelineSums, model: ModelConfig) -> dict[str, Any]:
         return reshape_to(x, (x.shape[0] * x.shape[1], *x.shape[2:]), PartitionSpec(*spec))
 
     staged = jax.tree.map(join, sums.gradients)
-    found = dict(sums.entered.gradients) | {parts.staged.name: staged} | sums.left.gradients
+    gradients = dict(sums.entered.gradients) | {parts.staged.name: staged} | sums.left.gradients
     for name, gradient in sums.left.head.gradients.items():
-        known = found.get(name)
-        found[name] = gradient if known is None else jax.tree.map(jnp.add, known, gradient)
-    return found
+        scan_gradient = gradients.get(name)
+        gradients[name] = (
+            gradient if scan_gradient is None else jax.tree.map(jnp.add, scan_gradient, gradient)
+        )
+    return gradients
 
 
 def _losses(sums: PipelineSums) -> dict[str, Array]:
@@ -376,13 +380,13 @@ def _statistics(
     parts, placement = ModelParts.of(model), execution.placement
 
     def join(leaf: Array) -> Array:
-        whole = placement.place(leaf, (None,) * leaf.ndim)
-        return whole.reshape(-1, *leaf.shape[2:])
+        placed = placement.place(leaf, (None,) * leaf.ndim)
+        return placed.reshape(-1, *leaf.shape[2:])
 
-    found = [sums.entered.layers[scan.name].statistics for scan in parts.before]
-    found.append(jax.tree.map(join, sums.stages.statistics))
-    found += [sums.left.layers[scan.name].statistics for scan in parts.after]
-    routed = [statistics for statistics in found if statistics is not None]
+    parts_statistics = [sums.entered.layers[scan.name].statistics for scan in parts.before]
+    parts_statistics.append(jax.tree.map(join, sums.stages.statistics))
+    parts_statistics += [sums.left.layers[scan.name].statistics for scan in parts.after]
+    routed = [statistics for statistics in parts_statistics if statistics is not None]
     if not routed:
         return None
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routed)

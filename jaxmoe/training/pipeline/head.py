@@ -172,8 +172,8 @@ def _joined(parts: Array, length: int, placement: Placement) -> Array:
 
     def join(parts: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
-        whole = jnp.moveaxis(parts, 0, 1)
-        return whole.reshape(whole.shape[0], -1, whole.shape[-1])[:, :local]
+        joined = jnp.moveaxis(parts, 0, 1)
+        return joined.reshape(joined.shape[0], -1, joined.shape[-1])[:, :local]
 
     rows = (ax.ACT_BATCH, ax.ACT_SEQ, None)
     return placement.island(join, in_axes=((None, *rows),), out_axes=rows)(parts)
@@ -188,7 +188,7 @@ def _loss_of_positions(
     execution: ExecutionConfig,
     objective: Objective,
     has_gradient: bool,
-    used: Callable[[dict[str, Any]], dict[str, Any]],
+    read_params: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[HeadLoss, Array | None]:
     """Return the same for positions whose logits exist at one time; gradients are a pair, in f32.
 
@@ -211,7 +211,7 @@ def _loss_of_positions(
 
     def logits_of(stream: Array, params: tuple[dict[str, Any], Array]) -> Array:
         norm = RMSNorm(model.embed_dim, model.norm_epsilon)
-        hidden: Any = norm.apply({"params": used(params[0])["final_norm"]}, stream)
+        hidden: Any = norm.apply({"params": read_params(params[0])["final_norm"]}, stream)
         return product(hidden.astype(execution.precision.compute_dtype), params[1])
 
     logits, pull_back = jax.vjp(logits_of, stream, params)
@@ -222,7 +222,7 @@ def _loss_of_positions(
     num_predicted = objective.num_predicted(model)
     if num_predicted < model.vocab_size:
         logits = jnp.where(ids < num_predicted, logits, -jnp.inf)
-    targets, given = jax.tree.map(
+    targets, inputs = jax.tree.map(
         lambda x: placement.place(x, rows + (None,) * (x.ndim - 2)), (tokens.targets, tokens.given)
     )
     is_target = ids == targets[:, :, None]
@@ -233,7 +233,7 @@ def _loss_of_positions(
         (jnp.sum(exponentials, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)),
     )
     nll = top + jnp.log(total) - chosen
-    losses, pull_weights = jax.vjp(lambda nll: objective.token_loss(nll, given), nll)
+    losses, pull_weights = jax.vjp(lambda nll: objective.token_loss(nll, inputs), nll)
     loss = HeadLoss(loss=jnp.sum(losses), row_loss=jnp.sum(losses, axis=1), gradients=None)
     if not has_gradient:
         return loss, None

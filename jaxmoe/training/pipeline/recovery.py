@@ -43,7 +43,7 @@ def sources_of(lost: Collection[int], norms: Float[np.ndarray, " layers"]) -> So
     Raises:
         ValueError: Lost layers have not as many layers on one side that survive.
     """
-    found = {}
+    sources = {}
     for first, last in _runs(sorted(lost)):
         size, sides = last - first, []
         for start in (first - size, last):
@@ -57,8 +57,8 @@ def sources_of(lost: Collection[int], norms: Float[np.ndarray, " layers"]) -> So
             )
         total = sum(weight for _, weight in sides)
         for place in range(size):
-            found[first + place] = tuple((s + place, weight / total) for s, weight in sides)
-    return found
+            sources[first + place] = tuple((s + place, weight / total) for s, weight in sides)
+    return sources
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -94,9 +94,12 @@ class SkippingConfig:
         stages, paths = execution.mesh.stage, self.paths(accumulation)
         if stages == 1 or paths is None:
             return 0.0
-        tables = [execution.pipeline.schedule(stages, accumulation, some) for some in (paths, None)]
-        partial, whole = (table.seconds() for table in tables)
-        return 1.0 - partial / whole
+        tables = [
+            execution.pipeline.schedule(stages, accumulation, paths_tried)
+            for paths_tried in (paths, None)
+        ]
+        partial, full = (table.seconds() for table in tables)
+        return 1.0 - partial / full
 
     def describe(self, execution: ExecutionConfig, accumulation: int) -> str:
         """Return what micro-batches leave out or swap, and the time that this saves, as text.

@@ -125,10 +125,10 @@ class Layers:
             number = statistics.counts.shape[0]
             start = min(stack.moe_layers.start for stack in full.stacks if stack.moe_layers)
             start += first * (number // self.scan.length)
-            whole = jax.tree.map(
+            all_statistics = jax.tree.map(
                 lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, number, 0), self.whole
             )
-            return linearized_losses(self.model, statistics, whole, self.share)
+            return linearized_losses(self.model, statistics, all_statistics, self.share)
         past = None if before is None else before.statistics
         losses = buffered_losses(self.model, statistics, past)
         return {name: self.share * value for name, value in losses.items()}

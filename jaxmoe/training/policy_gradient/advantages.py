@@ -68,5 +68,5 @@ def k3(reference: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
         reference: Log-probabilities under the reference.
         log_probs: Log-probabilities under the policy.
     """
-    further = np.clip(reference - log_probs, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return np.maximum(np.expm1(further) - further, 0.0)
+    log_ratio = np.clip(reference - log_probs, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return np.maximum(np.expm1(log_ratio) - log_ratio, 0.0)

@@ -129,8 +129,8 @@ class PolicyGradientConfig(NextTokenConfig):
         if SAMPLER_WEIGHTS in given.extra:
             losses = losses * given.extra[SAMPLER_WEIGHTS]
         if REFERENCE in given.extra:
-            further = _bounded(given.extra[REFERENCE] + nll)
-            losses = losses + self.beta * (jnp.exp(further) - further - 1.0)
+            log_ratio = _bounded(given.extra[REFERENCE] + nll)
+            losses = losses + self.beta * (jnp.exp(log_ratio) - log_ratio - 1.0)
         return losses * given.weights
 
 

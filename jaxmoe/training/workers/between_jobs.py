@@ -101,11 +101,11 @@ class BetweenJobs:
         states: dict[str, Any] = {}
         for index, path in enumerate(sorted(params)):
             codec, x = method.codec(training.leaves[path]), jnp.squeeze(params[path], 0)
-            own = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), talk.codec[path])
+            codec_state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), talk.codec[path])
             sent = slow[path] - x if method.anchor == "sent" else x
-            payloads[path], after = codec.encode(sent, own, jax.random.fold_in(key, index))
+            payloads[path], after = codec.encode(sent, codec_state, jax.random.fold_in(key, index))
             if weights is not None:
-                after = keep_state(weights[0] > 0.0, after, own)
+                after = keep_state(weights[0] > 0.0, after, codec_state)
             states[path] = jax.tree.map(lambda leaf: leaf[None], after)
         past = local.past
         if number == 0 and past is not None:
@@ -129,9 +129,11 @@ class BetweenJobs:
 
         def mean(path: str, like: Array) -> Array:
             decode = training.method.codec(training.leaves[path]).decode
-            each = [decode(_at(stacked["payloads"][path], one), like) for one in range(members)]
+            each = [
+                decode(_at(stacked["payloads"][path], member), like) for member in range(members)
+            ]
             if factors is not None:
-                each = [x * factors[one].astype(x.dtype) for one, x in enumerate(each)]
+                each = [x * factors[member].astype(x.dtype) for member, x in enumerate(each)]
             return sum(each[1:], each[0]) / members  # in the order of members, on all islands
 
         pseudo = {path: mean(path, like) for path, like in slow.items()}

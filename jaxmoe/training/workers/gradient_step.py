@@ -66,7 +66,7 @@ def gradient_step(
     """
     step = training.step
     inner = alone(step).without(WorkerLosses.name)
-    given, found = worker_gradients(inner, training, state, batch)
+    contributions, sums = worker_gradients(inner, training, state, batch)
     method, agreed = training.method, None
     if method.agreed is not None:
         agreed = method.agreed(fetch(state.opt_state, step.execution))
@@ -74,7 +74,7 @@ def gradient_step(
         method,
         training.leaves,
         local_of(state),
-        given,
+        contributions,
         training.trained(state.params),
         training.workers,
         number=state.step,
@@ -82,12 +82,12 @@ def gradient_step(
         agreed=agreed,
         alive=alive,
     )
-    weight, summed = _combine(found, given.tokens, counted)
+    weight, summed = _combine(sums, contributions.tokens, counted)
     trained = state.params if step.table is None else step.table.trained(state.params)
     summed = replace(summed, grads=nested(flat(trained) | grads))
     measures = {}
     if step.reads_rows:
-        measures = {"worker_loss": jnp.where(counted[:, 0], found.loss[:, 0], jnp.nan)}
+        measures = {"worker_loss": jnp.where(counted[:, 0], sums.loss[:, 0], jnp.nan)}
     after, metrics, _ = step.finish(state, StepGradients(weight, summed, measures=measures))
     return with_local(after, select(~metrics.is_skipped, talk, local_of(state))), metrics
 
@@ -115,33 +115,35 @@ def worker_gradients(
         "factors": factors,
     }
 
-    def one(number: Int[Array, ""], own: Any, rows: Batch, shared: Any) -> tuple[Any, Any]:
+    def of_worker(
+        number: Int[Array, ""], worker_state: Any, rows: Batch, shared: Any
+    ) -> tuple[Any, Any]:
         before, factors = _state(shared), shared["factors"][number]
 
-        def part(total: Any, one: Any) -> tuple[Any, Any]:
-            place, rows, factor = one
+        def part(total: Any, worker_part: Any) -> tuple[Any, Any]:
+            place, rows, factor = worker_part
             first = (number + place) % workers.number * rows.tokens.shape[0]
-            tokens, found, *_ = step.gradients.compute(step, before, rows, first)
-            grads = training.trained(found.grads)
-            is_finite = jnp.isfinite(found.loss) & all_finite(grads)
+            tokens, stacked, *_ = step.gradients.compute(step, before, rows, first)
+            grads = training.trained(stacked.grads)
+            is_finite = jnp.isfinite(stacked.loss) & all_finite(grads)
             weight = factor * tokens
             total = {path: x + grads[path] * weight.astype(x.dtype) for path, x in total.items()}
-            return total, (tokens, is_finite, replace(found, grads=None, row_nll=None))
+            return total, (tokens, is_finite, replace(stacked, grads=None, row_nll=None))
 
         if parts == 1:
             first = jax.tree.map(lambda x: x[0], (rows, factors))
-            grads, found = part(own, (jnp.int32(0), *first))
-            found = jax.tree.map(lambda x: x[None], found)
+            grads, stacked = part(worker_state, (jnp.int32(0), *first))
+            stacked = jax.tree.map(lambda x: x[None], stacked)
         else:
-            grads, found = jax.lax.scan(part, own, (jnp.arange(parts), rows, factors))
-        tokens, is_finite, found = found
-        return grads, (tokens, jnp.all(is_finite), found)
+            grads, stacked = jax.lax.scan(part, worker_state, (jnp.arange(parts), rows, factors))
+        tokens, is_finite, stacked = stacked
+        return grads, (tokens, jnp.all(is_finite), stacked)
 
     rows = workers.rows_around(jax.tree.map(jnp.asarray, batch), parts)
     # Zeros in the layout of the parameters, which the sums of the gradients keep.
     zeros = workers.stack(jax.tree.map(jnp.zeros_like, params))
-    grads, (tokens, is_finite, found) = workers.each(one)(zeros, rows, shared)
-    return Contribution(grads=grads, tokens=tokens, is_finite=is_finite), found
+    grads, (tokens, is_finite, stacked) = workers.each(of_worker)(zeros, rows, shared)
+    return Contribution(grads=grads, tokens=tokens, is_finite=is_finite), stacked
 
 
 def _state(shared: Any) -> TrainState:
@@ -159,7 +161,7 @@ def _state(shared: Any) -> TrainState:
 
 
 def _combine(
-    found: GradientSums, tokens: Float[Array, "R P"], counted: Bool[Array, "R P"]
+    sums: GradientSums, tokens: Float[Array, "R P"], counted: Bool[Array, "R P"]
 ) -> tuple[Float[Array, ""], GradientSums]:
     """Return the tokens of the parts that count, and the losses and statistics of these parts."""
 
@@ -172,7 +174,7 @@ def _combine(
 
     total = jnp.sum(jnp.where(counted, tokens, 0.0))
     share = tokens / jnp.where(total > 0.0, total, 1.0)
-    indicators = found.indicators
+    indicators = sums.indicators
     if indicators is not None:
         indicators = replace(
             indicators,
@@ -184,8 +186,8 @@ def _combine(
         )
     return total, GradientSums(
         grads=None,
-        loss=added(found.loss * share),
-        losses={name: added(loss * share) for name, loss in found.losses.items()},
-        statistics=jax.tree.map(added, found.statistics),
+        loss=added(sums.loss * share),
+        losses={name: added(loss * share) for name, loss in sums.losses.items()},
+        statistics=jax.tree.map(added, sums.statistics),
         indicators=indicators,
     )

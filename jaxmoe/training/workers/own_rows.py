@@ -45,9 +45,9 @@ class OwnRows:
         few = jax.eval_shape(lambda p: self.optimizer.init(self.window(p, jnp.int32(0))), params)
         cuts = jax.tree.map(_difference, jax.eval_shape(lambda: opt_state), few)
 
-        def one(number: Int[Array, ""], own: Any, given: Any, shared: Any) -> tuple[Any, Any]:
-            del given, shared
-            return jax.tree.map(lambda x, cut: self._part(x, cut, number), own, cuts), ()
+        def one(number: Int[Array, ""], owned: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
+            del inputs, shared
+            return jax.tree.map(lambda x, cut: self._part(x, cut, number), owned, cuts), ()
 
         return workers.each(one)(workers.stack(opt_state), (), ())[0]
 
@@ -59,9 +59,9 @@ class OwnRows:
         """
         update_few: Callable[..., Any] = self.optimizer.update
 
-        def update(grads: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
-            held = None if params is None else self.window(params, number)
-            updates, state = update_few(self.window(grads, number), state, held, **given)
+        def update(grads: Any, state: Any, params: Any = None, **options: Any) -> tuple[Any, Any]:
+            window = None if params is None else self.window(params, number)
+            updates, state = update_few(self.window(grads, number), state, window, **options)
             wide, few = flat(grads), flat(updates)
             for path, dimension, size in self._cut(wide):
                 first = self.ownership.begin(wide[path].shape[dimension], size)[number]
@@ -85,12 +85,12 @@ class OwnRows:
 
     def _cut(self, arrays: Mapping[str, Array]) -> list[tuple[str, int, int]]:
         """Return the arrays that are cut, the dimension, and the rows of a window."""
-        found = []
+        cuts = []
         for path, leaf in self.leaves.items():
             dimension = self.ownership.dimension(leaf)
             if dimension is not None and path in arrays and _is_whole(arrays[path], dimension):
-                found.append((path, dimension, self.ownership.most(leaf.shape[dimension])))
-        return found
+                cuts.append((path, dimension, self.ownership.most(leaf.shape[dimension])))
+        return cuts
 
     def _part(self, x: Array, cut: tuple[int, ...], number: Int[Array, ""]) -> Array:
         if not cut:
@@ -100,9 +100,9 @@ class OwnRows:
         return jax.lax.dynamic_slice_in_dim(x, first, size, dimension)
 
 
-def _difference(whole: Any, few: Any) -> tuple[int, ...]:
+def _difference(full: Any, few: Any) -> tuple[int, ...]:
     """Return the dimension in which two shapes differ, and the smaller size; () for none."""
-    sizes = enumerate(zip(whole.shape, few.shape, strict=True))
+    sizes = enumerate(zip(full.shape, few.shape, strict=True))
     return next(((d, size) for d, (wide, size) in sizes if wide != size), ())
 
 

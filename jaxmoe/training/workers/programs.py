@@ -99,7 +99,9 @@ class LoweredPrograms:
         Args:
             compiler_options: Options of XLA.
         """
-        compiled = {turn: one.compile(compiler_options) for turn, one in self.lowered.items()}
+        compiled = {
+            turn: program.compile(compiler_options) for turn, program in self.lowered.items()
+        }
         return ScheduledPrograms(schedule=self.schedule, compiled=compiled)
 
 

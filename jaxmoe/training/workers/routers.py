@@ -110,8 +110,8 @@ def replay(model: ModelConfig, state: TrainState, total: Total, last: Int[Array,
     """
     (every, *_) = {leaf.shape[0] for leaf in jax.tree.leaves(total)}
 
-    def update(router_state: Any, given: Any) -> tuple[Any, None]:
-        number, statistics = given
+    def update(router_state: Any, numbered: Any) -> tuple[Any, None]:
+        number, statistics = numbered
         before = dataclasses.replace(state, router_state=router_state, step=number - 1)
         after = update_routers(model, before, statistics)
         counts = jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(statistics)]).any()

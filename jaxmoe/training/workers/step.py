@@ -81,12 +81,12 @@ def local_steps(
     """
     local: WorkerStates = local_of(state)
     fields = ("params", "opt_state", "router_state", "skipped", "skipped_in_a_row", "recent_norms")
-    own = {name: getattr(local, name) for name in fields}
+    worker_state = {name: getattr(local, name) for name in fields}
     shared = {"step": state.step, "key": jax.random.key_data(state.rng)}
 
-    def one(number: Int[Array, ""], own: Any, rows: Batch, shared: Any) -> tuple[Any, Any]:
+    def one(number: Int[Array, ""], worker_state: Any, rows: Batch, shared: Any) -> tuple[Any, Any]:
         rng = jax.random.wrap_key_data(shared["key"])
-        before = TrainState(step=shared["step"], rng=rng, **own)
+        before = TrainState(step=shared["step"], rng=rng, **worker_state)
         first = (training.first_worker + number) * rows.tokens.shape[0]
         one_step = step if training.method.owned is None else own_step(step, training, number)
         after, metrics, statistics = one_step(before, rows, first)
@@ -94,12 +94,12 @@ def local_steps(
         return {name: getattr(after, name) for name in fields}, results
 
     rows = training.workers.rows(jax.tree.map(jnp.asarray, batch))
-    own, (metrics, statistics) = training.workers.each(one)(own, rows, shared)
+    worker_state, (metrics, statistics) = training.workers.each(one)(worker_state, rows, shared)
     number, past = state.step + 1, local.past
     if past is not None:
         past = remember_statistics(past, statistics, number, metrics.is_skipped)
     talks = count_step(training, local.talks, metrics.num_tokens, metrics.is_skipped)
-    local = replace(local, past=past, talks=talks, **own)
+    local = replace(local, past=past, talks=talks, **worker_state)
     return with_local(replace(state, step=number), local), metrics
 
 
@@ -150,10 +150,10 @@ class ForeignRows(StepPart):
         return replace(after, params=self._own(after.params, before.params))
 
     def _own(self, tree: Any, otherwise: Any) -> Any:
-        arrays, others = flat(tree), flat(otherwise)
+        arrays, other_arrays = flat(tree), flat(otherwise)
         training = self.training
         trained = {path: arrays[path] for path in training.leaves}
-        masked = mask_foreign(training.method, training.leaves, self.number, trained, others)
+        masked = mask_foreign(training.method, training.leaves, self.number, trained, other_arrays)
         return nested(arrays | masked)
 
 
@@ -291,7 +291,7 @@ def merge_arrived(
     method, local, number = training.method, local_of(state), fragment.number
     slow = fragment.take(flat(state.params)) if method.is_shared else None
     mine = flat(local.params)
-    own, slow, outer, talk = merge(
+    local_params, slow, outer, talk = merge(
         method,
         local.talks[number],
         arrived.pseudo,
@@ -302,7 +302,7 @@ def merge_arrived(
         number=method.timing.round(number, arrived.last),
     )
     state = _with_talk(state, number, talk)
-    local = replace(local_of(state), params=nested(fragment.put(mine, own, leading=1)))
+    local = replace(local_of(state), params=nested(fragment.put(mine, local_params, leading=1)))
     if arrived.total is not None and training.step is not None:
         routers = replay(training.step.model, state, arrived.total, arrived.last)
         local = replace(local, router_state=training.workers.stack(routers))

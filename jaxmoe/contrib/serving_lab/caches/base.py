@@ -49,38 +49,38 @@ class ItemCache(abc.ABC):
         del number, item
 
     @abc.abstractmethod
-    def victim(self, number: int, held: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Collection[Item]) -> Item:
         """Return the item to evict.
 
         Args:
             number: Place in the trace.
-            held: Items that may be evicted; at least one.
+            items: Items that may be evicted; at least one.
         """
 
-    def stores(self, number: int, use: Use, held: Mapping[Item, float], capacity: float) -> bool:
+    def stores(self, number: int, use: Use, items: Mapping[Item, float], capacity: float) -> bool:
         """Return whether a missed item is stored; all are by default.
 
         Args:
             number: Place in the trace.
             use: Use that missed.
-            held: Bytes of the items in the cache.
+            items: Bytes of the items in the cache.
             capacity: Bytes of the cache.
         """
-        del number, use, held, capacity
+        del number, use, items, capacity
         return True
 
     def displaced(
-        self, number: int, use: Use, held: Mapping[Item, float], capacity: float
+        self, number: int, use: Use, items: Mapping[Item, float], capacity: float
     ) -> Sequence[Item]:
         """Return items that go for a missed item, room or not; none by default.
 
         Args:
             number: Place in the trace.
             use: Use that missed and is stored.
-            held: Bytes of the items in the cache.
+            items: Bytes of the items in the cache.
             capacity: Bytes of the cache.
         """
-        del number, use, held, capacity
+        del number, use, items, capacity
         return ()
 
     def is_valid(self, use: Use) -> bool:

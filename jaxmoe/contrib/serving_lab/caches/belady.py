@@ -34,14 +34,14 @@ class _Belady(ItemCache):
         for number, use in enumerate(trace):
             self._places.setdefault(use.item, []).append(number)
 
-    def stores(self, number: int, use: Use, held: Mapping[Item, float], capacity: float) -> bool:
-        if sum(held.values()) + use.size <= capacity or not held:
+    def stores(self, number: int, use: Use, items: Mapping[Item, float], capacity: float) -> bool:
+        if sum(items.values()) + use.size <= capacity or not items:
             return True
-        farthest = max(self._following(number, item) for item in held)
+        farthest = max(self._following(number, item) for item in items)
         return self._following(number, use.item) < farthest
 
-    def victim(self, number: int, held: Collection[Item]) -> Item:
-        return max(held, key=lambda item: self._following(number, item))
+    def victim(self, number: int, items: Collection[Item]) -> Item:
+        return max(items, key=lambda item: self._following(number, item))
 
     def _following(self, number: int, item: Item) -> float:
         """Return the place of the next use of an item."""

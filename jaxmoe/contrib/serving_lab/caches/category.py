@@ -60,15 +60,15 @@ class CategoryConfig(ItemCacheConfig):
         Raises:
             ValueError: A term cannot be read, or names a category twice.
         """
-        found: dict[str, CategoryConfig] = {}
+        configs: dict[str, CategoryConfig] = {}
         for text in self.terms:
-            category, colon, rest = text.rpartition(":")
-            if not colon or category in found:
+            category, colon, settings = text.rpartition(":")
+            if not colon or category in configs:
                 raise ValueError(
                     f"terms={text!r} must be CATEGORY:FIELD=VALUE,..., each category once"
                 )
             fields: dict[str, float | int] = {}
-            for term in rest.split(","):
+            for term in settings.split(","):
                 field, _, value = term.partition("=")
                 if field not in _TERMS or field in fields:
                     raise ValueError(
@@ -79,10 +79,10 @@ class CategoryConfig(ItemCacheConfig):
                 except ValueError:
                     raise ValueError(f"terms={text!r}: {value!r} is no number") from None
             try:
-                found[category] = dataclasses.replace(self, terms=(), **fields)
+                configs[category] = dataclasses.replace(self, terms=(), **fields)
             except ValueError as error:
                 raise ValueError(f"terms={text!r}: {error}") from None
-        return found
+        return configs
 
     def build(self, trace: Sequence[Use]) -> ItemCache:
         """Return the policy for one replay."""
@@ -107,7 +107,7 @@ class _Category(LRU):
     def is_valid(self, use: Use) -> bool:
         return use.time - self._stored[use.item] < self._terms(use).lifetime
 
-    def stores(self, number: int, use: Use, held: Mapping[Item, float], capacity: float) -> bool:
+    def stores(self, number: int, use: Use, items: Mapping[Item, float], capacity: float) -> bool:
         terms = self._terms(use)
         uses, hits = self._counts.get(use.category, (0, 0))
         if uses >= terms.trial and hits < terms.search_cost / terms.saved * uses:
@@ -115,14 +115,14 @@ class _Category(LRU):
         return use.size <= terms.quota * capacity
 
     def displaced(
-        self, number: int, use: Use, held: Mapping[Item, float], capacity: float
+        self, number: int, use: Use, items: Mapping[Item, float], capacity: float
     ) -> Sequence[Item]:
         room = self._terms(use).quota * capacity
-        own = {i: size for i, size in held.items() if self._categories[i] == use.category}
+        sizes = {i: size for i, size in items.items() if self._categories[i] == use.category}
         gone = []
-        while own and math.fsum((use.size, *own.values())) > room:
-            gone.append(self.victim(number, own))
-            del own[gone[-1]]
+        while sizes and math.fsum((use.size, *sizes.values())) > room:
+            gone.append(self.victim(number, sizes))
+            del sizes[gone[-1]]
         return gone
 
     def _terms(self, use: Use) -> CategoryConfig:

@@ -29,7 +29,7 @@ def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
-    found: list[Use] = []
+    trace_uses: list[Use] = []
     before: dict[int, tuple] = {}
     tables = _TokenExperts(trace.num_experts, trace.expert_ids.shape[2])
     for first in range(0, trace.num_tokens, tokens):
@@ -43,8 +43,8 @@ def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use
             uses = layer_uses(layer, ids, trace.num_experts, size, expected, time)
             before[layer] = tuple(use.item for use in uses)
             tables.add(layer, names, ids)
-            found += uses
-    return found
+            trace_uses += uses
+    return trace_uses
 
 
 class _TokenExperts:
@@ -109,7 +109,7 @@ def layer_uses(
     """
     counts = collections.Counter(e for e in ids.ravel().tolist() if e < num_experts)
     total = max(sum(counts.values()), 1)
-    known = {
+    predictions = {
         "scores": {(layer, e): counts[e] / total for e in range(num_experts)},
         "expected": expected,
     }
@@ -119,7 +119,7 @@ def layer_uses(
             size=size,
             category=str(layer),
             time=time,
-            **({} if place else known),
+            **({} if place else predictions),
         )
         for place, (e, _) in enumerate(counts.most_common())
     ]

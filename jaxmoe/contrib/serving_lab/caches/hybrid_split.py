@@ -71,17 +71,17 @@ class Split:
     """Seconds if the host computed all."""
 
 
-def split_experts(loads: Mapping[Item, int], held: Collection[Item], costs: SplitCosts) -> Split:
+def split_experts(loads: Mapping[Item, int], items: Collection[Item], costs: SplitCosts) -> Split:
     """Return a division of the experts of a layer.
 
     Args:
         loads: Tokens of each expert that has any.
-        held: Experts in the accelerator's memory.
+        items: Experts in the accelerator's memory.
         costs: Rates.
     """
     ascending = sorted(loads, key=lambda item: loads[item])
-    missing = [item for item in ascending if item not in held]
-    present = [item for item in ascending if item in held]
+    missing = [item for item in ascending if item not in items]
+    present = [item for item in ascending if item in items]
 
     def split(absent: int, owned: int) -> tuple[float, list[Item], list[Item]]:
         host = missing[:absent] + present[:owned]
@@ -97,7 +97,7 @@ def split_experts(loads: Mapping[Item, int], held: Collection[Item], costs: Spli
 
     counts = [(absent, 0) for absent in range(len(missing) + 1)]
     counts += [(a, owned) for a, _ in counts for owned in range(1, len(present) + 1)]
-    seconds, host, device = min((split(*one) for one in counts), key=lambda one: one[0])
+    seconds, host, device = min((split(*count) for count in counts), key=lambda count: count[0])
     return Split(
         host=tuple(host),
         accelerator=tuple(device),
@@ -107,17 +107,17 @@ def split_experts(loads: Mapping[Item, int], held: Collection[Item], costs: Spli
     )
 
 
-def _accelerator_seconds(held: list[float], moved: list[float], transfer: float) -> float:
+def _accelerator_seconds(resident: list[float], moved: list[float], transfer: float) -> float:
     """Return the time at which the accelerator is done with experts that arrive one by one.
 
     Args:
-        held: Seconds of experts that it holds.
+        resident: Seconds of experts that it holds.
         moved: Seconds of experts that travel, in this order.
         transfer: Seconds of a transfer.
     """
-    rest = sum(moved)
-    last = sum(held) + rest
+    moving = sum(moved)
+    last = sum(resident) + moving
     for place, seconds in enumerate(moved, 1):
-        last = max(last, place * transfer + rest)
-        rest -= seconds
+        last = max(last, place * transfer + moving)
+        moving -= seconds
     return last

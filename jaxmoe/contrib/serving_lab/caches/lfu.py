@@ -31,5 +31,5 @@ class _LFU(ItemCache):
         count, _ = self._uses.get(use.item, (0, 0))
         self._uses[use.item] = (count + 1, number)
 
-    def victim(self, number: int, held: Collection[Item]) -> Item:
-        return min(held, key=lambda item: self._uses[item])
+    def victim(self, number: int, items: Collection[Item]) -> Item:
+        return min(items, key=lambda item: self._uses[item])

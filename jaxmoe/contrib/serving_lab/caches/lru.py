@@ -38,6 +38,6 @@ class LRU(ItemCache):
         """Take note of a load."""
         self.last[item] = number
 
-    def victim(self, number: int, held: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Collection[Item]) -> Item:
         """Return the item that was not used for the longest time."""
-        return min(held, key=lambda item: self.last[item])
+        return min(items, key=lambda item: self.last[item])

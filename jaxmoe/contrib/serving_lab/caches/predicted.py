@@ -47,13 +47,13 @@ class _Predicted(LRU):
         if use.expected:
             self._expected = {item: place for place, item in enumerate(use.expected)}
 
-    def victim(self, number: int, held: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Collection[Item]) -> Item:
         def key(item: Item) -> tuple[int, int]:
             # Unexpected ones first, by their last use; then what is expected last.
             place = self._expected.get(item)
             return (0, self.last[item]) if place is None else (1, -place)
 
-        return min(held, key=key)
+        return min(items, key=key)
 
     def prefetch(self, number: int, use: Use) -> Sequence[Item]:
         return tuple(self._expected)[: self._ahead] if use.expected else ()

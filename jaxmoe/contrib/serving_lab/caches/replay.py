@@ -108,24 +108,36 @@ class BoundedCache:
                 self._store(number, use.item, set())
         self.policy.used(number, use, is_hit=is_hit)
         ahead = [item for item in self.policy.prefetch(number, use) if item in self.sizes]
-        kept = {use.item, *(item for item in ahead if item in self.held)}
+        protected = {use.item, *(item for item in ahead if item in self.held)}
         for item in ahead:
             if item not in self.held:
-                if not self._store(number, item, kept):
+                if not self._store(number, item, protected):
                     break
                 self.loads += 1
                 self.bytes_loaded += self.sizes[item]
-            kept.add(item)
+            protected.add(item)
         return is_hit
 
-    def _store(self, number: int, item: Item, kept: set[Item]) -> bool:
+    def _store(self, number: int, item: Item, protected: set[Item]) -> bool:
         """Store an item, evicting others but those to keep; False if there is no room."""
         size = self.sizes[item]
         # Exact sums: whether an item fits does not depend on the order of the others.
-        if math.fsum((size, *(self.held[one] for one in kept if one in self.held))) > self.capacity:
+        if (
+            math.fsum(
+                (
+                    size,
+                    *(
+                        self.held[protected_item]
+                        for protected_item in protected
+                        if protected_item in self.held
+                    ),
+                )
+            )
+            > self.capacity
+        ):
             return False
         while math.fsum((size, *self.held.values())) > self.capacity:
-            self._drop(self.policy.victim(number, [i for i in self.held if i not in kept]))
+            self._drop(self.policy.victim(number, [i for i in self.held if i not in protected]))
         self.held[item] = size
         self.policy.loaded(number, item)
         if self._on_load is not None:

@@ -63,8 +63,8 @@ class _Scores(ItemCache):
             new = use.scores[item] if item in top else 0.0
             self._scores[item] = weight * new + (1 - weight) * self._scores.get(item, 0.0)
 
-    def victim(self, number: int, held: Collection[Item]) -> Item:
-        return min(held, key=lambda item: self._scores.get(item, 0.0))
+    def victim(self, number: int, items: Collection[Item]) -> Item:
+        return min(items, key=lambda item: self._scores.get(item, 0.0))
 
     def prefetch(self, number: int, use: Use) -> Sequence[Item]:
         if not use.scores:

@@ -42,9 +42,9 @@ class _Window(ItemCache):
     def used(self, number: int, use: Use, *, is_hit: bool) -> None:
         self._now = self._place[use.item]
 
-    def victim(self, number: int, held: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Collection[Item]) -> Item:
         """Return the item that the cycle reaches last."""
-        return max(held, key=lambda item: (self._place[item] - self._now - 1) % len(self._cycle))
+        return max(items, key=lambda item: (self._place[item] - self._now - 1) % len(self._cycle))
 
     def prefetch(self, number: int, use: Use) -> Sequence[Item]:
         count = min(self._ahead, len(self._cycle) - 1)

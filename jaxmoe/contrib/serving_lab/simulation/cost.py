@@ -113,9 +113,9 @@ class Roofline:
             page_size: Tokens of a page.
             share: Share of the remaining memory for pages.
         """
-        held = (1.0 - self.spilled) * self.weight_bytes
-        left = self.chip.available * self.num_chips - held
-        return max(int(share * left / (page_size * max(self.sizes.kv_bytes, 1))), 1)
+        resident = (1.0 - self.spilled) * self.weight_bytes
+        free_bytes = self.chip.available * self.num_chips - resident
+        return max(int(share * free_bytes / (page_size * max(self.sizes.kv_bytes, 1))), 1)
 
     def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
         """Return the seconds of a step."""
@@ -139,25 +139,25 @@ class Roofline:
         bandwidth *= min(1.0, share / SATURATION)
         host, link = self.chip.host_bandwidth * self.num_chips, self.chip.link_bandwidth
 
-        def seconds(found: Sequence[Operation], times: int) -> float:
-            weights = times * sum(one.weights for one in found)
-            other = sum(one.other for one in found)
+        def seconds(operation_list: Sequence[Operation], times: int) -> float:
+            weights = times * sum(operation_.weights for operation_ in operation_list)
+            other_bytes = sum(operation_.other for operation_ in operation_list)
             return max(
-                sum(one.flops for one in found) / flops,
-                ((1.0 - self.spilled) * weights + other) / bandwidth,
+                sum(operation_.flops for operation_ in operation_list) / flops,
+                ((1.0 - self.spilled) * weights + other_bytes) / bandwidth,
                 self.spilled * weights / host,
-                sum(one.network for one in found) / link,
+                sum(operation_.network for operation_ in operation_list) / link,
             )
 
         if nano_batches > 1:
             total = seconds(operations, nano_batches)
         else:
-            total = sum(seconds([one], 1) for one in operations)
+            total = sum(seconds([operation_], 1) for operation_ in operations)
         total += self.constant
         return StepCost(
             total,
             experts * (1 if nano_batches == 1 else nano_batches),
-            sum(one.flops for one in operations),
+            sum(operation_.flops for operation_ in operations),
             self._watts(operations, total, nano_batches),
         )
 
@@ -217,8 +217,8 @@ class Roofline:
         """Return the power above idle during a step."""
         chip = self.chip
         flops = chip.flops * chip.efficiency * self.num_chips * self.clock
-        compute = sum(one.flops for one in operations) / (flops * seconds)
-        read = sum(nano_batches * one.weights + one.other for one in operations)
+        compute = sum(operation.flops for operation in operations) / (flops * seconds)
+        read = sum(nano_batches * operation.weights + operation.other for operation in operations)
         memory = read / (chip.memory_bandwidth * self.memory_efficiency * self.num_chips * seconds)
         busy = min(max(compute, MEMORY_POWER * memory), 1.0)
         return self.num_chips * (chip.peak_watts - chip.idle_watts) * busy * self.clock**3
@@ -240,13 +240,13 @@ class Roofline:
         sizes, last = self.sizes, self.sizes.num_layers
         borders = sorted({0, last, *(b for part in parts if part.layers for b in part.layers)})
         for begin, end in zip(borders[:-1], borders[1:], strict=True):
-            here = [
+            in_layers = [
                 part
                 for part in parts
                 if part.layers is None or part.layers[0] <= begin and end <= part.layers[1]
             ]
-            if here:
-                yield from self._layers(here, (end - begin) / last)
+            if in_layers:
+                yield from self._layers(in_layers, (end - begin) / last)
         drawn = sum(part.layers is None or part.layers[1] == last for part in parts)
         yield Operation(2.0 * drawn * sizes.head, float(sizes.head * sizes.weight_bytes)), False
 
@@ -263,8 +263,11 @@ class Roofline:
             False,
         )
         pairs = sum(part.count * (part.context + part.count / 2) for part in parts)
-        held = sum(part.count + part.context for part in parts)
-        yield Operation(sizes.pair_flops * pairs * share, 0.0, sizes.kv_bytes * held * share), False
+        num_tokens = sum(part.count + part.context for part in parts)
+        yield (
+            Operation(sizes.pair_flops * pairs * share, 0.0, sizes.kv_bytes * num_tokens * share),
+            False,
+        )
         if sizes.num_experts:
             layers = sizes.moe_layers * share * sizes.expert
             read = layers * b * self.distinct_experts(tokens)

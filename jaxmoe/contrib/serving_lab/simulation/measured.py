@@ -46,9 +46,11 @@ class TableCost(Roofline):
             share: Share of the device; a compiled step takes all of it.
             nano_batches: Parts of the step; a compiled step is one program.
         """
-        found = super().cost(parts, share=share, nano_batches=nano_batches)
+        predicted = super().cost(parts, share=share, nano_batches=nano_batches)
         timing = timing_of(self.shapes, self.table, parts)
-        return found if timing is None else dataclasses.replace(found, seconds=timing.seconds)
+        return (
+            predicted if timing is None else dataclasses.replace(predicted, seconds=timing.seconds)
+        )
 
     @classmethod
     def of(cls, shapes: Shapes, table: Sequence[Timing], otherwise: Roofline) -> TableCost:
@@ -59,7 +61,9 @@ class TableCost(Roofline):
             table: Time of each of them.
             otherwise: Cost model of what no shape holds.
         """
-        fields = {one.name: getattr(otherwise, one.name) for one in dataclasses.fields(otherwise)}
+        fields = {
+            field.name: getattr(otherwise, field.name) for field in dataclasses.fields(otherwise)
+        }
         return cls(**fields, shapes=shapes, table=tuple(table))
 
 
@@ -91,35 +95,37 @@ def fit_rates(timings: Sequence[Timing], cost: Roofline) -> Fit:
         )
     errors = []
     for left_out in range(len(timings)):
-        others = [one for i, one in enumerate(timings) if i != left_out]
-        known = timings[left_out]
-        guess = _fit(others, cost).seconds(known.parts)
-        errors.append(abs(guess / known.seconds - 1))
+        remaining = [timing for i, timing in enumerate(timings) if i != left_out]
+        left_timing = timings[left_out]
+        guess = _fit(remaining, cost).seconds(left_timing.parts)
+        errors.append(abs(guess / left_timing.seconds - 1))
     return Fit(cost=_fit(timings, cost), error=statistics.median(errors))
 
 
 def _fit(timings: Sequence[Timing], cost: Roofline) -> Roofline:
     """Return the cost model with the rates of the iteration with the smallest error."""
     optimize: Any = require("scipy.optimize")
-    measured = np.array([one.seconds for one in timings])
-    found, best, least = cost, cost, np.inf
+    measured = np.array([timing.seconds for timing in timings])
+    fitted, best, least = cost, cost, np.inf
     for _ in range(_ITERATIONS):
-        rows = np.array([found.demands(one.parts) for one in timings])
+        rows = np.array([fitted.demands(timing.parts) for timing in timings])
         solution, _ = optimize.nnls(rows / measured[:, None], np.ones(len(timings)))
         constant, per_flop, per_byte = solution
         chip = dataclasses.replace(
             cost.chip,
-            flops=1 / per_flop if per_flop else found.chip.flops * found.chip.efficiency,
+            flops=1 / per_flop if per_flop else fitted.chip.flops * fitted.chip.efficiency,
             efficiency=1.0,
             memory_bandwidth=(
-                1 / per_byte if per_byte else found.chip.memory_bandwidth * found.memory_efficiency
+                1 / per_byte
+                if per_byte
+                else fitted.chip.memory_bandwidth * fitted.memory_efficiency
             ),
         )
-        found = dataclasses.replace(
+        fitted = dataclasses.replace(
             cost, chip=chip, constant=float(constant), memory_efficiency=1.0
         )
-        guess = np.array([found.seconds(one.parts) for one in timings])
+        guess = np.array([fitted.seconds(timing.parts) for timing in timings])
         error = float(np.abs(guess / measured - 1).mean())
         if error < least:
-            best, least = found, error
+            best, least = fitted, error
     return best

@@ -55,21 +55,25 @@ class Measures:
     """Instances that took requests at the end."""
 
 
-def latency(one: Sequence) -> tuple[float, float, float]:
+def latency(sequence: Sequence) -> tuple[float, float, float]:
     """Return the seconds until the first token, per further token, and until the last.
 
     Args:
-        one: Sequence with a whole answer.
+        sequence: Sequence with a whole answer.
     """
-    if one.first is None or one.last is None:
-        raise ValueError(f"sequence {one.id} has no token")
-    ttft = one.first - one.arrived
-    return ttft, (one.last - one.first) / max(one.num_written - 1, 1), one.last - one.arrived
+    if sequence.first is None or sequence.last is None:
+        raise ValueError(f"sequence {sequence.id} has no token")
+    ttft = sequence.first - sequence.arrived
+    return (
+        ttft,
+        (sequence.last - sequence.first) / max(sequence.num_written - 1, 1),
+        sequence.last - sequence.arrived,
+    )
 
 
-def is_within(one: Sequence) -> bool:
+def is_within(sequence: Sequence) -> bool:
     """Return whether a finished sequence kept its objective."""
-    return (one.request.objective or Objective()).is_met(*latency(one))
+    return (sequence.request.objective or Objective()).is_met(*latency(sequence))
 
 
 def measure(simulation: Simulation) -> Measures:
@@ -90,7 +94,8 @@ def measure(simulation: Simulation) -> Measures:
         moves=simulation.num_moves,
         refused=simulation.refused,
         copies=simulation.num_copies,
-        joules_per_token=simulation.meter.joules / sum(one.num_written for one in sequences),
+        joules_per_token=simulation.meter.joules
+        / sum(sequence.num_written for sequence in sequences),
         instances=simulation.fleet.num_open,
     )
 
@@ -101,15 +106,15 @@ def measure_sequences(sequences: Iterable[Sequence]) -> Measures:
     Args:
         sequences: Sequences of any clock, that of a simulator or of a client.
     """
-    found = list(sequences)
-    ttft, tpot, total = np.array([latency(one) for one in found]).T
-    good = sum(map(is_within, found))
-    last = max(one.last or 0.0 for one in found)
-    seconds = max(last - min(one.arrived for one in found), 1e-9)
+    finished = list(sequences)
+    ttft, tpot, total = np.array([latency(sequence) for sequence in finished]).T
+    good = sum(map(is_within, finished))
+    last = max(sequence.last or 0.0 for sequence in finished)
+    seconds = max(last - min(sequence.arrived for sequence in finished), 1e-9)
     return Measures(
         goodput=good / seconds,
-        within=good / len(found),
-        finished=len(found),
+        within=good / len(finished),
+        finished=len(finished),
         seconds=seconds,
         ttft_p50=float(np.median(ttft)),
         ttft_p99=float(np.quantile(ttft, 0.99)),
@@ -117,5 +122,5 @@ def measure_sequences(sequences: Iterable[Sequence]) -> Measures:
         tpot_p99=float(np.quantile(tpot, 0.99)),
         total_p50=float(np.median(total)),
         total_p99=float(np.quantile(total, 0.99)),
-        tokens_per_second=sum(one.num_written for one in found) / seconds,
+        tokens_per_second=sum(sequence.num_written for sequence in finished) / seconds,
     )

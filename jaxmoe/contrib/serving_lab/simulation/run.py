@@ -103,19 +103,21 @@ class Simulation:
             for number in range(len(self.fleet.instances)):
                 self._kick(number)
             self.scaling.switch_off(self.now)
-        left = sum(len(i.queues.sequences) for i in self.fleet.instances) + len(self.fleet.offered)
-        if left:
+        num_left = sum(len(i.queues.sequences) for i in self.fleet.instances) + len(
+            self.fleet.offered
+        )
+        if num_left:
             name = self.fleet.instances[0].policy
-            raise RuntimeError(f"policy {name!r} left {left} requests unserved")
+            raise RuntimeError(f"policy {name!r} left {num_left} requests unserved")
         return self
 
     @property
     def seconds_of_roles(self) -> dict[Role, float]:
         """Seconds of work of the instances of each role."""
-        found: dict[Role, float] = {}
+        seconds_by_role: dict[Role, float] = {}
         for role, seconds in zip(self.fleet.roles, self.busy_seconds, strict=True):
-            found[role] = found.get(role, 0.0) + seconds
-        return found
+            seconds_by_role[role] = seconds_by_role.get(role, 0.0) + seconds
+        return seconds_by_role
 
     @property
     def num_moves(self) -> int:
@@ -148,9 +150,9 @@ class Simulation:
         """Let the scaling policy decide, while there is something to serve."""
         if not self._events:
             return
-        if (wanted := self.scaling.decide(self.now)) is not None:
-            end = self.now + wanted.delay
-            self._at(end, lambda: self.scaling.change(self.now, wanted))
+        if (decision := self.scaling.decide(self.now)) is not None:
+            end = self.now + decision.delay
+            self._at(end, lambda: self.scaling.change(self.now, decision))
         self._decide_later(self.now)
 
     def _decide_later(self, now: float) -> None:
@@ -211,9 +213,9 @@ class Simulation:
     def _travel(self, copy: Copy) -> float:
         """Return the seconds of a copy over the slow link, which sends one after the other."""
         instance, chip = self.fleet.instances[copy.move.source], self._cost.chip
-        one = instance.queues.sequences[copy.move.id]
-        first = one.pages.index(copy.pages[0]) * one.page_size
-        tokens = min(len(copy.pages) * one.page_size, one.computed - first)
+        sequence = instance.queues.sequences[copy.move.id]
+        first = sequence.pages.index(copy.pages[0]) * sequence.page_size
+        tokens = min(len(copy.pages) * sequence.page_size, sequence.computed - first)
         seconds = tokens * self._cost.sizes.kv_bytes / chip.far_bandwidth
         free, source = self.fleet.links_free, copy.move.source
         free[source] = max(free[source], self.now) + seconds

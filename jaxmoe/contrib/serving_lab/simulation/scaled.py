@@ -61,18 +61,18 @@ class SimulatedScaling(FleetScaling):
 
     def decide(self, now: float) -> Wanted | None:
         """Ask the policy, and switch on what is to join."""
-        wanted = super().decide(now)
-        if wanted is not None:
-            self._switch_on(now, wanted.instances or 0)
-        return wanted
+        decision = super().decide(now)
+        if decision is not None:
+            self._switch_on(now, decision.instances or 0)
+        return decision
 
-    def carry_out(self, now: float, wanted: Wanted) -> None:
+    def carry_out(self, now: float, decision: Wanted) -> None:
         """Change clocks and devices."""
-        for number, clock in enumerate(wanted.clocks or ()):
+        for number, clock in enumerate(decision.clocks or ()):
             self.costs[number] = self.costs[number].at_clock(clock)
         for number, cost in enumerate(self.costs):
-            if wanted.num_chips is not None:
-                self.costs[number] = cost.on_chips(wanted.num_chips)
+            if decision.num_chips is not None:
+                self.costs[number] = cost.on_chips(decision.num_chips)
                 more = self.costs[number].idle_watts - cost.idle_watts
                 self._meter.change(now, more * self._is_on[number])
 

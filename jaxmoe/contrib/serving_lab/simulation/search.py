@@ -86,8 +86,8 @@ def place_phases(
             if least >= high:
                 return best
 
-            def share(rate: float, one: int = prefill, other: int = decode) -> float:
-                return within(one, other, rate)
+            def share(rate: float, prefills: int = prefill, decodes: int = decode) -> float:
+                return within(prefills, decodes, rate)
 
             rate = largest_rate(share, least * total, high * total, tolerance=tolerance)
             if rate > least * total or (best is None and rate):
@@ -131,7 +131,7 @@ def pareto_cuts(
         end: [Cut(borders=(), latency=sums[end] / speeds[0], interval=sums[end] / speeds[0])]
         for end in range(1, count + 1)
     }
-    found = list(fronts[count])
+    cuts = list(fronts[count])
     for speed in speeds[1:]:
         following: dict[int, list[Cut]] = {}
         for end in range(2, count + 1):
@@ -142,8 +142,8 @@ def pareto_cuts(
             ]
             following[end] = _front(longer)
         fronts = following
-        found += fronts.get(count, [])
-    return _front(found)
+        cuts += fronts.get(count, [])
+    return _front(cuts)
 
 
 def _joined(first: Cut, begin: int, seconds: float, transfer: float) -> Cut:
@@ -157,11 +157,13 @@ def _joined(first: Cut, begin: int, seconds: float, transfer: float) -> Cut:
 
 def _front(cuts: Iterable[Cut]) -> list[Cut]:
     """Return the cuts that no other dominates; of equal ones that with the fewest stages."""
-    found: list[Cut] = []
-    for cut in sorted(cuts, key=lambda one: (one.latency, one.interval, len(one.borders))):
-        if found and cut.interval >= found[-1].interval:
+    front: list[Cut] = []
+    for cut in sorted(
+        cuts, key=lambda candidate: (candidate.latency, candidate.interval, len(candidate.borders))
+    ):
+        if front and cut.interval >= front[-1].interval:
             continue
-        if found and cut.latency <= found[-1].latency * (1 + _ROUNDING):
-            found.pop()
-        found.append(cut)
-    return found
+        if front and cut.latency <= front[-1].latency * (1 + _ROUNDING):
+            front.pop()
+        front.append(cut)
+    return front

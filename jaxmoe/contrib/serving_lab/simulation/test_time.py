@@ -90,8 +90,8 @@ class AnswerCost:
 
     def total(self, answers: int, prompt: int, length: int, budget: int | None = None) -> float:
         """Return the sum of both."""
-        given = (answers, prompt, length, budget)
-        return self.flops(*given) + self.bytes_as_flops(*given)
+        arguments = (answers, prompt, length, budget)
+        return self.flops(*arguments) + self.bytes_as_flops(*arguments)
 
 
 def num_pairs(prompt: int, length: int, budget: int | None = None) -> float:
@@ -104,8 +104,8 @@ def num_pairs(prompt: int, length: int, budget: int | None = None) -> float:
     """
     if budget is None:
         return prompt * length + length**2 / 2
-    kept = min(budget, prompt + length)
-    return kept * length - max(0, kept - prompt) ** 2 / 2
+    num_kept = min(budget, prompt + length)
+    return num_kept * length - max(0, num_kept - prompt) ** 2 / 2
 
 
 def conformal_threshold(scores: Sequence[float], alpha: float) -> float:

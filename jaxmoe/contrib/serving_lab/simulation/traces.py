@@ -56,7 +56,7 @@ def read_trace(path: str) -> list[Traced]:
             rows = list(_mooncake(lines) if file.suffix == ".jsonl" else _csv(lines, path))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"path={path} is not a trace of a known form: {error!r}") from error
-    return sorted((one for one in rows if one.answer > 0), key=lambda one: one.time)
+    return sorted((row for row in rows if row.answer > 0), key=lambda row: row.time)
 
 
 def _mooncake(lines: Iterator[str]) -> Iterator[Traced]:

@@ -87,14 +87,14 @@ class GammaConfig(Workload):
         prompts = _lengths(rng, self.prompt_median, 1.0, self.requests)
         answers = _lengths(rng, self.answer_median, 0.8, self.requests)
         shared = [_tokens(rng, self.prefix_tokens) for _ in range(self.prefixes)]
-        found = []
+        arrivals = []
         for id_ in range(self.requests):
             prefix = shared[int(rng.integers(len(shared)))] if shared else ()
             prompt = (prefix + _tokens(rng, int(prompts[id_])))[: max_length - 2]
             answer = _tokens(rng, min(int(answers[id_]), max_length - len(prompt)))
             request = _request(id_, prompt, answer, objective)
-            found.append(Arrival(request=request, time=float(times[id_]), answer=answer))
-        return tuple(found)
+            arrivals.append(Arrival(request=request, time=float(times[id_]), answer=answer))
+        return tuple(arrivals)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,13 +117,13 @@ class SessionsConfig(Workload):
         rng = np.random.default_rng(self.seed)
         count = -(-self.requests // self.turns)
         starts = np.cumsum(rng.exponential(self.turns / self.rate, count))
-        found: list[Arrival] = []
+        arrivals: list[Arrival] = []
         for session, start in enumerate(starts):
             said: tuple[int, ...] = ()
-            for turn in range(min(self.turns, self.requests - len(found))):
+            for turn in range(min(self.turns, self.requests - len(arrivals))):
                 new = _tokens(rng, int(_lengths(rng, self.prompt_median, 0.7, 1)[0]))
                 answer = _tokens(rng, int(_lengths(rng, self.answer_median, 0.7, 1)[0]))
-                prompt, id_ = said + new, len(found)
+                prompt, id_ = said + new, len(arrivals)
                 if len(prompt) + len(answer) > max_length:
                     break
                 arrival = Arrival(
@@ -132,9 +132,9 @@ class SessionsConfig(Workload):
                     answer=answer,
                     after=id_ - 1 if turn else None,
                 )
-                found.append(arrival)
+                arrivals.append(arrival)
                 said = prompt + answer
-        return tuple(found)
+        return tuple(arrivals)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,14 +155,14 @@ class FileConfig(Workload):
             raise ValueError(f"path={self.path} has no request with an answer")
         span = traced[-1].time - traced[0].time
         scale = (len(traced) / self.rate) / span if span else 0.0
-        rng, found = np.random.default_rng(self.seed), []
-        for id_, one in enumerate(traced):
-            prompt = _traced_prompt(rng, one)[: max_length - 2]
-            answer = _tokens(rng, min(one.answer, max_length - len(prompt)))
-            request = _request(id_, prompt, answer, objective, one.session)
-            time = (one.time - traced[0].time) * scale
-            found.append(Arrival(request=request, time=time, answer=answer))
-        return tuple(found)
+        rng, arrivals = np.random.default_rng(self.seed), []
+        for id_, record in enumerate(traced):
+            prompt = _traced_prompt(rng, record)[: max_length - 2]
+            answer = _tokens(rng, min(record.answer, max_length - len(prompt)))
+            request = _request(id_, prompt, answer, objective, record.session)
+            time = (record.time - traced[0].time) * scale
+            arrivals.append(Arrival(request=request, time=time, answer=answer))
+        return tuple(arrivals)
 
 
 WORKLOADS = Registry("workload")
@@ -176,12 +176,16 @@ def _tokens(rng: np.random.Generator, count: int) -> tuple[int, ...]:
     return tuple(rng.integers(VOCAB, size=max(count, 1)).tolist())
 
 
-def _traced_prompt(rng: np.random.Generator, one: Traced) -> tuple[int, ...]:
+def _traced_prompt(rng: np.random.Generator, record: Traced) -> tuple[int, ...]:
     """Return a prompt whose blocks are equal where the hashes of the trace are."""
-    if not one.hashes:
-        return _tokens(rng, one.prompt)
-    tokens = [VOCAB + name * one.block + place for name in one.hashes for place in range(one.block)]
-    return tuple(tokens[: max(one.prompt, 1)])
+    if not record.hashes:
+        return _tokens(rng, record.prompt)
+    tokens = [
+        VOCAB + name * record.block + place
+        for name in record.hashes
+        for place in range(record.block)
+    ]
+    return tuple(tokens[: max(record.prompt, 1)])
 
 
 def _request(

@@ -116,7 +116,7 @@ def slowness(
     Returns:
         The residuals, NaN without a message, and whether each is above its threshold.
     """
-    logs, found = np.log(matrix.seconds), np.full(matrix.seconds.shape, np.nan)
+    logs, ratios = np.log(matrix.seconds), np.full(matrix.seconds.shape, np.nan)
     floors = np.full(matrix.seconds.shape, np.inf)
     for row in range(len(matrix.rows)):
         for reach in range(len(REACHES)):
@@ -124,11 +124,11 @@ def slowness(
             if like.any():
                 values = np.sort(logs[row, like])
                 middle = (len(values) - 1) // 2 if len(values) > 3 else 0
-                found[row, like] = logs[row, like] - values[middle]
+                ratios[row, like] = logs[row, like] - values[middle]
                 floors[row, like] = np.log(rule.ratio * (1.0 + 2.0 / len(values)))
-    values = np.abs(found[np.isfinite(found)])
+    values = np.abs(ratios[np.isfinite(ratios)])
     spread = 1.4826 * float(np.median(values)) if values.size >= _ENOUGH else 0.0
-    return found, np.nan_to_num(found, nan=-np.inf) > np.maximum(rule.z * spread, floors)
+    return ratios, np.nan_to_num(ratios, nan=-np.inf) > np.maximum(rule.z * spread, floors)
 
 
 def locate(matrix: LinkMatrix, rule: LinkRule | None = None) -> list[Fault]:
@@ -154,9 +154,9 @@ def locate(matrix: LinkMatrix, rule: LinkRule | None = None) -> list[Fault]:
         for device in suspects:
             cells = [cell for cell in touching[device] if cell not in explained]
             bad = [cell for cell in cells if slow[cell]]
-            others = {_other(matrix, cell, device) for cell in bad}
+            partners = {_other(matrix, cell, device) for cell in bad}
             alone = [cell for cell in bad if _other(matrix, cell, device) == device]
-            if alone or (2 * len(bad) > len(cells) and len(others) > 1):
+            if alone or (2 * len(bad) > len(cells) and len(partners) > 1):
                 excess = float(np.median([residual[cell] for cell in alone or bad]))
                 ranked.append((bool(alone), len(bad) / len(cells), excess, -device))
         if not ranked:
@@ -202,18 +202,21 @@ def in_words(
     places = {fault.place for fault in slow}
     lines: list[str] = []
     for process in sorted({process_of[devices[place]] for place in places}):
-        own = {place for place, device in enumerate(devices) if process_of[device] == process}
-        here = [fault for fault in slow if fault.place in own]
-        if own <= places and len(own) < len(devices):
-            numbers = ", ".join(str(devices[fault.place]) for fault in here)
+        process_places = {
+            place for place, device in enumerate(devices) if process_of[device] == process
+        }
+        local_faults = [fault for fault in slow if fault.place in process_places]
+        if process_places <= places and len(process_places) < len(devices):
+            numbers = ", ".join(str(devices[fault.place]) for fault in local_faults)
             lines.append(
-                f"process {process} is slow: {_how(here)}, on all of its devices ({numbers});"
+                f"process {process} is slow: {_how(local_faults)}, on all of its devices"
+                f" ({numbers});"
                 f" to go on without it restart with launch --supervise --exclude {process}"
             )
             continue
         lines += [
             f"device {devices[fault.place]} of process {process} is slow: {_how([fault])}"
-            for fault in here
+            for fault in local_faults
         ]
     for fault in faults:
         if isinstance(fault, SlowLink):

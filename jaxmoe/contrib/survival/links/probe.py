@@ -179,16 +179,18 @@ class LinkProbe:
 
     def measure(self) -> LinkMatrix:
         """Return the shortest time of every message, the same on all processes."""
-        found = np.full((len(self.rows), self.mesh.size), np.inf, np.float32)
-        for one in self._rounds:
+        least_seconds = np.full((len(self.rows), self.mesh.size), np.inf, np.float32)
+        for round_ in self._rounds:
             for _ in range(self._repeats):
                 jax.block_until_ready(self._meet(self._given))
-                for place, seconds in self._time(one).items():
-                    if place in one.sources:
-                        source = one.sources[place]
-                        found[one.row, source] = min(found[one.row, source], seconds)
+                for place, seconds in self._time(round_).items():
+                    if place in round_.sources:
+                        source = round_.sources[place]
+                        least_seconds[round_.row, source] = min(
+                            least_seconds[round_.row, source], seconds
+                        )
         # Each message is timed by the process of its receiver alone.
-        seconds = gather(found).min(axis=0).astype(np.float64)
+        seconds = gather(least_seconds).min(axis=0).astype(np.float64)
         return LinkMatrix(
             rows=self.rows,
             seconds=np.where(np.isfinite(seconds), np.maximum(seconds, 1e-9), np.nan),
@@ -196,10 +198,10 @@ class LinkProbe:
             reaches=self._reaches,
         )
 
-    def _time(self, one: _Round) -> dict[int, float]:
+    def _time(self, round_: _Round) -> dict[int, float]:
         """Return the seconds from the start of a round until each device here has its result."""
         began = self._clock()
-        result = self.send(one.run)
+        result = self.send(round_.run)
         waiting = {shard.device.id: shard.data for shard in result.addressable_shards}
         seconds: dict[int, float] = {}
         while waiting:
@@ -243,13 +245,15 @@ class LinkProbe:
     def _shape(self, devices: Sequence[jax.Device]) -> tuple[np.ndarray, np.ndarray]:
         """Return the receiver of every message, and what it crosses by index of REACHES."""
         targets = np.tile(np.arange(self.mesh.size), (len(self.rows), 1))
-        for one in self._rounds[1:]:
-            for target, source in one.sources.items():
-                targets[one.row, source] = target
+        for round_ in self._rounds[1:]:
+            for target, source in round_.sources.items():
+                targets[round_.row, source] = target
         hosts = host_of_processes()
         processes = np.asarray([device.process_index for device in devices])
         where = np.asarray([hosts[process] for process in processes])
         if devices[0].platform == "tpu":  # links of a slice do not care for processes
-            where = processes = np.asarray([getattr(one, "slice_index", 0) for one in devices])
+            where = processes = np.asarray(
+                [getattr(round_, "slice_index", 0) for round_ in devices]
+            )
         reaches = np.where(processes[targets] == processes, 0, 1)
         return targets, np.where(where[targets] == where, reaches, 2)

@@ -52,18 +52,18 @@ class LinkWatch:
             matrix: Times of one probe.
         """
         rule = self._rule
-        found = {_key(fault): fault for fault in locate(matrix, rule)}
-        large = {key for key, fault in found.items() if fault.ratio > rule.large}
-        self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in found}
+        faults = {_key(fault): fault for fault in locate(matrix, rule)}
+        large = {key for key, fault in faults.items() if fault.ratio > rule.large}
+        self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in faults}
         self._large_in_a_row = {key: self._large_in_a_row.get(key, 0) + 1 for key in large}
         lasting = {
             key
-            for key in found
+            for key in faults
             if self._in_a_row[key] >= rule.windows
             or self._large_in_a_row.get(key, 0) >= rule.windows_if_large
         }
-        new = [fault for key, fault in found.items() if key in lasting - self._named]
-        self._named = lasting | (self._named & found.keys())
+        new = [fault for key, fault in faults.items() if key in lasting - self._named]
+        self._named = lasting | (self._named & faults.keys())
         return new
 
 

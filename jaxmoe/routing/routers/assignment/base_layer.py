@@ -99,11 +99,11 @@ class BaseLayer(StatelessRouter):
         extent, scope = inputs.extent, self.config.scope
         axes = scope_axes(extent, scope)
         parts = (logits, inputs.token_mask, token_index(inputs))
-        whole = [split_scopes(part, extent, scope) for part in parts]
-        length = whole[0].shape[1]
+        scopes = [split_scopes(part, extent, scope) for part in parts]
+        length = scopes[0].shape[1]
         if axes:
-            whole = [jax.lax.all_gather(part, axes, axis=1, tiled=True) for part in whole]
-        is_open = assign(*whole, top_k=self.top_k)
+            scopes = [jax.lax.all_gather(part, axes, axis=1, tiled=True) for part in scopes]
+        is_open = assign(*scopes, top_k=self.top_k)
         if axes:
             start = jax.lax.axis_index(axes) * length
             is_open = jax.lax.dynamic_slice_in_dim(is_open, start, length, axis=1)

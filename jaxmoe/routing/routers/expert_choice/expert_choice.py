@@ -242,7 +242,7 @@ class ExpertChoice(StatelessRouter):
         return rows.swapaxes(0, 1), is_taken.swapaxes(0, 1)
 
     def _log_gates(
-        self, logits: Float[Array, "T E"], taken: Bool[Array, "T E"]
+        self, logits: Float[Array, "T E"], is_taken: Bool[Array, "T E"]
     ) -> Float[Array, "T E"]:
         """Return the logarithm of the gate of each taken pair."""
         weights = self.config.weights
@@ -250,7 +250,7 @@ class ExpertChoice(StatelessRouter):
             return jax.nn.log_softmax(logits, axis=-1)
         scores = logits if weights == "post" else jax.nn.log_sigmoid(logits)
         # For a token without experts all terms are kept, so that its logsumexp is finite.
-        is_seen = taken | ~taken.any(-1, keepdims=True)
+        is_seen = is_taken | ~is_taken.any(-1, keepdims=True)
         return scores - jax.nn.logsumexp(scores, axis=-1, where=is_seen, keepdims=True)
 
 

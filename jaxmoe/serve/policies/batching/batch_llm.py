@@ -39,31 +39,33 @@ class BatchLLMConfig(BatchingConfig):
         """Return the policy for one instance."""
         capacity = self.held * facts.num_pages * facts.page_size
 
-        def final(one: Sequence) -> int:
-            length = len(one.request.prompt) + one.request.sampling.max_tokens
+        def final(sequence: Sequence) -> int:
+            length = len(sequence.request.prompt) + sequence.request.sampling.max_tokens
             return min(length, facts.max_length)
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for one in draft.decoding()[: self.budget]:
-                draft.single(one)
+            for sequence in draft.decoding()[: self.budget]:
+                draft.single(sequence)
             prompts = draft.prompts()
-            for one in prompts:
-                if not draft.piece(one, self.budget - draft.tokens()):
+            for sequence in prompts:
+                if not draft.piece(sequence, self.budget - draft.tokens()):
                     return draft.plan()
-            underway = {name for one in (*prompts, *view.busy) for name in one.prefix_names()}
+            underway = {
+                name for sequence in (*prompts, *view.busy) for name in sequence.prefix_names()
+            }
             tokens = sum(map(final, view.running))
-            for one in _in_groups(view.waiting):
-                hits = len(view.hits(one))
-                needs = one.prefix_names()[hits : hits + 1]
+            for sequence in _in_groups(view.waiting):
+                hits = len(view.hits(sequence))
+                needs = sequence.prefix_names()[hits : hits + 1]
                 if needs and needs[0] in underway:
                     continue
-                if draft.num_running and tokens + final(one) > capacity:
+                if draft.num_running and tokens + final(sequence) > capacity:
                     break
-                if not draft.piece(one, self.budget - draft.tokens()):
+                if not draft.piece(sequence, self.budget - draft.tokens()):
                     break
-                tokens += final(one)
-                underway.update(one.prefix_names())
+                tokens += final(sequence)
+                underway.update(sequence.prefix_names())
             return draft.plan()
 
         return plan
@@ -72,16 +74,18 @@ class BatchLLMConfig(BatchingConfig):
 def _in_groups(waiting: tuple[Sequence, ...]) -> list[Sequence]:
     """Return sequences by group, each in the order of the trie."""
     groups: dict[bytes, list[Sequence]] = {}
-    for one in waiting:
-        root = one.prefix_names()[:1]
-        groups.setdefault(root[0] if root else b"%d" % one.id, []).append(one)
+    for sequence in waiting:
+        root = sequence.prefix_names()[:1]
+        groups.setdefault(root[0] if root else b"%d" % sequence.id, []).append(sequence)
 
     def decoding(group: list[Sequence]) -> float:
-        pages = {name for one in group for name in one.prefix_names()}
+        pages = {name for sequence in group for name in sequence.prefix_names()}
         prompt = len(pages) * group[0].page_size + len(group)
-        return sum(one.request.sampling.max_tokens for one in group) / prompt
+        return sum(sequence.request.sampling.max_tokens for sequence in group) / prompt
 
     order = sorted(groups.values(), key=lambda group: (-decoding(group), group[0].rank))
     return [
-        one for group in order for one in sorted(group, key=lambda o: (o.prefix_names(), o.rank))
+        sequence
+        for group in order
+        for sequence in sorted(group, key=lambda o: (o.prefix_names(), o.rank))
     ]

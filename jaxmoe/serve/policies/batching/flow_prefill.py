@@ -37,33 +37,39 @@ class FlowPrefillConfig(BatchingConfig):
         """Return the policy for one instance."""
         layers = facts.num_layers
         stride = -(-layers // self.stops)
-        known: set[int] = set()
+        seen: set[int] = set()
         chosen: list[int] = []
 
-        def slack(one: Sequence, draft: Draft, now: float) -> tuple[float, tuple[int, int]]:
-            objective = one.request.objective
+        def slack(sequence: Sequence, draft: Draft, now: float) -> tuple[float, tuple[int, int]]:
+            objective = sequence.request.objective
             if objective is None or facts.cost is None:
-                return float("inf"), one.rank
+                return float("inf"), sequence.rank
             part = Part(
-                draft.left(one), len(one.tokens) - draft.left(one), (one.layers_done, layers)
+                draft.left(sequence),
+                len(sequence.tokens) - draft.left(sequence),
+                (sequence.layers_done, layers),
             )
-            return one.arrived + objective.ttft - now - facts.cost.seconds([part]), one.rank
+            return sequence.arrived + objective.ttft - now - facts.cost.seconds(
+                [part]
+            ), sequence.rank
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for one in draft.decoding():
-                draft.single(one)
-            prompts = {one.id: one for one in (*draft.prompts(), *view.waiting)}
-            if set(prompts) != known or not chosen:
-                known.clear()
-                known.update(prompts)
-                order = sorted(prompts.values(), key=lambda one: slack(one, draft, view.now))
-                chosen[:] = [one.id for one in order]
+            for sequence in draft.decoding():
+                draft.single(sequence)
+            prompts = {sequence.id: sequence for sequence in (*draft.prompts(), *view.waiting)}
+            if set(prompts) != seen or not chosen:
+                seen.clear()
+                seen.update(prompts)
+                order = sorted(
+                    prompts.values(), key=lambda sequence: slack(sequence, draft, view.now)
+                )
+                chosen[:] = [sequence.id for sequence in order]
             for id_ in chosen:
-                one = prompts[id_]
-                count = one.layered_count if one.layers_done else draft.left(one)
-                end = min(one.layers_done + stride, layers)
-                if draft.piece(one, count, layers=(one.layers_done, end)):
+                sequence = prompts[id_]
+                count = sequence.layered_count if sequence.layers_done else draft.left(sequence)
+                end = min(sequence.layers_done + stride, layers)
+                if draft.piece(sequence, count, layers=(sequence.layers_done, end)):
                     break
             return draft.plan()
 

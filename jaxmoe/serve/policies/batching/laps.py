@@ -44,22 +44,22 @@ class LapsConfig(BatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for one in draft.decoding():
-                draft.single(one)
+            for sequence in draft.decoding():
+                draft.single(sequence)
             prompts = (*draft.prompts(), *view.waiting)
-            short = [one for one in prompts if draft.left(one) <= self.border]
-            long = [one for one in prompts if draft.left(one) > self.border]
-            is_full = sum(draft.left(one) for one in short) >= self.budget
-            due = min((one.arrived + self.patience for one in short), default=view.now)
+            short = [sequence for sequence in prompts if draft.left(sequence) <= self.border]
+            long = [sequence for sequence in prompts if draft.left(sequence) > self.border]
+            is_full = sum(draft.left(sequence) for sequence in short) >= self.budget
+            due = min((sequence.arrived + self.patience for sequence in short), default=view.now)
             is_due = is_full or due <= view.now
-            used = 0
+            num_used = 0
             for group in (short, long) if is_due else (long,):
-                for one in group:
-                    taken = draft.piece(one, self.budget - used)
-                    if not taken:
+                for sequence in group:
+                    num_taken = draft.piece(sequence, self.budget - num_used)
+                    if not num_taken:
                         break
-                    used += taken
-                if used:
+                    num_used += num_taken
+                if num_used:
                     break
             return draft.plan(wake=due if short and not is_due else None)
 

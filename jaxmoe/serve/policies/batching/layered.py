@@ -37,27 +37,27 @@ class LayeredConfig(BatchingConfig):
     def build(self, facts: Facts) -> Batching:
         """Return the policy for one instance."""
 
-        def next_layers(one: Sequence, count: int) -> tuple[int, int] | None:
+        def next_layers(sequence: Sequence, count: int) -> tuple[int, int] | None:
             groups = min(-(-count // self.chunk), facts.num_layers)
             if groups == 1:
                 return None
             borders = [facts.num_layers * i // groups for i in range(groups + 1)]
-            return one.layers_done, next(b for b in borders if b > one.layers_done)
+            return sequence.layers_done, next(b for b in borders if b > sequence.layers_done)
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for one in draft.decoding():
-                draft.single(one)
-            prompts = sorted(draft.prompts(), key=lambda one: -one.layers_done)
-            used = 0
-            for one in (*prompts, *view.waiting):
-                count = one.layered_count if one.layers_done else draft.left(one)
-                if used and used + count > self.chunk:
+            for sequence in draft.decoding():
+                draft.single(sequence)
+            prompts = sorted(draft.prompts(), key=lambda sequence: -sequence.layers_done)
+            num_used = 0
+            for sequence in (*prompts, *view.waiting):
+                count = sequence.layered_count if sequence.layers_done else draft.left(sequence)
+                if num_used and num_used + count > self.chunk:
                     break
-                taken = draft.piece(one, count, layers=next_layers(one, count))
-                if not taken:
+                num_taken = draft.piece(sequence, count, layers=next_layers(sequence, count))
+                if not num_taken:
                     break
-                used += taken
+                num_used += num_taken
             return draft.plan()
 
         return plan

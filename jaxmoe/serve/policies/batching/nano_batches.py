@@ -40,15 +40,15 @@ class NanoBatchesConfig(BatchingConfig):
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
             parts = []
-            for one in draft.decoding()[: self.budget]:
-                if draft.single(one):
-                    parts.append(Part(1, one.computed))
-            for one in (*draft.prompts(), *view.waiting):
-                left = draft.left(one)
-                count = draft.piece(one, self.budget - draft.tokens())
+            for sequence in draft.decoding()[: self.budget]:
+                if draft.single(sequence):
+                    parts.append(Part(1, sequence.computed))
+            for sequence in (*draft.prompts(), *view.waiting):
+                num_left = draft.left(sequence)
+                count = draft.piece(sequence, self.budget - draft.tokens())
                 if not count:
                     break
-                parts.append(Part(count, len(one.tokens) - left))
+                parts.append(Part(count, len(sequence.tokens) - num_left))
             best = 1
             if facts.cost is not None and parts:
                 cost = facts.cost

@@ -47,9 +47,11 @@ class NexusConfig(BatchingConfig):
 
         def predicted(view: InstanceView, decode_share: float) -> float:
             live = (*view.running, *view.busy)
-            singles = [Part(1, one.computed) for one in live if one.left == 1]
-            prompts = [Part(one.left, one.computed) for one in live if one.left > 1]
-            prompts += [Part(one.left, 0) for one in view.waiting[: facts.max_running]]
+            singles = [Part(1, sequence.computed) for sequence in live if sequence.left == 1]
+            prompts = [
+                Part(sequence.left, sequence.computed) for sequence in live if sequence.left > 1
+            ]
+            prompts += [Part(sequence.left, 0) for sequence in view.waiting[: facts.max_running]]
             if facts.cost is None or not (singles or prompts):
                 return 0.0
             ttft = facts.cost.seconds(prompts, share=1.0 - decode_share) if prompts else 0.0

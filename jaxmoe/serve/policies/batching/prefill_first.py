@@ -36,15 +36,15 @@ class PrefillFirstConfig(BatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for one in (*draft.prompts(), *view.waiting):
-                left = draft.left(one)
-                if draft.tokens() and draft.tokens() + left > self.budget:
+            for sequence in (*draft.prompts(), *view.waiting):
+                num_left = draft.left(sequence)
+                if draft.tokens() and draft.tokens() + num_left > self.budget:
                     break
-                if not draft.piece(one, left):
+                if not draft.piece(sequence, num_left):
                     break
             if not draft.tokens():
-                for one in draft.decoding():
-                    draft.single(one)
+                for sequence in draft.decoding():
+                    draft.single(sequence)
             return draft.plan()
 
         return plan

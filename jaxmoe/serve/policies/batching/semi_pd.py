@@ -65,9 +65,11 @@ def direction(finished: tuple[Sequence, ...]) -> int:
         finished: Sequences with a whole answer.
     """
     first = token = 0
-    for one in finished:
-        objective = one.request.objective
-        if objective is not None and one.first is not None and one.last is not None:
-            first += one.first - one.arrived > objective.ttft
-            token += (one.last - one.first) / max(one.num_written - 1, 1) > objective.tpot
+    for sequence in finished:
+        objective = sequence.request.objective
+        if objective is not None and sequence.first is not None and sequence.last is not None:
+            first += sequence.first - sequence.arrived > objective.ttft
+            token += (sequence.last - sequence.first) / max(
+                sequence.num_written - 1, 1
+            ) > objective.tpot
     return (token > first) - (token < first)

@@ -36,10 +36,10 @@ class SplitFuseConfig(BatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for one in draft.decoding()[: self.budget]:
-                draft.single(one)
-            for one in (*draft.prompts(), *view.waiting):
-                if not draft.piece(one, self.budget - draft.tokens()):
+            for sequence in draft.decoding()[: self.budget]:
+                draft.single(sequence)
+            for sequence in (*draft.prompts(), *view.waiting):
+                if not draft.piece(sequence, self.budget - draft.tokens()):
                     break
             return draft.plan()
 

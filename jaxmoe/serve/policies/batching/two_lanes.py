@@ -21,10 +21,10 @@ def plan_lanes(view: InstanceView, decode_share: float, budget: int) -> Plan:
     """
     draft = Draft(view)
     if DECODE in view.free_lanes:
-        for one in draft.decoding():
-            draft.single(one, DECODE)
+        for sequence in draft.decoding():
+            draft.single(sequence, DECODE)
     if PREFILL in view.free_lanes:
-        for one in (*draft.prompts(), *view.waiting):
-            if not draft.piece(one, budget - draft.tokens(PREFILL), PREFILL):
+        for sequence in (*draft.prompts(), *view.waiting):
+            if not draft.piece(sequence, budget - draft.tokens(PREFILL), PREFILL):
                 break
     return draft.plan({DECODE: decode_share, PREFILL: 1.0 - decode_share})

@@ -80,14 +80,14 @@ class Dispatcher(abc.ABC):
         del fleet
         return ()
 
-    def keeps(self, one: Sequence, view: InstanceView) -> bool:
+    def keeps(self, sequence: Sequence, view: InstanceView) -> bool:
         """Return whether the pages of a sequence that has ended stay as long as others do.
 
         Args:
-            one: Sequence with a whole answer.
+            sequence: Sequence with a whole answer.
             view: Instance that has served it.
         """
-        del one, view
+        del sequence, view
         return True
 
 
@@ -139,7 +139,9 @@ class DispatchConfig(abc.ABC):
 
 def load(view: InstanceView) -> int:
     """Return the tokens that an instance has still to compute, one for each decoding sequence."""
-    return sum(one.left for one in (*view.running, *view.busy, *view.waiting, *view.swapped))
+    return sum(
+        sequence.left for sequence in (*view.running, *view.busy, *view.waiting, *view.swapped)
+    )
 
 
 def cached_tokens(view: InstanceView, request: Request) -> int:
@@ -150,8 +152,8 @@ def cached_tokens(view: InstanceView, request: Request) -> int:
         request: Request.
     """
     size, prompt = view.facts.page_size, request.prompt
-    one = Sequence(request=request, order=0, arrived=0.0, page_size=size, tokens=list(prompt))
-    return len(view.hits(one)) * size
+    sequence = Sequence(request=request, order=0, arrived=0.0, page_size=size, tokens=list(prompt))
+    return len(view.hits(sequence)) * size
 
 
 def wait(view: InstanceView, more: int = 0, context: int = 0) -> float:
@@ -163,7 +165,7 @@ def wait(view: InstanceView, more: int = 0, context: int = 0) -> float:
         context: Tokens before them that it has in its pool.
     """
     live = (*view.running, *view.busy, *view.waiting)
-    parts = [Part(one.left, one.computed) for one in live]
+    parts = [Part(sequence.left, sequence.computed) for sequence in live]
     parts += [Part(more, context)] if more else []
     if view.facts.cost is None:
         return float(sum(part.count for part in parts))
@@ -177,6 +179,6 @@ def is_at_rest(view: InstanceView) -> bool:
 
 def freest(fleet: FleetView, role: Role) -> int:
     """Return the instance of a role with the fewest sequences, those on their way included."""
-    numbers = [number for number, found in enumerate(fleet.roles) if found == role]
+    numbers = [number for number, member_role in enumerate(fleet.roles) if member_role == role]
     running = [view.num_running for view in fleet.members]
     return min(numbers, key=lambda i: (running[i] + fleet.expected[i], i))

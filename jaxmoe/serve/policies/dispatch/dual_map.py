@@ -61,17 +61,17 @@ class _DualMap(Dispatcher):
 
     def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
         for number, view in enumerate(fleet.members):
-            for one in reversed(view.waiting):
-                objective = one.request.objective
-                if objective is None or one.num_written or len(fleet.members) < 2:
+            for sequence in reversed(view.waiting):
+                objective = sequence.request.objective
+                if objective is None or sequence.num_written or len(fleet.members) < 2:
                     continue
-                pair = self.candidates(one.request, len(fleet.members))
-                other = pair[1] if pair[0] == number else pair[0]
-                waited = fleet.now - one.arrived
-                here = waited + wait(view)
-                there = waited + wait(fleet.members[other], one.left)
-                if here > objective.ttft and there < min(here, objective.ttft):
-                    return (Move(one.id, number, other),)
+                pair = self.candidates(sequence.request, len(fleet.members))
+                partner = pair[1] if pair[0] == number else pair[0]
+                waited = fleet.now - sequence.arrived
+                wait_here = waited + wait(view)
+                wait_there = waited + wait(fleet.members[partner], sequence.left)
+                if wait_here > objective.ttft and wait_there < min(wait_here, objective.ttft):
+                    return (Move(sequence.id, number, partner),)
         return ()
 
     def candidates(self, request: Request, count: int) -> tuple[int, int]:
@@ -83,17 +83,17 @@ class _DualMap(Dispatcher):
         """
         ring = sorted((_hash(f"{i} {p}"), i) for i in range(count) for p in range(POINTS))
         beginning = f"{request.adapter} {request.salt} {request.prompt[: self._prefix]}"
-        found: list[int] = []
+        members: list[int] = []
         for seed in range(64):
             place = _hash(f"{seed} {beginning}")
             chosen = next((i for position, i in ring if position >= place), ring[0][1])
-            if chosen not in found:
-                found.append(chosen)
-            if len(found) == 2:
+            if chosen not in members:
+                members.append(chosen)
+            if len(members) == 2:
                 break
         else:
-            found = [found[0], (found[0] + 1) % count]
-        return found[0], found[1]
+            members = [members[0], (members[0] + 1) % count]
+        return members[0], members[1]
 
 
 def _hash(text: str) -> int:

@@ -47,20 +47,26 @@ class _Llumnix(Dispatcher):
         numbers = range(len(fleet.members))
         source = min(numbers, key=lambda i: (freeness(fleet.members[i]), i))
         target = max(numbers, key=lambda i: (freeness(fleet.members[i]), -i))
-        there, here = fleet.members[target], fleet.members[source]
-        low, high = freeness(here), freeness(there)
+        target_view, source_view = fleet.members[target], fleet.members[source]
+        low, high = freeness(source_view), freeness(target_view)
         if low >= self._threshold or source == target:
             return ()
         if any({move.source, move.target} & {source, target} for move in fleet.moves):
             return ()  # the free pages change when it lands
-        if there.num_running >= there.facts.max_running or there.waiting:
+        if target_view.num_running >= target_view.facts.max_running or target_view.waiting:
             return ()
-        movable = [one for one in here.running if one.left == 1 and one.num_written]
-        for one in sorted(movable, key=lambda one: (one.request.priority, len(one.pages))):
-            pages = len(one.pages)
-            after = freeness(there, pages, 1) - freeness(here, -pages, -1)
-            if pages <= there.pool.num_free and abs(after) < high - low:
-                return (Move(one.id, source, target),)
+        movable = [
+            sequence
+            for sequence in source_view.running
+            if sequence.left == 1 and sequence.num_written
+        ]
+        for sequence in sorted(
+            movable, key=lambda sequence: (sequence.request.priority, len(sequence.pages))
+        ):
+            pages = len(sequence.pages)
+            after = freeness(target_view, pages, 1) - freeness(source_view, -pages, -1)
+            if pages <= target_view.pool.num_free and abs(after) < high - low:
+                return (Move(sequence.id, source, target),)
         return ()
 
 
@@ -73,6 +79,6 @@ def freeness(view: InstanceView, pages: int = 0, requests: int = 0) -> float:
         requests: Requests to count beyond those that are there.
     """
     size = view.facts.page_size
-    wanted = sum(num_pages(len(one.tokens), size) for one in view.waiting)
-    free = view.pool.num_free - wanted - pages
+    num_waiting = sum(num_pages(len(sequence.tokens), size) for sequence in view.waiting)
+    free = view.pool.num_free - num_waiting - pages
     return free / max(view.num_running + len(view.waiting) + requests, 1)

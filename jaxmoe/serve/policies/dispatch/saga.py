@@ -94,27 +94,27 @@ class Saga(Dispatcher):
         thief = next((i for i, view in enumerate(fleet.members) if is_at_rest(view)), None)
         busiest = max(range(len(fleet.members)), key=lambda i: (load(fleet.members[i]), -i))
         view = fleet.members[busiest]
-        held = {workflow(one) for one in (*view.running, *view.busy, *view.swapped)}
-        free = [one for one in view.waiting if workflow(one) not in held]
-        if thief is None or not free or not held:
+        workflows = {workflow(sequence) for sequence in (*view.running, *view.busy, *view.swapped)}
+        free = [sequence for sequence in view.waiting if workflow(sequence) not in workflows]
+        if thief is None or not free or not workflows:
             return ()
-        stolen = [one for one in free if workflow(one) == workflow(free[0])]
-        if wait(fleet.members[thief], sum(one.left for one in stolen)) >= wait(view):
+        stolen = [sequence for sequence in free if workflow(sequence) == workflow(free[0])]
+        if wait(fleet.members[thief], sum(sequence.left for sequence in stolen)) >= wait(view):
             return ()
         if free[0].request.session:
             self._homes[free[0].request.session] = thief
-        return tuple(Move(one.id, busiest, thief) for one in stolen)
+        return tuple(Move(sequence.id, busiest, thief) for sequence in stolen)
 
-    def keeps(self, one: Sequence, view: InstanceView) -> bool:
+    def keeps(self, sequence: Sequence, view: InstanceView) -> bool:
         """Return whether the pages of a call that has ended are worth their rent."""
-        if not one.request.session:
+        if not sequence.request.session:
             return True
         self._ended += 1
-        if one.request.session in self._homes:
-            self._paused[one.request.session] = view.now
+        if sequence.request.session in self._homes:
+            self._paused[sequence.request.session] = view.now
         probability = (self._returned + 1) / (self._ended + 1)
         pause = self._pauses / max(self._returned, 1)
-        return self.is_worth(view, len(one.tokens), probability, pause)
+        return self.is_worth(view, len(sequence.tokens), probability, pause)
 
     def is_worth(self, view: InstanceView, tokens: int, probability: float, pause: float) -> bool:
         """Return whether computing some tokens again is expected to cost more than their pages.
@@ -132,6 +132,6 @@ class Saga(Dispatcher):
         return probability * again > self._rent * share * pause
 
 
-def workflow(one: Sequence) -> str | int:
+def workflow(sequence: Sequence) -> str | int:
     """Return the session of a call, or its number if it has none."""
-    return one.request.session or one.id
+    return sequence.request.session or sequence.id

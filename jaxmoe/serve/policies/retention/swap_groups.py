@@ -47,5 +47,5 @@ class SwapGroupsConfig(RetentionConfig):
 
 def swapped(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, EvictionKind]:
     """Return the sequence that is served last, to be swapped; without pages, to begin again."""
-    one, kind = youngest(candidates)
-    return one, "swap" if one.computed and not one.layers_done else kind
+    sequence, kind = youngest(candidates)
+    return sequence, "swap" if sequence.computed and not sequence.layers_done else kind

@@ -192,9 +192,9 @@ class RateScalingConfig(ScalingConfig):
         """Seconds between two decisions."""
         return self.interval
 
-    def check(self, *, roles: Sequence[str], has_objectives: bool = True, **given: bool) -> None:
+    def check(self, *, roles: Sequence[str], has_objectives: bool = True, **options: bool) -> None:
         """Raise also where no request would have a limit: the policy would never act."""
-        super(RateScalingConfig, self).check(roles=roles, **given)
+        super(RateScalingConfig, self).check(roles=roles, **options)
         if not has_objectives and math.isinf(self.ttft) and math.isinf(self.tpot):
             raise ValueError(
                 f"scaling={self.name!r} serves requests within scaling.ttft and scaling.tpot, which"
@@ -236,12 +236,12 @@ def rate_within(
     Returns:
         Requests per second; infinite without limits, because a queue may then grow for ever.
     """
-    limits = [one.objective or promised for one in requests]
-    ttft, tpot = min(one.ttft for one in limits), min(one.tpot for one in limits)
+    limits = [request.objective or promised for request in requests]
+    ttft, tpot = min(request.ttft for request in limits), min(request.tpot for request in limits)
     if math.isinf(ttft) and math.isinf(tpot):
         return math.inf
-    prompt = sum(len(one.prompt) for one in requests) / len(requests)
-    answer = sum(one.sampling.max_tokens for one in requests) / len(requests)
+    prompt = sum(len(request.prompt) for request in requests) / len(requests)
+    answer = sum(request.sampling.max_tokens for request in requests) / len(requests)
     context = int(prompt + answer / 2)
 
     def step(number: int, more: int = 0) -> float:

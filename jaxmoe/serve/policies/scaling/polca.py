@@ -74,16 +74,16 @@ class PolcaConfig(ScalingConfig):
 
         return decide
 
-    def following(self, level: int, used: float) -> int:
+    def following(self, level: int, power: float) -> int:
         """Return the next level, 0 (no cap) to 3 (brake).
 
         Args:
             level: Level now.
-            used: Mean power since the last decision as a share of the budget.
+            power: Mean power since the last decision as a share of the budget.
         """
         borders = (*self.thresholds, 1.0)
-        reached = sum(used > border for border in borders)
-        if reached >= level or used > borders[level - 1] - self.hysteresis:
+        reached = sum(power > border for border in borders)
+        if reached >= level or power > borders[level - 1] - self.hysteresis:
             return max(reached, min(level, 2))  # the brake is released at once
         return level - 1
 
@@ -91,4 +91,4 @@ class PolcaConfig(ScalingConfig):
 def is_low(view: InstanceView) -> bool:
     """Return whether no request of an instance has a priority above 0."""
     live = (*view.running, *view.busy, *view.waiting, *view.swapped)
-    return all(one.request.priority <= 0 for one in live)
+    return all(sequence.request.priority <= 0 for sequence in live)
