@@ -33,7 +33,7 @@ class SurvivingPieces(Survivors):
     """Reads the pieces of some processes.
 
     Args:
-        found: What is left.
+        survey: What is left.
         pieces: Pieces of the processes whose words are there.
     """
 
