@@ -70,7 +70,9 @@ class Block(nn.Module):
         self._feed_forward_residual = residual.build("feed_forward", **sizes, placement=placement)
         mixer, feed_forward = self.mixer, self.feed_forward
         self._mixer_norm = RMSNorm(width, epsilon, name=f"{mixer.module_name}_norm")
-        self._mixer = mixer.build(self.context, self.execution, name=mixer.module_name)
+        self._mixer = mixer.build(
+            self.context, self.execution, train=self.train, name=mixer.module_name
+        )
         self._feed_forward_norm = RMSNorm(width, epsilon, name="feed_forward_norm")
         self._feed_forward = feed_forward.build(
             self.context, self.execution, train=self.train, name=feed_forward.module_name
@@ -82,7 +84,7 @@ class Block(nn.Module):
         """Compute both halves; the signature is that of a scan's body.
 
         Args:
-            stream: Residual stream and carried router logits.
+            stream: Residual stream and what layers carry beside it.
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
@@ -109,20 +111,17 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
-        stream = self._mixer_residual.read(_named(stream))
+        stream = _named(stream)
+        x, memory = self._mixer_residual.read(stream)
         cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
-        mixer: Any = self.mixer
-        normed = self._mixer_norm(stream.x)
+        normed = self._mixer_norm(x)
         mix, losses = self._mixed("mixer", normed, layer, tokens)
-        given: list[Any] = [normed, dataclasses.replace(tokens, mix=mix), cache]
-        last_keys: Any = stream.last_keys
-        if mixer.shares_keys:
-            is_leader = mixer.leads(layer, train=self.train)
-            given.append(dataclasses.replace(last_keys, is_leader=is_leader))
-        y, outputs = self._mixer(*given)
-        last_keys = outputs.last_keys if mixer.shares_keys else last_keys
-        stream = dataclasses.replace(stream, cache=outputs.cache, last_keys=last_keys)
-        stream = self._mixer_residual.write(stream, y, self.context.multipliers.residual)
+        tokens = dataclasses.replace(tokens, mix=mix)
+        layer = dataclasses.replace(layer, carry=stream.carry)
+        y, outputs = self._mixer(normed, tokens, cache, layer)
+        carry = stream.carry | outputs.carry
+        stream = dataclasses.replace(stream, cache=outputs.cache, carry=carry)
+        stream = self._mixer_residual.write(stream, memory, y, self.context.multipliers.residual)
         outputs = dataclasses.replace(outputs, losses=losses)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
@@ -132,7 +131,7 @@ class Block(nn.Module):
         Args:
             stream: Stream after the mixer half.
         """
-        return self._feed_forward_norm(self._feed_forward_residual.read(stream).x)
+        return self._feed_forward_norm(self._feed_forward_residual.read(stream)[0])
 
     def feed(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
@@ -145,16 +144,14 @@ class Block(nn.Module):
             tokens: Inputs of all layers.
         """
         residual = self._feed_forward_residual
-        stream = residual.read(stream)
-        normed = self._feed_forward_norm(stream.x)
+        x, memory = residual.read(stream)
+        normed = self._feed_forward_norm(x)
         mix, losses = self._mixed("feed_forward", normed, layer, tokens)
         routing = dataclasses.replace(_routing_inputs(stream, layer, tokens), mix=mix)
         y, outputs = self._feed_forward(normed, routing)
         outputs = dataclasses.replace(outputs, losses=outputs.losses | losses)
-        stream = residual.write(stream, y, self.context.multipliers.residual)
-        if self.feed_forward.is_routed:
-            carried = {"router_logits": outputs.logits, "expert_device": outputs.expert_device}
-            stream = dataclasses.replace(stream, **carried)
+        stream = dataclasses.replace(stream, carry=stream.carry | outputs.carry)
+        stream = residual.write(stream, memory, y, self.context.multipliers.residual)
         return stream, self._observed(outputs, "feed_forward", y, tokens)
 
     def _mixed(
@@ -243,10 +240,9 @@ def _halved_losses(mixed: list[Any], fed: list[Any]) -> Losses:
 
 
 def _named(stream: Stream) -> Stream:
-    """Return the stream with its activations named for remat policies."""
-    arrays = {"x": stream.x, "mixed": stream.mixed, "fed": stream.fed}
-    named = {key: checkpoint_name(x, STREAM) for key, x in arrays.items() if x is not None}
-    return dataclasses.replace(stream, **named)
+    """Return the stream with its arrays named for remat policies."""
+    carry = {name: checkpoint_name(array, STREAM) for name, array in stream.carry.items()}
+    return dataclasses.replace(stream, x=checkpoint_name(stream.x, STREAM), carry=carry)
 
 
 def _where_kept(
@@ -271,8 +267,7 @@ def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> 
         segment_ids=segments,
         router_state=layer.router_state,
         key=layer.key,
-        previous_logits=stream.router_logits,
-        expert_device=stream.expert_device,
+        carry=stream.carry,
         layer=layer.moe_layer,
         context=tokens.context,
         expert_outputs=layer.expert_outputs,

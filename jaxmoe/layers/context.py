@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from flax import linen as nn
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.carry import Carry
 from jaxmoe.layers.mixing import Mixing
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.precision import PrecisionPolicy
@@ -93,7 +94,7 @@ _HEAD_ARRAYS = 10
 """Arrays [B S N H] that exist at one time in the backward pass of attention."""
 
 
-class MixerBase(abc.ABC):
+class MixerBase(Carry, abc.ABC):
     """Base class of the configs of mixers."""
 
     __slots__ = ()
@@ -113,8 +114,6 @@ class MixerBase(abc.ABC):
     """Whether it carries a state from token to token."""
     can_quantize: ClassVar[bool]
     """Whether its matrices may be stored in few bits."""
-    shares_keys: ClassVar[bool] = False
-    """Whether layers may take keys and values of earlier ones."""
     merges_streams: ClassVar[bool] = False
     """Whether each sequence runs as several streams, which are merged at the end."""
     has_pages: ClassVar[bool] = False
@@ -152,6 +151,19 @@ class MixerBase(abc.ABC):
         """
         del embed_dim, execution, name
         return lambda x: x
+
+    def check_layers(
+        self, mixers: Sequence[MixerBase], periods: Sequence[Sequence[MixerBase]]
+    ) -> None:
+        """Refuse layers beside which the mixer cannot stand in one model.
+
+        Args:
+            mixers: Distinct mixers of the model.
+            periods: Mixers of each period of layers that is repeated, in order.
+
+        Raises:
+            ValueError: Names `model.layers`, and the way out.
+        """
 
     @property
     @abc.abstractmethod
@@ -218,13 +230,19 @@ class MixerBase(abc.ABC):
 
     @abc.abstractmethod
     def build(
-        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
     ) -> nn.Module:
         """Return the module of one layer.
 
         Args:
             context: Model-wide numbers.
             execution: How it is computed.
+            train: Whether the layer behaves as in training.
             name: Name among the parameters.
         """
 
@@ -322,7 +340,7 @@ class RecurrentMixer(MixerBase):
         return 0
 
 
-class FeedForwardBase(abc.ABC):
+class FeedForwardBase(Carry, abc.ABC):
     """Base class of the configs of feed-forwards."""
 
     __slots__ = ()

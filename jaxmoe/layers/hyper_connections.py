@@ -162,19 +162,22 @@ class HyperConnection(nn.Module):
 class HyperHalf(HyperConnection):
     """The connection of a half of a layer."""
 
-    def read(self, stream: Stream) -> Stream:
-        """Return the stream whose `x` is the input of the half."""
+    def read(self, stream: Stream) -> tuple[Float[Array, "B S D"], tuple[Array, Array]]:
+        """Return the input of the half, and the maps by which it is written."""
         pre, post, res = self.maps(stream.x)
-        return dataclasses.replace(
-            stream, x=read_streams(stream.x, pre), unwritten=(stream.x, post, res)
-        )
+        return read_streams(stream.x, pre), (post, res)
 
-    def write(self, stream: Stream, y: Float[Array, "B S D"], multiplier: float) -> Stream:
+    def write(
+        self,
+        stream: Stream,
+        memory: tuple[Array, Array],
+        y: Float[Array, "B S D"],
+        multiplier: float,
+    ) -> Stream:
         """Return the stream after the half; see `jaxmoe.layers.residual`."""
-        assert stream.unwritten is not None  # `read` made it
-        x, post, res = stream.unwritten
+        x = stream.x
         y = jnp.asarray(multiplier, x.dtype) * y.astype(x.dtype)
-        return dataclasses.replace(stream, x=write_streams(x, y, post, res), unwritten=None)
+        return dataclasses.replace(stream, x=write_streams(x, y, *memory))
 
 
 def spread(x: Float[Array, "B S D"], streams: int) -> Float[Array, "B S n D"]:

@@ -60,19 +60,8 @@ class LayerInputs:
     """False where the layer is left out and passes the stream on; None where no layer is."""
     expert_outputs: Float[Array, "A D"] | None = None
     """`RoutingInputs.expert_outputs`."""
-
-
-@typing.no_type_check
-@struct.dataclass
-class LastKeys:
-    """Keys and values that a layer may take from a layer before it."""
-
-    k: Float[Array, "B S M H"]
-    """Keys, turned by their positions."""
-    v: Float[Array, "B S M Hv"]
-    """Values."""
-    is_leader: Bool[Array, ""]
-    """Whether the layer computes its own, and later layers take those."""
+    carry: dict[str, Array] = struct.field(default_factory=dict)
+    """`Stream.carry` as it reaches the mixer, which the layer fills in."""
 
 
 @typing.no_type_check
@@ -82,19 +71,8 @@ class Stream:
 
     x: Float[Array, "B S *n D"]
     """The residual stream; where the residual has n of them, [B S n D] between halves."""
-    unwritten: Any = None
-    """What the residual keeps from reading the stream to writing to it; None between halves."""
-    mixed: Float[Array, "B S D"] | None = None
-    """Output of the last mixer, where the residual adds it later."""
-    fed: Float[Array, "B S D"] | None = None
-    """Output of the last feed-forward, where the residual adds it later."""
-    router_logits: Float[Array, "B S E"] | None = None
-    """Logits of the last MoE layer, for routers that carry them; zeros before the first."""
-    expert_device: Int[Array, "B S"] | None = None
-    """Device of the expert axes with most of the token's experts in the last MoE layer, for
-    dispatchers that move tokens; -1 before the first."""
-    last_keys: LastKeys | None = None
-    """Keys and values of the last layer that computed some, for mixers that share them."""
+    carry: dict[str, Array] = struct.field(default_factory=dict)
+    """Arrays that parts of a layer hand to the next layer; see `jaxmoe.layers.carry`."""
     cache: Any = None
     """Caches of the mixers of a stack, with a leading dimension of its layers; in a period of
     layers one by place in the period. Each layer writes its part. As the stream is what a loop over
@@ -119,8 +97,8 @@ class MixerOutputs:
 
     cache: Any = None
     """`LayerCache.entries` with the new ones of the layer, if they were given."""
-    last_keys: LastKeys | None = None
-    """`Stream.last_keys` after the layer, from mixers that share them."""
+    carry: dict[str, Array] = struct.field(default_factory=dict)
+    """Arrays of `Stream.carry` that change."""
     losses: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
     """Losses of the gates of an adapter, in training."""
     indicators: Indicators | None = None
@@ -140,10 +118,8 @@ class RoutingInputs:
     """State of this layer's router."""
     key: Array | None = None
     """PRNG key of this layer and step, for routers with noise."""
-    previous_logits: Float[Array, "B S E"] | None = None
-    """Logits of the MoE layer before, for routers that carry them."""
-    expert_device: Int[Array, "B S"] | None = None
-    """`Stream.expert_device` after the MoE layer before."""
+    carry: dict[str, Array] = struct.field(default_factory=dict)
+    """`Stream.carry` as it reaches the feed-forward."""
     layer: Int[Array, ""] | None = None
     """Number among the MoE layers."""
     context: dict[str, Array] = struct.field(default_factory=dict)
@@ -162,10 +138,8 @@ class FeedForwardOutputs:
 
     statistics: RouterStatistics | None = None
     """Routing statistics of the global batch."""
-    logits: Float[Array, "B S E"] | None = None
-    """Router logits for the next MoE layer, from routers that carry them."""
-    expert_device: Int[Array, "B S"] | None = None
-    """`Stream.expert_device` for the next MoE layer, if the dispatcher moves tokens."""
+    carry: dict[str, Array] = struct.field(default_factory=dict)
+    """Arrays of `Stream.carry` that change."""
     losses: dict[str, Float[Array, "*L"]] = struct.field(default_factory=dict)
     """Losses of the balancers that read this layer's weights, and of the gates of an adapter, in
     training."""

@@ -24,35 +24,44 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.catalog import Registry
+from jaxmoe.layers.carry import CarriedArray, Carry
 from jaxmoe.layers.records import Half, Stream
+from sharding import axes as ax
 from sharding.constrain import Placement
+
+if TYPE_CHECKING:
+    from jaxmoe.execution import ExecutionConfig
+    from jaxmoe.layers.context import LayerContext
 
 
 class ResidualHalf(Protocol):
     """How one half of a layer reads the stream and writes to it."""
 
-    def read(self, stream: Stream) -> Stream:
-        """Return the stream whose `x` is the input of the half."""
+    def read(self, stream: Stream) -> tuple[Float[Array, "B S D"], Any]:
+        """Return the input of the half, and what `write` needs beside the stream."""
         ...
 
-    def write(self, stream: Stream, y: Float[Array, "B S D"], multiplier: float) -> Stream:
+    def write(
+        self, stream: Stream, memory: Any, y: Float[Array, "B S D"], multiplier: float
+    ) -> Stream:
         """Return the stream after the half.
 
         Args:
             stream: Stream that was read.
+            memory: Second result of `read`.
             y: Output of the half.
             multiplier: Factor of the output.
         """
         ...
 
 
-class Residual(abc.ABC):
+class Residual(Carry, abc.ABC):
     """Base class of the ways in which the halves of a layer share the residual stream."""
 
     __slots__ = ()
@@ -120,12 +129,14 @@ class StandardResidualConfig(Residual):
 class StandardHalf:
     """A half that adds its output to the stream."""
 
-    def read(self, stream: Stream) -> Stream:
-        """Return the stream whose `x` is the input of the half."""
-        return stream
+    def read(self, stream: Stream) -> tuple[Float[Array, "B S D"], None]:
+        """Return the stream."""
+        return stream.x, None
 
-    def write(self, stream: Stream, y: Float[Array, "B S D"], multiplier: float) -> Stream:
-        """Return the stream after the half."""
+    def write(
+        self, stream: Stream, memory: None, y: Float[Array, "B S D"], multiplier: float
+    ) -> Stream:
+        """Return the stream with the output."""
         return dataclasses.replace(stream, x=stream.x + _scaled(y, multiplier, stream.x))
 
 
@@ -136,10 +147,14 @@ class LadderResidualConfig(Residual):
     name: ClassVar[str] = "ladder"
     arrays: ClassVar[int] = 3
 
-    def begin(self, stream: Stream) -> Stream:
-        """Return the stream before the first layer, with outputs of zero."""
-        none = jnp.zeros_like(stream.x)
-        return dataclasses.replace(stream, mixed=none, fed=none)
+    def carries(self, context: LayerContext, execution: ExecutionConfig) -> dict[str, CarriedArray]:
+        """Return the outputs that are added one layer later."""
+        output = CarriedArray(
+            features=(context.embed_dim,),
+            axes=(ax.ACT_EMBED,),
+            dtype=execution.precision.compute_dtype,
+        )
+        return {"mixer_output": output, "feed_forward_output": output}
 
     def build(
         self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
@@ -150,9 +165,9 @@ class LadderResidualConfig(Residual):
 
     def end(self, stream: Stream) -> Stream:
         """Return the stream with both outputs."""
-        assert stream.mixed is not None and stream.fed is not None  # `begin` made them
-        x = stream.x + stream.mixed + stream.fed
-        return dataclasses.replace(stream, x=x, mixed=None, fed=None)
+        late = stream.carry
+        x = stream.x + late["mixer_output"] + late["feed_forward_output"]
+        return dataclasses.replace(stream, x=x)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,18 +176,21 @@ class LadderHalf:
 
     half: Half
 
-    def read(self, stream: Stream) -> Stream:
-        """Return the stream with the output of the same half of the layer before."""
-        late = stream.mixed if self.half == "mixer" else stream.fed
-        assert late is not None  # `begin` made it
-        return dataclasses.replace(stream, x=stream.x + late)
+    def read(self, stream: Stream) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
+        """Return the stream with the output of the same half of the layer before, twice."""
+        x = stream.x + stream.carry[f"{self.half}_output"]
+        return x, x
 
-    def write(self, stream: Stream, y: Float[Array, "B S D"], multiplier: float) -> Stream:
+    def write(
+        self,
+        stream: Stream,
+        memory: Float[Array, "B S D"],
+        y: Float[Array, "B S D"],
+        multiplier: float,
+    ) -> Stream:
         """Return the stream after the half, with its output to be added later."""
-        y = _scaled(y, multiplier, stream.x)
-        if self.half == "mixer":
-            return dataclasses.replace(stream, mixed=y)
-        return dataclasses.replace(stream, fed=y)
+        late = {f"{self.half}_output": _scaled(y, multiplier, memory)}
+        return dataclasses.replace(stream, x=memory, carry=stream.carry | late)
 
 
 def _scaled(y: Array, multiplier: float, x: Array) -> Array:

@@ -15,7 +15,9 @@ import warnings
 from typing import Any, ClassVar
 
 from jaxmoe.adapters.base import Adapter
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.carry import CarriedArray, carried_arrays
 from jaxmoe.layers.context import ForwardMultipliers as ForwardMultipliers
 from jaxmoe.layers.context import LayerContext, heads_of, require_positive
 from jaxmoe.layers.feed_forwards import DenseConfig as DenseConfig
@@ -138,34 +140,25 @@ class ModelConfig:
                     " of these layers: leave one of them out"
                 )
 
-        self._check_sharing()
-        if any(mixer.merges_streams for mixer in self.mixers) and len(self.mixers) > 1:
-            raise ValueError(
-                "model.layers: parallel streams pass through every layer, and the layers have other"
-                " mixers: set model.attention to the mixer with streams and leave those of"
-                " model.layers out"
+        for mixer in self.mixers:
+            mixer.check_layers(
+                self.mixers, [[stack.kind.mixer for stack in scan.stacks] for scan in self.scans]
             )
-
-    def _check_sharing(self) -> None:
-        """Refuse layers between which keys and values cannot be shared."""
-        sharing = [mixer for mixer in self.mixers if mixer.shares_keys]
-        if len(sharing) > 1:
-            raise ValueError(
-                f"model.layers has {len(sharing)} mixers {sharing[0].name} that differ, and keys of"
-                " one do not fit another: make them equal"
-            )
-        for scan in self.scans if sharing else ():
-            if sum(stack.kind.mixer.shares_keys for stack in scan.stacks) > 1:
-                raise ValueError(
-                    f"model.layers repeats a period with several layers of {sharing[0].name}, and"
-                    " each place of a period has a cache of its own: have one in the period, or"
-                    " equal layers throughout"
-                )
 
     @property
     def context(self) -> LayerContext:
         """Numbers that layers read."""
         return _context(self)
+
+    def carries(self, execution: ExecutionConfig) -> dict[str, CarriedArray]:
+        """Return the arrays that flow from layer to layer beside the residual stream, by name.
+
+        Args:
+            execution: How the layers are computed, on the current mesh.
+        """
+        kinds = dict.fromkeys(self.kinds)
+        members = [member for kind in kinds for member in (kind.mixer, kind.feed_forward)]
+        return carried_arrays([*members, self.residual], self.context, execution)
 
     @property
     def mixers(self) -> tuple[MixerBase, ...]:

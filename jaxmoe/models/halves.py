@@ -76,10 +76,13 @@ def check_halves(
             "execution.halves=2 computes whole sequences, and a cache was given: decode with"
             " execution.halves 1"
         )
-    if any(kind.mixer.shares_keys for kind in model.kinds):
+    carried = model.carries(execution)
+    wide = [name for name, array in carried.items() if not array.is_by_token]
+    if wide:
         raise ValueError(
-            "execution.halves=2 splits what flows from layer to layer by positions, and shared keys"
-            " and values of model.attention are split by heads: set execution.halves to 1"
+            "execution.halves=2 splits what flows from layer to layer by positions, and shared"
+            f" {' and '.join(wide)} of model.attention are split by heads: set execution.halves to"
+            " 1"
         )
     if model.kinds[0].mixer.merges_streams:
         raise ValueError(

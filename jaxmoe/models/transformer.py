@@ -22,7 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.adapters.view import adapted_view
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher, moves_tokens
+from jaxmoe.layers.carry import initial_carry
+from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.gather import WHOLE
 from jaxmoe.layers.indicators import Indicators
 from jaxmoe.layers.norms import RMSNorm
@@ -366,7 +367,7 @@ def first_stream(
     ids: Int[Array, "B S"],
     execution: ExecutionConfig,
 ) -> Stream:
-    """Return the embedded tokens as a stream, with what MoE layers carry to the next one.
+    """Return the embedded tokens as a stream, with what layers carry to the next one.
 
     Args:
         model: Model with the layers.
@@ -374,16 +375,7 @@ def first_stream(
         ids: Tokens; the embedding is 0 for ids that a table split by vocabulary does not have.
         execution: How the model is computed.
     """
-    moe, placement, logits, device = model.moe, execution.placement, None, None
     dtype = execution.precision.compute_dtype
-    x = look_up(table.astype(dtype), ids, placement)
+    x = look_up(table.astype(dtype), ids, execution.placement)
     x = x * jnp.asarray(model.multipliers.embedding, dtype)
-    if moe is not None and moe.router.traits.carries_logits:
-        zeros = jnp.zeros((*x.shape[:2], moe.num_routed), jnp.float32)
-        logits = placement.place(zeros, (ax.ACT_BATCH, ax.ACT_SEQ, None))
-    if model.num_moe_layers and moves_tokens(execution):
-        none = jnp.full(x.shape[:2], -1, jnp.int32)
-        device = placement.place(none, (ax.ACT_BATCH, ax.ACT_SEQ))
-    sharing: Any = next((kind.mixer for kind in model.kinds if kind.mixer.shares_keys), None)
-    keys = None if sharing is None else sharing.no_keys(x, placement)
-    return Stream(x=x, router_logits=logits, expert_device=device, last_keys=keys)
+    return Stream(x=x, carry=initial_carry(model.carries(execution), ids.shape, execution))

@@ -15,6 +15,7 @@ Source: ParScale, arXiv 2505.10475.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import jax
@@ -25,15 +26,14 @@ from jaxtyping import Array, Float
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, require_positive
-from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
-from jaxmoe.layers.records import LayerCache, TokenInputs
+from jaxmoe.layers.context import LayerContext, MixerBase, require_positive
+from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
+from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import flash_attention
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.sequence_parallel import KVCache, PagedCache
 from sharding.sequence_parallel.attend import sequence_ranks
 
 _STREAM: Final = (ax.ACT_BATCH, ax.ACT_SEQ, None)
@@ -63,6 +63,18 @@ class ParallelStreamsConfig(AttentionConfig):
             raise ValueError(f"attention.prefix_length={self.prefix_length} must be 0 or more")
         if not 0.0 <= self.smoothing <= 1.0:
             raise ValueError(f"attention.smoothing={self.smoothing} must be between 0 and 1")
+
+    def check_layers(
+        self, mixers: Sequence[MixerBase], periods: Sequence[Sequence[MixerBase]]
+    ) -> None:
+        """Refuse layers with other mixers, which know no streams."""
+        del periods
+        if len(mixers) > 1:
+            raise ValueError(
+                "model.layers: parallel streams pass through every layer, and the layers have other"
+                " mixers: set model.attention to the mixer with streams and leave those of"
+                " model.layers out"
+            )
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
         """Return the bytes that a cache holds of one token of one sequence, in all streams.
@@ -106,9 +118,15 @@ class ParallelStreamsConfig(AttentionConfig):
         return MergeStreams(self.num_streams, self.smoothing, embed_dim, execution, name=name)
 
     def build(
-        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
     ) -> StreamAttention:
         """Return the module of one layer; see `AttentionConfig.build`."""
+        del train
         return StreamAttention(self, context, execution, name=name)
 
 
@@ -118,15 +136,24 @@ class StreamAttention(Attention):
     config: ParallelStreamsConfig
 
     def _attend(
-        self, q: Array, k: Array, v: Array, tokens: TokenInputs, cache: LayerCache | None
-    ) -> tuple[Array, dict[str, Array], KVCache | PagedCache | None]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: TokenInputs,
+        cache: LayerCache | None,
+        layer: LayerInputs | None,
+        *,
+        keeps_lse: bool = True,
+    ) -> Attended:
         config, placement = self.config, self.execution.placement
         if cache is None and (ranks := sequence_ranks(placement)) > 1:
             raise ValueError(
                 f"execution.mesh.seq cuts sequences into {ranks} parts, and model.attention"
                 f" {config.name!r} merges whole rows: set execution.mesh.seq to 1"
             )
-        out, logits, entries = Attention._attend(self, q, k, v, tokens, cache)
+        attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=keeps_lse)
+        out, logits = attended.out, attended.logits
         lse = logits["lse"]
         if config.prefix_length:
             given = [self._prefix(name).astype(q.dtype) for name in ("prefix_k", "prefix_v")]
@@ -138,7 +165,7 @@ class StreamAttention(Attention):
                 out_axes=heads,
             )
             out = island(q, out, lse, *given)
-        return out, logits if "top" in logits else {}, entries
+        return attended._replace(out=out, logits=logits if "top" in logits else {})
 
     def _prefix(self, name: str) -> Float[Array, "P U M H"]:
         config = self.config

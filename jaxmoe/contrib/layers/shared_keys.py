@@ -18,20 +18,21 @@ Source: stochastic KV routing, arXiv 2604.22782.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, require_positive
-from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
-from jaxmoe.layers.records import LastKeys, LayerCache, LayerInputs, TokenInputs
+from jaxmoe.layers.carry import CarriedArray
+from jaxmoe.layers.context import LayerContext, MixerBase, require_positive
+from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
+from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
-from sharding.constrain import Placement
 from sharding.sequence_parallel import KVCache, PagedCache
 
 _STREAM_OF_KEYS = 0x6B  # separates its draws from those of routers
@@ -43,7 +44,6 @@ class SharedKeysConfig(AttentionConfig):
     """Grouped-query attention that takes keys and values of earlier layers."""
 
     name: ClassVar[str] = "shared_keys"
-    shares_keys: ClassVar[bool] = True
     has_pages: ClassVar[bool] = False
     can_select_pages: ClassVar[bool] = False
 
@@ -81,17 +81,33 @@ class SharedKeysConfig(AttentionConfig):
         key = jax.random.fold_in(layer.key, _STREAM_OF_KEYS)
         return jax.random.bernoulli(key, self.own_probability) | (layer.stack_layer == 0)
 
-    def no_keys(self, x: Float[Array, "B S D"], placement: Placement) -> LastKeys:
-        """Return zeros in place of keys and values before the first layer.
+    def carries(self, context: LayerContext, execution: ExecutionConfig) -> dict[str, CarriedArray]:
+        """Return the keys and values of the last layer that computed some."""
+        del context
+        array = CarriedArray(
+            features=(self.num_kv_heads, self.head_dim),
+            axes=(ax.ACT_KV_HEADS, None),
+            positions=ax.ACT_SEQ_INNER,
+            dtype=execution.precision.compute_dtype,
+        )
+        return {"keys": array, "values": array}
 
-        Args:
-            x: Stream before it.
-            placement: Layout rules.
-        """
-        shape = (*x.shape[:2], self.num_kv_heads, self.head_dim)
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_KV_HEADS, None)
-        zeros = placement.place(jnp.zeros(shape, x.dtype), axes)
-        return LastKeys(k=zeros, v=zeros, is_leader=jnp.bool_(False))
+    def check_layers(
+        self, mixers: Sequence[MixerBase], periods: Sequence[Sequence[MixerBase]]
+    ) -> None:
+        """Refuse layers between which keys and values cannot be shared."""
+        number = sum(mixer.name == self.name for mixer in mixers)
+        if number > 1:
+            raise ValueError(
+                f"model.layers has {number} mixers {self.name} that differ, and keys of"
+                " one do not fit another: make them equal"
+            )
+        if any(list(period).count(self) > 1 for period in periods):
+            raise ValueError(
+                f"model.layers repeats a period with several layers of {self.name}, and"
+                " each place of a period has a cache of its own: have one in the period, or"
+                " equal layers throughout"
+            )
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
         """Return the bytes that a cache holds of one token of one sequence.
@@ -121,34 +137,40 @@ class SharedKeysConfig(AttentionConfig):
         return -(-layers // self.leader_every)
 
     def build(
-        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
     ) -> SharedAttention:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            name: Name among the parameters.
-        """
-        return SharedAttention(self, context, execution, name=name)
+        """Return the module of one layer."""
+        return SharedAttention(self, context, execution, train, name=name)
 
 
 class SharedAttention(Attention):
     """One layer of attention, to its own keys and values or to those of a layer before it."""
 
     config: SharedKeysConfig
-
-    def _of_leader(
-        self, k: Array, v: Array, last: LastKeys | None
-    ) -> tuple[Array, Array, LastKeys | None]:
-        assert last is not None  # a block gives it to every mixer that shares keys
-        k, v = jnp.where(last.is_leader, k, last.k), jnp.where(last.is_leader, v, last.v)
-        return k, v, dataclasses.replace(last, k=k, v=v)
+    train: bool = False
 
     def _attend(
-        self, q: Array, k: Array, v: Array, tokens: TokenInputs, cache: LayerCache | None
-    ) -> tuple[Array, dict[str, Array], KVCache | PagedCache | None]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: TokenInputs,
+        cache: LayerCache | None,
+        layer: LayerInputs | None,
+        *,
+        keeps_lse: bool = False,
+    ) -> Attended:
+        assert layer is not None  # a block gives it to every mixer
+        is_leader = self.config.leads(layer, train=self.train)
+        k = jnp.where(is_leader, k, layer.carry["keys"])
+        v = jnp.where(is_leader, v, layer.carry["values"])
         if cache is not None:
             leader = cache.layer // jnp.int32(self.config.leader_every)
             cache = dataclasses.replace(cache, layer=leader)
-        return Attention._attend(self, q, k, v, tokens, cache)
+        attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=keeps_lse)
+        return attended._replace(carry={"keys": k, "values": v})

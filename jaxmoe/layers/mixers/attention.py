@@ -14,7 +14,7 @@ Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
-from jaxmoe.layers.records import LastKeys, LayerCache, MixerOutputs, TokenInputs
+from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
@@ -167,16 +167,29 @@ class AttentionConfig(AttentionMixer):
         return PagedCache(pool, tables)
 
     def build(
-        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
     ) -> Attention:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer, which computes the same in training."""
+        del train
         return Attention(self, context, execution, name=name)
+
+
+class Attended(NamedTuple):
+    """Results of the softmax and what follows from it."""
+
+    out: Float[Array, "B S N H"]
+    """Output of each head."""
+    logits: dict[str, Array]
+    """What is observed of the logits; with `keeps_lse` their logarithmic sums too."""
+    cache: Any
+    """Cache with the new entries; None without one."""
+    carry: dict[str, Array] = {}
+    """`MixerOutputs.carry`."""
 
 
 class Attention(nn.Module):
@@ -192,7 +205,7 @@ class Attention(nn.Module):
         x: Float[Array, "B S D"],
         tokens: TokenInputs,
         cache: LayerCache | None,
-        last: LastKeys | None = None,
+        layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Attend.
 
@@ -200,7 +213,7 @@ class Attention(nn.Module):
             x: Normed input.
             tokens: Positions, segments and padding.
             cache: Cache of this layer; the new keys and values are written at their positions.
-            last: Keys and values of a layer before, for a mixer that shares them.
+            layer: Number and key of the layer, and the arrays that reach it; see `Carry`.
 
         Returns:
             The output [B S D] in the compute dtype, and the new cache and indicators.
@@ -222,8 +235,7 @@ class Attention(nn.Module):
                 where = places_of(order, x.shape[1])
             angles = rotary_angles(where, config.head_dim, config.rope_theta)
             q, k = rotate(q, angles), rotate(k, angles)
-        k, v, last = self._of_leader(k, v.astype(dtype), last)
-        out, logits, entries = self._attend(q, k, v, tokens, cache)
+        out, logits, entries, carry = self._attend(q, k, v.astype(dtype), tokens, cache, layer)
         if config.is_gated:
             out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
         weight = self._declare(
@@ -244,13 +256,7 @@ class Attention(nn.Module):
         )
         y = into_stream(out, product, placement, form=form)
         indicators = observe_attention(logits, tokens.token_mask) if logits else None
-        return y, MixerOutputs(cache=entries, indicators=indicators, last_keys=last)
-
-    def _of_leader(
-        self, k: Array, v: Array, last: LastKeys | None
-    ) -> tuple[Array, Array, LastKeys | None]:
-        """Return the keys and values to attend to, and those for later layers."""
-        return k, v, last
+        return y, MixerOutputs(cache=entries, indicators=indicators, carry=carry)
 
     def _attend(
         self,
@@ -259,8 +265,12 @@ class Attention(nn.Module):
         v: Array,
         tokens: TokenInputs,
         cache: LayerCache | None,
-    ) -> tuple[Array, dict[str, Array], Any]:
+        layer: LayerInputs | None,
+        *,
+        keeps_lse: bool = False,
+    ) -> Attended:
         """Compute the softmax, over the tokens themselves or over a cache."""
+        del layer
         config, placement = self.config, self.execution.placement
         positions, segment_ids = tokens.positions, tokens.segment_ids
         rules = AttentionRules(
@@ -270,7 +280,7 @@ class Attention(nn.Module):
             scale=self.context.multipliers.attention_scale,
             implementation=self.execution.kernels.attention,
             is_observed=self.execution.telemetry == "detailed",
-            keeps_lse=config.merges_streams,
+            keeps_lse=keeps_lse,
         )
         if cache is None:
             k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))
@@ -288,7 +298,7 @@ class Attention(nn.Module):
                 level=tokens.level,
                 rules=rules,
             )
-            return out, logits, None
+            return Attended(out, logits, None)
         if positions is None or segment_ids is not None:
             raise ValueError("a cache needs positions, and cannot hold packed segments")
         if not config.is_causal:
@@ -299,7 +309,7 @@ class Attention(nn.Module):
         options: Any = {"placement": placement, "positions": positions, "rules": rules}
         options["token_mask"] = tokens.token_mask
         reading = self.execution.cache_reading
-        return reading.attend(q, k, v, cache.entries, cache.layer, **options)
+        return Attended(*reading.attend(q, k, v, cache.entries, cache.layer, **options))
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Weight:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)

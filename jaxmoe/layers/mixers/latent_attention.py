@@ -39,7 +39,7 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
-from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
+from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import YarnConfig, rotary_angles, rotate, yarn_size
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
@@ -198,15 +198,15 @@ class LatentAttentionConfig(AttentionMixer):
         return PagedLatents(pool, tables)
 
     def build(
-        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
     ) -> LatentAttention:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer, which computes the same in training."""
+        del train
         return LatentAttention(self, context, execution, name=name)
 
 
@@ -219,9 +219,14 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
+        self,
+        x: Float[Array, "B S D"],
+        tokens: TokenInputs,
+        cache: LayerCache | None,
+        layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Attend; see `jaxmoe.layers.mixers.attention.Attention`."""
+        del layer
         self.config.check_precision(self.execution.precision)
         positions = tokens.positions
         config, placement = self.config, self.execution.placement

@@ -34,7 +34,7 @@ from jaxmoe.layers.convolution import convolve, last_inputs
 from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
 from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
 from jaxmoe.layers.norms import rms_norm
-from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
+from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from pallas_kernels import selective_scan
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
@@ -139,15 +139,15 @@ class MambaConfig(RecurrentMixer):
         )
 
     def build(
-        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
     ) -> Mamba:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer, which computes the same in training."""
+        del train
         return Mamba(self, context, execution, name=name)
 
 
@@ -172,9 +172,14 @@ class Mamba(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
+        self,
+        x: Float[Array, "B S D"],
+        tokens: TokenInputs,
+        cache: LayerCache | None,
+        layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
+        del layer
         config, placement, width = self.config, self.execution.placement, self.context.embed_dim
         dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
         products = {}

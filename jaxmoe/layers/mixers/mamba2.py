@@ -33,7 +33,7 @@ from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer
 from jaxmoe.layers.convolution import convolve, last_inputs
 from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
 from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
-from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
+from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from pallas_kernels import state_space_dual
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, along_stream, into_stream, out_of_stream
@@ -145,15 +145,15 @@ class Mamba2Config(RecurrentMixer):
         )
 
     def build(
-        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
     ) -> Mamba2:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer, which computes the same in training."""
+        del train
         return Mamba2(self, context, execution, name=name)
 
 
@@ -181,7 +181,11 @@ class Mamba2(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
+        self,
+        x: Float[Array, "B S D"],
+        tokens: TokenInputs,
+        cache: LayerCache | None,
+        layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Mix the tokens of each document.
 
@@ -189,10 +193,12 @@ class Mamba2(nn.Module):
             x: Normed input.
             tokens: Segments and padding.
             cache: State of this layer, which follows the last token that is not padding.
+            layer: Not read.
 
         Returns:
             The output [B S D] in the compute dtype, and the new `Mamba2Cache`.
         """
+        del layer
         placement = self.execution.placement
         dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
         x = x.astype(dtype)

@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
+from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
@@ -42,14 +43,14 @@ def parallel_scan(model: ModelConfig) -> Scan:
         ValueError: The layers differ, carry more than one array, or are in a loop.
     """
     (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
-    stack, carries = scan.stacks[0], False
-    if stack.kind.feed_forward.is_routed and model.moe is not None:
-        carries = model.moe.router.traits.carries_logits
+    kind = scan.stacks[0].kind
+    carried = carried_arrays([kind.mixer, kind.feed_forward], model.context, ExecutionConfig())
+    names = ", ".join(carried)
     reasons = {
         "model.layers repeats a period of unlike layers": scan.is_cycle,
         f"model.residual={model.residual.name} passes several arrays": model.residual.arrays > 1,
         "model.loop calls layers several times": model.loop is not None,
-        "model.moe.router carries logits from layer to layer": carries,
+        f"its layers carry {names} from one to the next": bool(carried),
     }
     if reasons_against := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(

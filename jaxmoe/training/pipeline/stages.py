@@ -172,12 +172,14 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
             f"execution.telemetry=detailed compares layers of all stages, and"
             f" execution.mesh.stage={stages} separates them: set execution.telemetry to brief"
         )
-    shared = [kind.mixer.name for kind in model.kinds if kind.mixer.shares_keys]
-    if shared:
+    carried = model.carries(execution)
+    wide = [name for name, array in carried.items() if not array.is_by_token]
+    if wide:
         raise ValueError(
-            f"model.attention {shared[0]!r} takes keys and values of earlier layers, which"
-            f" execution.mesh.stage={stages} would pass on between stages with every micro-batch:"
-            " set execution.mesh.stage to 1, or model.attention to grouped_query"
+            f"the layers of model.attention {model.attention.name!r} take {' and '.join(wide)} of"
+            f" earlier layers, which execution.mesh.stage={stages} would pass on between stages"
+            " with every micro-batch: set execution.mesh.stage to 1, or model.attention to"
+            " grouped_query"
         )
     if model.kinds[0].mixer.merges_streams:
         raise ValueError(

@@ -68,10 +68,8 @@ class LocalInputs:
     """PRNG key of this layer and step, for routers with noise; may be absent."""
     layer: Any
     """Number among the MoE layers []; may be absent."""
-    previous_logits: Any
-    """Router logits of the MoE layer before [B S E]; may be absent."""
-    expert_device: Any
-    """Device with most of the token's experts in the MoE layer before [B S]; may be absent."""
+    carry: dict[str, Any]
+    """What the MoE layer before hands on: `MoEConfig.carries` names the arrays [B S ...]."""
     outputs: Any
     """Outputs of the experts by assignment [A D], computed elsewhere; may be absent."""
 
@@ -85,10 +83,8 @@ class Computed:
     """Combined output of the routed experts [B s D]."""
     statistics: Any
     """`RouterStatistics`."""
-    logits: Any
-    """Router logits [B S E] for the next MoE layer; an empty dict if the router carries none."""
-    expert_device: Any
-    """Device [B s] for the next MoE layer; an empty dict unless tokens move."""
+    carry: dict[str, Any]
+    """What the next MoE layer reads: router logits [B S E], and the device of each token [B s]."""
     losses: dict[str, Any]
     """Losses [] of the balancers that read weights."""
     observed: dict[str, Any]
@@ -164,7 +160,7 @@ class Computation:
             dropped = jax.lax.psum(dropped, layout.own_axes)
         num_kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
         statistics = dataclasses.replace(statistics, kept=num_kept)
-        device = {}
+        carry = {}
         if order is not None:
             ids = computed.expert_ids.reshape(-1, moe.top_k)
             local = count_local(ids, order, moe.num_experts, layout.experts)
@@ -172,22 +168,23 @@ class Computation:
                 local = jax.lax.psum(local, layout.own_axes)
             extra = statistics.extra | {LOCAL_ASSIGNMENTS: local}
             statistics = dataclasses.replace(statistics, extra=extra)
-            device = homes(ids, moe.num_experts, layout.experts).reshape(batch, -1)
+            device = homes(ids, moe.num_experts, layout.experts)
+            carry["expert_device"] = device.reshape(batch, -1)
         if names := batch_axes + sequence_axes:
             statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
-        carry = output.carry if moe.router.traits.carries_logits else None
+        if moe.router.traits.carries_logits and output.carry is not None:
+            carry["router_logits"] = output.carry.reshape(batch, length, -1)
         return Computed(
             y=y.reshape(batch, -1, width),
             statistics=statistics,
-            logits={} if carry is None else carry.reshape(batch, length, -1),
-            expert_device=device,
+            carry=carry,
             losses=self._losses(given, key),
             observed=self._observe(tokens, logits, computed, given.weights, batch),
         )
 
     def _token_order(self, given: LocalInputs) -> TokenOrder:
         """Return the order in which the tokens move, from what is known before routing."""
-        arrays = (given.context["tokens"], given.token_mask, given.expert_device)
+        arrays = (given.context["tokens"], given.token_mask, given.carry["expert_device"])
         batch, own_axes = arrays[0].shape[0], self.layout.own_axes
         arrays = tuple(array.reshape(-1) for array in arrays)
         if own_axes:
@@ -280,13 +277,12 @@ def _router_inputs(
     context = {name: array.reshape(-1) for name, array in context.items()}
     if not isinstance(given.layer, dict):
         context["layer"] = given.layer
-    previous = given.previous_logits
-    has_previous = not isinstance(previous, dict)
+    previous = given.carry.get("router_logits")
     return RouterInputs(
         x=tokens.astype(jnp.float32) * jnp.float32(multiplier),
         token_mask=given.token_mask.reshape(-1),  # T
         segment_ids=given.segment_ids.reshape(-1),  # T
-        previous_logits=previous.reshape(tokens.shape[0], -1) if has_previous else None,
+        previous_logits=None if previous is None else previous.reshape(tokens.shape[0], -1),
         context=context,
         replayed=replayed,
         extent=extent,

@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.carry import CarriedArray
 from jaxmoe.layers.context import (
     FeedForwardBase,
     FeedForwardSizes,
@@ -27,6 +31,7 @@ from jaxmoe.routing.composition import check_parts
 from jaxmoe.routing.gates import GateBase, RenormalizedGateConfig
 from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
 from jaxmoe.routing.zero_computation import ZeroComputationConfig
+from sharding import axes as ax
 
 
 @with_field_docs
@@ -100,6 +105,20 @@ class MoEConfig(FeedForwardBase):
         """
         return self.router.build(num_experts=self.num_routed, top_k=self.top_k, embed_dim=embed_dim)
 
+    def carries(self, context: LayerContext, execution: ExecutionConfig) -> dict[str, CarriedArray]:
+        """Return what the next MoE layer reads: logits for its router, places for its tokens.
+
+        `expert_device` is the device of the expert axes with most of the token's experts, -1 before
+        the first MoE layer.
+        """
+        del context
+        arrays = {}
+        if self.router.traits.carries_logits:
+            arrays["router_logits"] = CarriedArray(features=(self.num_routed,))
+        if moves_tokens(execution):
+            arrays["expert_device"] = CarriedArray(dtype=jnp.int32, fill=-1)
+        return arrays
+
     def check_execution(
         self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
     ) -> None:
@@ -127,3 +146,10 @@ class MoEConfig(FeedForwardBase):
         from jaxmoe.layers.feed_forwards.moe.layer import MoE  # noqa: PLC0415 (it imports this)
 
         return MoE(self, context, execution, train, name=name)
+
+
+def moves_tokens(execution: ExecutionConfig) -> bool:
+    """Return whether the dispatcher moves tokens between devices of the current mesh."""
+    axes = execution.placement.mesh_axes(ax.EXPERTS)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return execution.dispatcher.moves_tokens and math.prod(sizes[axis] for axis in axes) > 1

@@ -95,30 +95,28 @@ class MoE(nn.Module):
         )
         arguments, axes = self._arguments(params, weights, free, routing, layout)
         rows, results = _row_axes(layout)
+        # Routers see whole sequences under a capacity, and tokens move after it.
+        carry_axes = {"router_logits": (*rows, None), "expert_device": results}
+        carried = moe.carries(self.context, self.execution)
         island = placement.island(
             computation.run,
             in_axes=((*rows, None), axes),
             out_axes=Computed(
                 y=(*results, None),
                 statistics=(),
-                logits=(*rows, None) if moe.router.traits.carries_logits else {},
-                expert_device=results if layout.moves_tokens else {},
+                carry={name: axes for name, axes in carry_axes.items() if name in carried},
                 losses={balancer.name: () for balancer in computation.coupling_balancers},
                 observed=computation.observed_axes(results),
             ),
         )
         computed = island(x, arguments)
-        logits = computed.logits
-        if moe.router.traits.carries_logits:
-            logits = placement.place(logits, (ax.ACT_BATCH, ax.ACT_SEQ, None))
+        carry = computed.carry
+        tokens = _of_rows(carry, (ax.ACT_BATCH, ax.ACT_SEQ))
         outputs = FeedForwardOutputs(
             statistics=computed.statistics,
-            logits=logits if moe.router.traits.carries_logits else None,
             losses=computed.losses,
+            carry={name: placement.place(array, tokens[name]) for name, array in carry.items()},
         )
-        if layout.moves_tokens:
-            device = placement.place(computed.expert_device, (ax.ACT_BATCH, ax.ACT_SEQ))
-            outputs = dataclasses.replace(outputs, expert_device=device)
         if self.execution.telemetry == "detailed":
             found = observe_routing(computed.statistics, computed.observed, routing.token_mask)
             observed, gate_up = computed.observed, weights["gate_up"]
@@ -149,6 +147,8 @@ class MoE(nn.Module):
         """Return the arguments of the island, and their logical axes in the same record."""
         dtype, (rows, _) = self.execution.precision.compute_dtype, _row_axes(layout)
         factors = {name: as_factor(weight, dtype) for name, weight in weights.items()}
+        names = self.moe.carries(self.context, self.execution)
+        carry = {name: routing.carry[name] for name in names if name in routing.carry}
         kernel = self.execution.kernels.grouped_swiglu
         if layout.gathers_width and self.execution.halo is None and reads_halves(kernel):
             factors = in_halves(factors)
@@ -163,8 +163,7 @@ class MoE(nn.Module):
             context=routing.context,
             key=_or_absent(routing.key),
             layer=_or_absent(routing.layer),
-            previous_logits=_or_absent(routing.previous_logits),
-            expert_device=_or_absent(routing.expert_device),
+            carry=carry,
             outputs=_or_absent(routing.expert_outputs),
         )
         axes = LocalInputs(
@@ -175,11 +174,10 @@ class MoE(nn.Module):
             state=_whole(arguments.state),
             token_mask=rows,
             segment_ids=rows,
-            context=jax.tree.map(lambda x: rows + (None,) * (x.ndim - 2), arguments.context),
+            context=_of_rows(arguments.context, rows),
             key={} if routing.key is None else (),
             layer={} if routing.layer is None else (),
-            previous_logits={} if routing.previous_logits is None else (*rows, None),
-            expert_device={} if routing.expert_device is None else rows,
+            carry=_of_rows(carry, rows),
             outputs={} if routing.expert_outputs is None else (None, None),
         )
         return arguments, axes
@@ -208,6 +206,11 @@ def _row_axes(layout: MoELayout) -> tuple[tuple[str | None, ...], tuple[str | No
     """Return the logical axes of [B S] arguments and of [B s] results."""
     rows = (ax.ACT_BATCH, ax.ACT_SEQ if layout.sequence_axes else None)
     return rows, (ax.ACT_BATCH, ax.ACT_SEQ if layout.is_spread else None)
+
+
+def _of_rows(arrays: dict[str, Array], rows: tuple[str | None, ...]) -> dict[str, Any]:
+    """Return the logical axes of arrays [B S ...] that are split by tokens only."""
+    return {name: rows + (None,) * (array.ndim - 2) for name, array in arrays.items()}
 
 
 def _whole(arrays: Any) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig, moves_tokens
 from sharding import axes as ax
 from sharding.expert_parallel import ExpertAxes
 
@@ -122,13 +122,6 @@ def _check_whole(moe: MoEConfig, positions: tuple[str, ...], mesh: Mapping[str, 
             f"model.moe.router {moe.router.name!r} mixes whole sequences, and the mesh cuts them"
             f" along {', '.join(cut)}: set execution.dispatcher to local, or these axes to 1"
         )
-
-
-def moves_tokens(execution: ExecutionConfig) -> bool:
-    """Return whether the dispatcher moves tokens between devices of the current mesh."""
-    axes = execution.placement.mesh_axes(ax.EXPERTS)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return execution.dispatcher.moves_tokens and math.prod(sizes[axis] for axis in axes) > 1
 
 
 def check_dispatcher(
