@@ -207,7 +207,7 @@ def test_imports_flow_one_way():
 
 def _place(name: str) -> str:
     """The package of a module of jaxmoe: `routing` of `jaxmoe.routing.gates`, and `layers` of
-    `jaxmoe.contrib.layers.ultra_mem`, because a method of contrib belongs to its package. A
+    `jaxmoe.contrib.layers.fine`, because a method of contrib belongs to its package. A
     vertical stands above all packages."""
     top, _, rest = name.removeprefix("jaxmoe.").partition(".")
     below = rest.partition(".")[0]
@@ -247,7 +247,7 @@ def test_packages_of_jaxmoe_are_ordered():
 
 
 def test_a_method_of_contrib_has_the_place_of_its_package_and_a_vertical_the_last():
-    assert _place("jaxmoe.contrib.layers.ultra_mem") == _place("jaxmoe.layers.block") == "layers"
+    assert _place("jaxmoe.contrib.layers.fine") == _place("jaxmoe.layers.block") == "layers"
     assert _place("jaxmoe.contrib.elastic.request") == ORDER[-1] == "contrib"
 
 

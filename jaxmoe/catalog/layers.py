@@ -198,11 +198,11 @@ _MIXER: Final = {
         "Mamba-2: a decaying state per head in place of attention.",
     ),
     "shared_keys": (
-        "jaxmoe.contrib.layers.shared_keys:SharedKeysConfig",
+        "jaxmoe.contrib.depth.shared_keys:SharedKeysConfig",
         "Grouped-query attention that takes keys and values of earlier layers.",
     ),
     "parallel_streams": (
-        "jaxmoe.contrib.layers.parallel_streams:ParallelStreamsConfig",
+        "jaxmoe.contrib.depth.parallel_streams:ParallelStreamsConfig",
         "Grouped-query attention of several streams of each sequence (ParScale).",
     ),
 }
@@ -214,11 +214,11 @@ _FEED_FORWARD: Final = {
         "A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts.",
     ),
     "ultra_mem": (
-        "jaxmoe.contrib.layers.ultra_mem:UltraMemConfig",
+        "jaxmoe.contrib.depth.ultra_mem:UltraMemConfig",
         "A dense SwiGLU and a memory of looked-up values (UltraMemV2).",
     ),
     "two_sizes": (
-        "jaxmoe.contrib.layers.two_sizes:TwoSizesConfig",
+        "jaxmoe.contrib.depth.two_sizes:TwoSizesConfig",
         "A big and a small dense SwiGLU, of which each token takes one (Duo-LLM).",
     ),
 }

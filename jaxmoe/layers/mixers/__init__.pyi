@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
 from jaxmoe.catalog import Registry
-from jaxmoe.contrib.layers.parallel_streams import ParallelStreamsConfig as ParallelStreamsConfig
-from jaxmoe.contrib.layers.shared_keys import SharedKeysConfig as SharedKeysConfig
+from jaxmoe.contrib.depth.parallel_streams import ParallelStreamsConfig as ParallelStreamsConfig
+from jaxmoe.contrib.depth.shared_keys import SharedKeysConfig as SharedKeysConfig
 from jaxmoe.layers.context import MixerBase as MixerBase
 from jaxmoe.layers.mixers.attention import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers.latent_attention import LatentAttentionConfig as LatentAttentionConfig

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.layers.parallel_streams import ParallelStreamsConfig
+from jaxmoe.contrib.depth.parallel_streams import ParallelStreamsConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import DenseConfig
 from jaxmoe.layers.hyper_connections import HyperResidualConfig

@@ -12,17 +12,17 @@ import pytest
 
 from jaxmoe.checkpoint.huggingface.describe import normal_form
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards import UltraMemConfig
-from jaxmoe.layers.feed_forwards.dense import FeedForward
-from jaxmoe.layers.product_keys import (
+from jaxmoe.contrib.depth.product_keys import (
     choose_among_all,
     choose_entries,
     expected_norm,
     leading_directions,
     score_keys,
 )
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards import UltraMemConfig
+from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.models.flops import matmul_parameters
 from jaxmoe.scaling import PARAMETERIZATIONS, BasePoint, Budget

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.layers.parallel_streams import MergeStreams
+from jaxmoe.contrib.depth.parallel_streams import MergeStreams
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixers import AttentionConfig, MambaConfig, ParallelStreamsConfig
 from jaxmoe.models.cache import initial_cache

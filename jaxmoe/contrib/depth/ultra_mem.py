@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from jaxmoe.contrib.depth.product_keys import choose_entries, expected_norm, score_keys
 from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import (
@@ -35,7 +36,6 @@ from jaxmoe.layers.context import (
     require_positive,
 )
 from jaxmoe.layers.feed_forwards.dense import FeedForward
-from jaxmoe.layers.product_keys import choose_entries, expected_norm, score_keys
 from jaxmoe.layers.records import FeedForwardOutputs
 from sharding import axes as ax
 from sharding.products.cut_rows import CutRows
