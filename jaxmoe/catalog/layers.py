@@ -233,8 +233,22 @@ _RESIDUAL: Final = {
         "Each half adds its output to the stream one layer later, beside which it is summed.",
     ),
     "hyper": (
-        "jaxmoe.layers.hyper_connections:HyperResidualConfig",
+        "jaxmoe.contrib.depth.hyper_connections:HyperResidualConfig",
         "Each half reads from and writes to n streams with learned weights (hyper-connections).",
+    ),
+}
+
+_LOOP: Final = {
+    "loop": (
+        "jaxmoe.contrib.depth.loop:LoopConfig",
+        "Consecutive layers that are called several times.",
+    ),
+}
+
+_ROWS: Final = {
+    "halves": (
+        "jaxmoe.contrib.depth.halves:HalvesConfig",
+        "Two halves of a device's rows that pass through a layer alternately (TokenWeave).",
     ),
 }
 
@@ -247,6 +261,8 @@ BASES: Final = {
     "mixer": "jaxmoe.layers.context:MixerBase",
     "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
     "residual": "jaxmoe.layers.residual:Residual",
+    "loop": "jaxmoe.models.loop:Loop",
+    "rows": "jaxmoe.layers.rows:RowTransform",
 }
 
 MEMBERS: Final = {
@@ -258,4 +274,6 @@ MEMBERS: Final = {
     "mixer": _MIXER,
     "feed_forward": _FEED_FORWARD,
     "residual": _RESIDUAL,
+    "loop": _LOOP,
+    "rows": _ROWS,
 }

@@ -96,10 +96,10 @@ class Block(nn.Module):
             indicators = mixed.indicators | fed.indicators
         outputs = LayerOutputs(
             statistics=fed.statistics,
-            losses=_summed(mixed.losses, fed.losses),
+            losses=sum_losses(mixed.losses, fed.losses),
             indicators=indicators,
         )
-        return _where_kept(layer.is_kept, stream, before, outputs)
+        return where_kept(layer.is_kept, stream, before, outputs)
 
     def mix(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
@@ -178,65 +178,10 @@ class Block(nn.Module):
         return dataclasses.replace(outputs, indicators=branch if known is None else known | branch)
 
 
-class HalvedBlock(Block):
-    """One layer on two halves of the rows of a device, alternately (arXiv 2505.11329).
-
-    No half waits for the other, so that collectives of the one can run beside products of the
-    other.
-    """
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        streams: tuple[Stream, Stream],
-        layer: LayerInputs,
-        tokens: tuple[TokenInputs, TokenInputs],
-    ) -> tuple[tuple[Stream, Stream], LayerOutputs]:
-        """Compute both halves of the layer for each half of the rows; no caches.
-
-        Args:
-            streams: Residual stream of each half of the rows.
-            layer: Inputs of this layer.
-            tokens: Inputs of all layers for each half.
-        """
-        before = streams
-        # The compiler must not compute both halves in one product.
-        begun: Any = jax.lax.optimization_barrier(streams)
-        mixed = [
-            self.mix(stream, layer, about) for stream, about in zip(begun, tokens, strict=True)
-        ]
-        fed = [
-            self.feed(stream, layer, about)
-            for (stream, _), about in zip(mixed, tokens, strict=True)
-        ]
-        after = (fed[0][0], fed[1][0])
-        first, second = fed[0][1], fed[1][1]
-        statistics, indicators = first.statistics, None
-        if statistics is not None and second.statistics is not None:
-            statistics = statistics + second.statistics
-        for (_, mix), (_, feed) in zip(mixed, fed, strict=True):
-            if mix.indicators is not None and feed.indicators is not None:
-                own = mix.indicators | feed.indicators
-                indicators = own if indicators is None else indicators + own
-        outputs = LayerOutputs(
-            statistics=statistics,
-            losses=_halved_losses(mixed, fed),
-            indicators=indicators,
-        )
-        return _where_kept(layer.is_kept, after, before, outputs)
-
-
-def _summed(one: Losses, other: Losses) -> Losses:
+def sum_losses(one: Losses, other: Losses) -> Losses:
     """Return the losses of both halves of a layer, summed where they have the same name."""
     both = {name: one[name] + other[name] for name in one if name in other}
     return one | other | both
-
-
-def _halved_losses(mixed: list[Any], fed: list[Any]) -> Losses:
-    """Return the means over both halves of the rows; those of weights are equal in both."""
-    first, second = (
-        _summed(mix.losses, feed.losses) for (_, mix), (_, feed) in zip(mixed, fed, strict=True)
-    )
-    return {name: 0.5 * (value + second[name]) for name, value in first.items()}
 
 
 def _named(stream: Stream) -> Stream:
@@ -245,7 +190,7 @@ def _named(stream: Stream) -> Stream:
     return dataclasses.replace(stream, x=checkpoint_name(stream.x, STREAM), carry=carry)
 
 
-def _where_kept(
+def where_kept(
     is_kept: Array | None, stream: Any, before: Any, outputs: LayerOutputs
 ) -> tuple[Any, LayerOutputs]:
     """Return the results of a layer; if it is left out, the stream before it and no sums."""

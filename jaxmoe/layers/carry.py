@@ -66,20 +66,22 @@ class Carry:
 
 
 def carried_arrays(
-    members: Iterable[Carry], context: LayerContext, execution: ExecutionConfig
+    context: LayerContext, execution: ExecutionConfig, members: Iterable[Carry] | None = None
 ) -> dict[str, CarriedArray]:
     """Return all arrays that flow from layer to layer, by name.
 
     Args:
-        members: Configs of all layers.
         context: Model-wide numbers.
         execution: How the layers are computed, on the current mesh.
+        members: Configs of the layers; those of the whole model when None.
 
     Raises:
         ValueError: Two members describe an array of one name differently.
     """
     arrays: dict[str, CarriedArray] = {}
-    for member in dict.fromkeys(members):
+    if members is None:
+        members = [*context.mixers, *context.feed_forwards, context.residual]
+    for member in members:
         for name, array in member.carries(context, execution).items():
             if arrays.setdefault(name, array) != array:
                 raise ValueError(

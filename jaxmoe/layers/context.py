@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from flax import linen as nn
-from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.carry import Carry
 from jaxmoe.layers.mixing import Mixing
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
+from jaxmoe.layers.rows import RowTransform
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
-from sharding.constrain import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,14 +113,10 @@ class MixerBase(Carry, abc.ABC):
     """Whether it carries a state from token to token."""
     can_quantize: ClassVar[bool]
     """Whether its matrices may be stored in few bits."""
-    merges_streams: ClassVar[bool] = False
-    """Whether each sequence runs as several streams, which are merged at the end."""
     has_pages: ClassVar[bool] = False
     """Whether its cache can be kept in pages."""
     can_select_pages: ClassVar[bool] = False
     """Whether a generated token may read a part of the pages."""
-    num_streams: int = 1
-    """Streams of each sequence."""
     num_heads: int
     """N, query heads, or heads of the state."""
     head_dim: int
@@ -129,28 +124,10 @@ class MixerBase(Carry, abc.ABC):
     is_causal: bool
     """Whether a token sees no later one."""
 
-    def spread(self, tree: Any, placement: Placement) -> Any:
-        """Return arrays [B S ...] with a row for each stream of a sequence; others as they are.
-
-        Args:
-            tree: Stream before the first layer, and inputs of all layers.
-            placement: Layout rules.
-        """
-        del placement
-        return tree
-
-    def merge(
-        self, embed_dim: int, execution: ExecutionConfig, *, name: str
-    ) -> Callable[[Array], Array]:
-        """Return what merges the streams behind the last layer, which may be a Linen module.
-
-        Args:
-            embed_dim: D.
-            execution: How it is computed.
-            name: Name among the parameters.
-        """
-        del embed_dim, execution, name
-        return lambda x: x
+    @property
+    def rows(self) -> RowTransform | None:
+        """Arrangement of the rows that the mixer needs around all layers; None: none."""
+        return None
 
     def check_layers(
         self, mixers: Sequence[MixerBase], periods: Sequence[Sequence[MixerBase]]
@@ -360,6 +337,11 @@ class FeedForwardBase(Carry, abc.ABC):
     """Whether rows must be in the order of their tokens."""
 
     @property
+    def comparison(self) -> str | None:
+        """Field and value by which tokens of a batch compete; None: each is computed alone."""
+        return None
+
+    @property
     @abc.abstractmethod
     def sizes(self) -> FeedForwardSizes:
         """Sizes that plans read."""
@@ -448,6 +430,10 @@ class LayerContext:
     """Term added to the mean square in RMSNorm."""
     multipliers: ForwardMultipliers = ForwardMultipliers()
     """Forward multipliers of the parameterisation."""
+    mixers: tuple[MixerBase, ...] = ()
+    """Distinct mixers, in the order of the layers."""
+    feed_forwards: tuple[FeedForwardBase, ...] = ()
+    """Distinct feed-forwards, in the order of the layers."""
     heads: tuple[AttentionHeads, ...] = ()
     """Distinct head counts of the mixers that attend, in the order of the layers."""
     recurrent: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ With a the mixer, f the feed-forward and m the multiplier of the residual:
 
     standard   x = x + m a(norm x)                   x = x + m f(norm x)
     ladder     x = x + m a';  a' = a(norm x)         x = x + m f';  f' = f(norm x)
-    hyper      n streams, see `jaxmoe.layers.hyper_connections`
+    hyper      n streams, see `jaxmoe.contrib.depth.hyper_connections`
 
 where a' and f' on the right are the outputs of the layer before, zero before the first layer; after
 the last layer both are added. In a ladder a half does not read the output of the half before it, so
@@ -32,6 +32,7 @@ from jaxtyping import Array, Float
 from jaxmoe.catalog import Registry
 from jaxmoe.layers.carry import CarriedArray, Carry
 from jaxmoe.layers.records import Half, Stream
+from jaxmoe.layers.rows import RowTransform
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -61,7 +62,7 @@ class ResidualHalf(Protocol):
         ...
 
 
-class Residual(Carry, abc.ABC):
+class Residual(Carry, RowTransform, abc.ABC):
     """Base class of the ways in which the halves of a layer share the residual stream."""
 
     __slots__ = ()
@@ -86,10 +87,6 @@ class Residual(Carry, abc.ABC):
         del embed_dim
         return 0.0
 
-    def begin(self, stream: Stream) -> Stream:
-        """Return the stream before the first layer."""
-        return stream
-
     @abc.abstractmethod
     def build(
         self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
@@ -105,10 +102,6 @@ class Residual(Carry, abc.ABC):
             epsilon: Term added to the mean square of the streams.
             placement: Layout rules.
         """
-
-    def end(self, stream: Stream) -> Stream:
-        """Return the stream after the last layer."""
-        return stream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +156,9 @@ class LadderResidualConfig(Residual):
         del embed_dim, epsilon, placement
         return LadderHalf(half)
 
-    def end(self, stream: Stream) -> Stream:
+    def leave(self, stream: Stream, context: LayerContext, execution: ExecutionConfig) -> Stream:
         """Return the stream with both outputs."""
+        del context, execution
         late = stream.carry
         x = stream.x + late["mixer_output"] + late["feed_forward_output"]
         return dataclasses.replace(stream, x=x)

@@ -41,7 +41,7 @@ def initial_cache(
     slots = num_slots(execution, length)
     return {
         stack.path: stack.kind.mixer.initial_cache(
-            execution, layers=stack.num_calls, batch=batch * model.num_streams, slots=slots
+            execution, layers=stack.num_calls, batch=batch * model.rows_per_sequence, slots=slots
         )
         for stack in model.stacks
     }

@@ -28,7 +28,8 @@ from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import MixerBase
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
-from jaxmoe.models.loop import LoopConfig
+from jaxmoe.layers.rows import RowTransform, rows_of
+from jaxmoe.models.loop import Loop
 from jaxmoe.models.stacks import Layer, LayerStack, Scan, group_layers
 from jaxmoe.routing.composition import RoutingWarning, causal_advice
 
@@ -71,7 +72,7 @@ class ModelConfig:
     """Term added to the mean square in RMSNorm."""
     residual: Residual = StandardResidualConfig()
     """How layers read the residual stream and write to it."""
-    loop: LoopConfig | None = None
+    loop: Loop | None = None
     """Layers that are called several times with the same parameters; None: each once."""
     has_tied_embeddings: bool = False
     """Whether the output head is the transposed embedding."""
@@ -156,9 +157,7 @@ class ModelConfig:
         Args:
             execution: How the layers are computed, on the current mesh.
         """
-        kinds = dict.fromkeys(self.kinds)
-        members = [member for kind in kinds for member in (kind.mixer, kind.feed_forward)]
-        return carried_arrays([*members, self.residual], self.context, execution)
+        return carried_arrays(self.context, execution)
 
     @property
     def mixers(self) -> tuple[MixerBase, ...]:
@@ -204,9 +203,18 @@ class ModelConfig:
         return tuple((stack.path, tuple(stack.layers)) for stack in self.stacks)
 
     @property
-    def num_streams(self) -> int:
-        """Number of streams that are computed for each sequence."""
-        return max(mixer.num_streams for mixer in self.mixers)
+    def rows_per_sequence(self) -> int:
+        """Rows that the layers compute for each sequence."""
+        return max(mixer.rows.rows_per_sequence if mixer.rows else 1 for mixer in self.mixers)
+
+    def row_transforms(self, execution: ExecutionConfig) -> tuple[RowTransform, ...]:
+        """Return what rearranges the rows around all layers, the outermost first.
+
+        Args:
+            execution: How the layers are computed.
+        """
+        transforms = (self.kinds[0].mixer.rows, self.residual, rows_of(execution))
+        return tuple(rows for rows in transforms if rows is not None)
 
     @property
     def num_moe_layers(self) -> int:
@@ -223,6 +231,8 @@ def _context(model: ModelConfig) -> LayerContext:
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
         multipliers=model.multipliers,
+        mixers=tuple(dict.fromkeys(kind.mixer for kind in kinds)),
+        feed_forwards=tuple(dict.fromkeys(kind.feed_forward for kind in kinds)),
         heads=tuple(dict.fromkeys(heads for kind in kinds if (heads := heads_of(kind.mixer)))),
         recurrent=tuple(
             dict.fromkeys(kind.mixer.name for kind in kinds if kind.mixer.is_recurrent)

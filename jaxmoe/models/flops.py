@@ -43,10 +43,10 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
         if role == "adapter" and (declaration.matrix is None or row.drawn_as is not None):
             continue
         if model.moe is not None and ax.EXPERTS in declaration.axes:
-            turns *= model.num_streams
+            turns *= model.rows_per_sequence
             sizes[row] = turns * row.size * model.moe.top_k // model.moe.num_experts
         else:
-            turns *= model.num_streams if declaration.is_stacked else 1
+            turns *= model.rows_per_sequence if declaration.is_stacked else 1
             sizes[row] = turns * round(row.size * declaration.share)
     return sizes
 
@@ -97,4 +97,4 @@ def stack_mixing_flops(model: ModelConfig, stack: LayerStack, sequence_length: i
     """
     mixer = stack.kind.mixer.flops_per_token(sequence_length)
     residual = 2 * model.residual.flops_per_token(model.embed_dim)
-    return model.num_streams * stack.num_calls * (mixer + residual)
+    return model.rows_per_sequence * stack.num_calls * (mixer + residual)

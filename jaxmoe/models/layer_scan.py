@@ -15,11 +15,12 @@ from flax import linen as nn
 from jaxtyping import Array, Bool
 
 from jaxmoe.execution import ExecutionConfig, Remat
-from jaxmoe.layers.block import STREAM, Block, HalvedBlock
+from jaxmoe.layers.block import STREAM, Block
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
+from jaxmoe.layers.rows import rows_of
 from jaxmoe.layers.view import VIEW, Rewrite, SaveOutsideViews, check_view, rewritten
 from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
@@ -124,7 +125,7 @@ def _streamed(
 ) -> nn.Module:
     """Return the module of a scan whose parameters lie in host memory; see `scan_layers`."""
     kinds = tuple(stack.kind for stack in scan.stacks)
-    block: Any = HalvedBlock if execution.halves == 2 else Block
+    block: Any = _layer_class(execution)
 
     def build() -> nn.Module:
         if scan.is_cycle:
@@ -139,6 +140,12 @@ def _streamed(
         any(execution.remat_of(kind.feed_forward.is_routed) == "offload" for kind in kinds),
         name=scan.name,
     )
+
+
+def _layer_class(execution: ExecutionConfig) -> Any:
+    """Return the module class of a layer for the arrangement of the rows."""
+    rows = rows_of(execution)
+    return Block if rows is None else rows.layer(Block)
 
 
 def _part_name(scan: Scan, place: int) -> str:
@@ -156,7 +163,7 @@ def _block(
     is_loop: bool,
 ) -> Any:
     """Return the module of a layer with its transformations."""
-    block: Any = HalvedBlock if execution.halves == 2 else Block
+    block: Any = _layer_class(execution)
     if rewrite is not None:
         block = rewritten(block, rewrite, part)
     elif is_gathered:

@@ -33,7 +33,6 @@ from jaxmoe.layers.view import VIEW, Rewrite, View
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
-from jaxmoe.models.halves import begin_halves, end_halves
 from jaxmoe.models.layer_scan import (
     cache_by_path,
     join_outputs,
@@ -41,7 +40,7 @@ from jaxmoe.models.layer_scan import (
     scan_layers,
     with_cache,
 )
-from jaxmoe.models.loop import loop_modules, run_scans
+from jaxmoe.models.loop import run_scans
 from jaxmoe.models.stacks import Scan
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
@@ -135,11 +134,14 @@ class Transformer(nn.Module):
         about = dataclasses.replace(token_inputs(about, row_ids, order, placement), level=level)
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
-        flow = begun_stream(model, table, about.context["tokens"], execution)
+        flow = first_stream(model, table, about.context["tokens"], execution)
         caches = None if cache is None else dict(cache)
         given = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
         execution = execution.declaring() if self.is_initializing() else execution
-        flow, about = _spread_rows(model, execution, flow, about, has_cache=cache is not None)
+        transforms = model.row_transforms(execution)
+        for rows in transforms:
+            has_cache = cache is not None
+            flow, about = rows.enter(flow, about, shared, execution, has_cache=has_cache)
         layers = {one.name: scan_layers(one, shared, execution, **given) for one in model.scans}
 
         def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
@@ -150,10 +152,11 @@ class Transformer(nn.Module):
                 caches.update(cache_by_path(scan, flow.cache))
             return flow, output
 
-        around = loop_modules(model.loop, shared, execution)
-        flow, outputs = run_scans(model.scans, call, flow, around)
+        flow, outputs = run_scans(model.scans, call, flow, model.loop, shared, execution)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
-        x = _merge_rows(model, execution, flow)
+        for rows in reversed(transforms):
+            flow = rows.leave(flow, shared, execution)
+        x = flow.x
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = read_at(x, logits_at, execution.placement)
@@ -264,26 +267,6 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
         )
 
 
-def _spread_rows(
-    model: ModelConfig, execution: ExecutionConfig, stream: Any, tokens: Any, *, has_cache: bool
-) -> tuple[Any, Any]:
-    """Return the stream and the inputs of all layers, as the mixers and the halves take them."""
-    mixer = model.kinds[0].mixer  # all are equal if one has several streams
-    stream, tokens = mixer.spread((stream, tokens), execution.placement)
-    if execution.halves == 1:
-        return stream, tokens
-    return begin_halves(model, execution, stream, tokens, has_cache=has_cache)
-
-
-def _merge_rows(model: ModelConfig, execution: ExecutionConfig, stream: Any) -> Array:
-    """Return one row for each sequence; called in the module that has the parameters."""
-    if execution.halves == 2:
-        stream = end_halves(execution, stream)
-    x = model.residual.end(stream).x
-    mixer = model.kinds[0].mixer
-    return mixer.merge(model.embed_dim, execution, name="merge_streams")(x)
-
-
 def _check_whole_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
     """Refuse what `check_call` refuses, and a mesh whose devices have some of the layers each."""
     check_call(model, tokens, execution)
@@ -354,11 +337,6 @@ def token_inputs(
         places=order if isinstance(order, jax.Array) else None,
         context={"tokens": about["tokens"], "index": index, **about["context"]},
     )
-
-
-def begun_stream(model: ModelConfig, *given: Any) -> Stream:
-    """Return the stream before the first layer, as its residual needs it; see `first_stream`."""
-    return model.residual.begin(first_stream(model, *given))
 
 
 def first_stream(

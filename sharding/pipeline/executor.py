@@ -93,7 +93,7 @@ class PipelineSums:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Carry:
+class _TickState:
     inputs: Any
     """Streams that groups wait to read: slots, and one that no group reads."""
     arrived: Any
@@ -144,7 +144,7 @@ class _Executor:
             halves=halves,
         )
 
-    def start(self) -> _Carry:
+    def start(self) -> _TickState:
         """Return the carry before the first tick: zeros."""
         slots, number = self.slots, jax.ShapeDtypeStruct((), jnp.int32)
         of_stream, sums = partial(zeros, self.stream), self.arguments[4]
@@ -155,7 +155,7 @@ class _Executor:
             entered = jax.eval_shape(self.parts.home, self.stream, number, None)
             gradients, *_ = jax.eval_shape(self.parts.backward, *self.arguments)
             gradients = zeros(gradients, self.schedule.chunks)
-        return _Carry(
+        return _TickState(
             inputs=of_stream(slots.num_inputs + 1),
             arrived=of_stream(slots.num_gradients + 1) if slots.num_gradients else None,
             heads=of_stream(slots.num_heads + 1) if slots.num_heads else None,
@@ -174,8 +174,8 @@ class _Executor:
         return read(self.parameters, chunk)
 
     def tick(
-        self, kinds: str, has_arrivals: bool, carry: _Carry, row: dict[str, Any]
-    ) -> tuple[_Carry, None]:
+        self, kinds: str, has_arrivals: bool, carry: _TickState, row: dict[str, Any]
+    ) -> tuple[_TickState, None]:
         """Return the carry after one tick.
 
         Args:
@@ -213,7 +213,7 @@ class _Executor:
             carry = replace(carry, inputs=store(carry.inputs, stream, slot))
         return carry, None
 
-    def _enter(self, carry: _Carry, micro: Number, slot: Number) -> _Carry:
+    def _enter(self, carry: _TickState, micro: Number, slot: Number) -> _TickState:
         def enter(total: Any) -> tuple[Stream, Any]:
             stream, sums = self.parts.enter(micro)
             if self.schedule.has_backward:
@@ -229,7 +229,7 @@ class _Executor:
         inputs = store(carry.inputs, stream, slot)
         return replace(carry, inputs=inputs, sums=replace(carry.sums, entered=entered))
 
-    def _forward(self, carry: _Carry, row: dict[str, Any]) -> tuple[_Carry, Stream]:
+    def _forward(self, carry: _TickState, row: dict[str, Any]) -> tuple[_TickState, Stream]:
         for micro, slot in zip(row["enters"], row["enter_slot"], strict=True):
             carry = self._enter(carry, micro, slot)
         inputs = carry.inputs
@@ -242,8 +242,8 @@ class _Executor:
         return carry, result
 
     def _leave(
-        self, carry: _Carry, row: dict[str, Any], result: Stream
-    ) -> tuple[_Carry, Stream | None]:
+        self, carry: _TickState, row: dict[str, Any], result: Stream
+    ) -> tuple[_TickState, Stream | None]:
         """Return the gradient of the head, or None where it waits in the carry."""
         gradient = None
 
@@ -267,7 +267,7 @@ class _Executor:
                 carry = replace(carry, heads=store(carry.heads, gradient, slot))
         return carry, gradient if carry.heads is None else None
 
-    def _backward(self, carry: _Carry, row: dict[str, Any], from_head: Stream) -> _Carry:
+    def _backward(self, carry: _TickState, row: dict[str, Any], from_head: Stream) -> _TickState:
         has_work, chunk = row["b_input"] >= 0, jnp.maximum(row["b_chunk"], 0)
         gradient = from_head
         if carry.arrived is not None:
@@ -307,7 +307,7 @@ class _Executor:
         )
         return replace(carry, sent=d_stream, sums=totals)
 
-    def _weights(self, carry: _Carry, row: dict[str, Any]) -> _Carry:
+    def _weights(self, carry: _TickState, row: dict[str, Any]) -> _TickState:
         chunk, waited = jnp.maximum(row["w_chunk"], 0), read(carry.deferred, row["w_out"])
         d_group, _, _ = cast("Halves", self.halves).late(waited, self.group(chunk))
         d_group = where(row["w_out"] >= 0, d_group)

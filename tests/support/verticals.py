@@ -74,9 +74,6 @@ VERTICALS = {
     ),
     "depth": Vertical(
         sources=(
-            "jaxmoe/models/loop.py",
-            "jaxmoe/models/halves.py",
-            "jaxmoe/layers/hyper_connections.py",
             "jaxmoe/training/pipeline/skipping.py",
             "sharding/pipeline/paths.py",
             "jaxmoe/training/measures/size_oracle.py",
@@ -84,15 +81,13 @@ VERTICALS = {
         ),
         tests=(
             "tests/jaxmoe/contrib/depth/*",
-            "tests/jaxmoe/layers/test_hyper_connections.py",
-            "tests/jaxmoe/models/test_halves.py",
-            "tests/jaxmoe/models/test_loop.py",
             "tests/jaxmoe/training/pipeline/test_skipping.py",
             "tests/jaxmoe/run/test_skipping.py",
             "tests/sharding/pipeline/test_paths.py",
         ),
         smoke=(
-            "tests/jaxmoe/models/test_loop.py::test_one_turn_of_all_layers_is_bitwise_the_stack"
+            "tests/jaxmoe/contrib/depth/test_loop.py"
+            "::test_one_turn_of_all_layers_is_bitwise_the_stack"
         ),
         sockets=_LAYERS,
     ),

@@ -28,12 +28,12 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerBase, require_positive
 from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
-from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
+from jaxmoe.layers.records import LayerCache, LayerInputs, Stream, TokenInputs
+from jaxmoe.layers.rows import RowTransform
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import flash_attention
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from sharding import axes as ax
-from sharding.constrain import Placement
 from sharding.sequence_parallel.attend import sequence_ranks
 
 _STREAM: Final = (ax.ACT_BATCH, ax.ACT_SEQ, None)
@@ -45,7 +45,6 @@ class ParallelStreamsConfig(AttentionConfig):
     """Grouped-query attention of several streams of each sequence (ParScale)."""
 
     name: ClassVar[str] = "parallel_streams"
-    merges_streams: ClassVar[bool] = True
     has_pages: ClassVar[bool] = False
     can_select_pages: ClassVar[bool] = False
 
@@ -86,36 +85,10 @@ class ParallelStreamsConfig(AttentionConfig):
         one = AttentionConfig.cache_bytes_per_token(self, precision, layers=layers)
         return one * self.num_streams
 
-    def spread(self, tree: Any, placement: Placement) -> Any:
-        """Return arrays [B S ...] with each row repeated for every stream; others as they are.
-
-        Args:
-            tree: Stream before the first layer, and inputs of all layers.
-            placement: Layout rules.
-        """
-
-        def repeat(leaf: Array) -> Array:
-            if leaf.ndim < 2:
-                return leaf
-            axes = (*_STREAM[:2], *(None,) * (leaf.ndim - 2))
-            island = placement.island(
-                lambda rows, *, batch_axes: jnp.repeat(rows, self.num_streams, axis=0),
-                in_axes=(axes,),
-                out_axes=axes,
-            )
-            return island(leaf)
-
-        return jax.tree.map(repeat, tree)
-
-    def merge(self, embed_dim: int, execution: ExecutionConfig, *, name: str) -> MergeStreams:
-        """Return the module that merges the streams behind the last layer.
-
-        Args:
-            embed_dim: D.
-            execution: How it is computed.
-            name: Name among the parameters.
-        """
-        return MergeStreams(self.num_streams, self.smoothing, embed_dim, execution, name=name)
+    @property
+    def rows(self) -> StreamRows:
+        """A row for each stream of a sequence."""
+        return StreamRows(self.num_streams, self.smoothing)
 
     def build(
         self,
@@ -128,6 +101,51 @@ class ParallelStreamsConfig(AttentionConfig):
         """Return the module of one layer; see `AttentionConfig.build`."""
         del train
         return StreamAttention(self, context, execution, name=name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamRows(RowTransform):
+    """Repeats each row for every stream, and merges the streams behind the last layer."""
+
+    num_streams: int
+    smoothing: float
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """Number of streams."""
+        return self.num_streams
+
+    def enter(
+        self,
+        stream: Stream,
+        tokens: TokenInputs,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        has_cache: bool = False,
+    ) -> tuple[Stream, TokenInputs]:
+        """Return arrays [B S ...] with each row repeated for every stream; others as they are."""
+        del context, has_cache
+
+        def repeat(leaf: Array) -> Array:
+            if leaf.ndim < 2:
+                return leaf
+            axes = (*_STREAM[:2], *(None,) * (leaf.ndim - 2))
+            island = execution.placement.island(
+                lambda rows, *, batch_axes: jnp.repeat(rows, self.num_streams, axis=0),
+                in_axes=(axes,),
+                out_axes=axes,
+            )
+            return island(leaf)
+
+        return jax.tree.map(repeat, (stream, tokens))
+
+    def leave(self, stream: Stream, context: LayerContext, execution: ExecutionConfig) -> Stream:
+        """Return the merged streams."""
+        merge = MergeStreams(
+            self.num_streams, self.smoothing, context.embed_dim, execution, name="merge_streams"
+        )
+        return dataclasses.replace(stream, x=merge(stream.x))
 
 
 class StreamAttention(Attention):

@@ -34,7 +34,7 @@ from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.stacks import Layer, LayerCall, LayerStack
-from jaxmoe.models.transformer import begun_stream, initial_router_state, read_at, token_inputs
+from jaxmoe.models.transformer import first_stream, initial_router_state, read_at, token_inputs
 
 
 def layer_calls(model: ModelConfig) -> tuple[LayerCall, ...]:
@@ -131,12 +131,12 @@ class Chain:
                 f"execution.precision.weights={execution.precision.weights}: layers are called one"
                 " by one with floating-point weights: take the run before its conversion"
             )
-        if loop is not None and loop.connection is not None:
+        if loop is not None and loop.has_modules:
             raise ValueError(
                 "model.loop.connection: layers are called one by one on the stream between layers,"
                 " and the connection's streams lie around a whole turn: leave the connection out"
             )
-        if first.merges_streams:
+        if first.rows is not None:
             raise ValueError(
                 f"model.attention={first.name}: layers are called one by one on one stream a"
                 " sequence, and this mixer computes several: choose another mixer"
@@ -220,7 +220,7 @@ class Chain:
 
     def hidden(self, stream: Stream) -> Float[Array, "B S D"]:
         """Return the residual stream as if no layer followed, before the final norm."""
-        return _end(self.model, stream)
+        return _end(self.model, self.execution, stream)
 
     def normed(self, stream: Stream) -> Float[Array, "B S D"]:
         """Return the activations after the final norm of a stream after the last layer."""
@@ -279,7 +279,8 @@ def _begin(
     mask_ratio = jnp.zeros(arrays["tokens"].shape, jnp.float32)  # nothing is masked
     arguments = arrays | {"context": {"mask_ratio": mask_ratio}}
     inputs = token_inputs(arguments, None, None, execution.placement)
-    return begun_stream(model, weight, inputs.context["tokens"], execution), inputs
+    stream = first_stream(model, weight, inputs.context["tokens"], execution)
+    return model.residual.enter(stream, inputs, model.context, execution)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnames="cache")
@@ -303,16 +304,16 @@ def _call(
     return block.apply({"params": layer_params}, stream, inputs, tokens, method=half)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _end(model: ModelConfig, stream: Stream) -> Array:
-    return model.residual.end(stream).x
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _end(model: ModelConfig, execution: ExecutionConfig, stream: Stream) -> Array:
+    return model.residual.leave(stream, model.context, execution).x
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _logits(
     model: ModelConfig, execution: ExecutionConfig, params: Any, stream: Stream, at: Any
 ) -> Array:
-    x = model.residual.end(stream).x
+    x = model.residual.leave(stream, model.context, execution).x
     x = rms_norm(x, params["final_norm"]["gain"], model.norm_epsilon)
     x = read_at(x, at, execution.placement)
     return output_logits(x, head_weight(params, model), model, execution)

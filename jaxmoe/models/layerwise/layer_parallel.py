@@ -44,7 +44,7 @@ def parallel_scan(model: ModelConfig) -> Scan:
     """
     (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
     kind = scan.stacks[0].kind
-    carried = carried_arrays([kind.mixer, kind.feed_forward], model.context, ExecutionConfig())
+    carried = carried_arrays(model.context, ExecutionConfig(), [kind.mixer, kind.feed_forward])
     names = ", ".join(carried)
     reasons = {
         "model.layers repeats a period of unlike layers": scan.is_cycle,

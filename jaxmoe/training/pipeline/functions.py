@@ -8,6 +8,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -95,7 +96,8 @@ class PipelinedModel:
         """Return the stream before the stages, equal on all of them, and sums of its layers."""
         inputs = self._about(micro)
         scans = self.parts.before
-        stream = self._begun(self._embed(self._of(("embedding",)), inputs))
+        addend = self._embed(self._of(("embedding",)), inputs)
+        stream = self._entered(self._summed(addend), inputs)
         params = self._of(scan.name for scan in scans)
         stream, sums = self._run(scans, params, stream, inputs, None)
         return stream, EndSums(layers=sums, gradients=None)
@@ -109,7 +111,8 @@ class PipelinedModel:
         def run(params: dict[str, Any], stream: Stream) -> Any:
             return _with_loss(self._run(scans, params, stream, inputs, past))
 
-        first, pull_begin = jax.vjp(self.model.residual.begin, self._summed(addend))
+        entered = partial(self._entered, inputs=inputs)
+        first, pull_begin = jax.vjp(entered, self._summed(addend))
         (_, total), pull_back, sums = jax.vjp(run, layers, first, has_aux=True)
         of_layers, gradient = pull_back((gradient, jnp.ones_like(total)))
         (of_embedding,) = pull_embedding(*pull_begin(gradient))
@@ -150,7 +153,8 @@ class PipelinedModel:
 
         def run(params: dict[str, Any], stream: Stream) -> Any:
             stream, sums = self._run(scans, params, stream, inputs, past)
-            return _with_loss((self.model.residual.end(stream), sums))
+            stream = self.model.residual.leave(stream, self.model.context, self.execution)
+            return _with_loss((stream, sums))
 
         params = self._of(scan.name for scan in scans)
         (last, total), pull_back, sums = jax.vjp(run, params, stream, has_aux=True)
@@ -213,9 +217,10 @@ class PipelinedModel:
         ids = inputs.context["tokens"] - first_id.astype(jnp.int32)
         return first_stream(self.model, table, ids, self.execution)
 
-    def _begun(self, addend: Stream) -> Stream:
-        """Return the stream before the first layer from the addends of the stages."""
-        return self.model.residual.begin(self._summed(addend))
+    def _entered(self, stream: Stream, inputs: TokenInputs) -> Stream:
+        """Return the stream as the layers take it."""
+        model = self.model
+        return model.residual.enter(stream, inputs, model.context, self.execution)[0]
 
     @staticmethod
     def _summed(stream: Stream) -> Stream:

@@ -181,7 +181,7 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
             " with every micro-batch: set execution.mesh.stage to 1, or model.attention to"
             " grouped_query"
         )
-    if model.kinds[0].mixer.merges_streams:
+    if model.kinds[0].mixer.rows is not None:
         raise ValueError(
             f"model.attention {model.kinds[0].mixer.name!r} merges its streams behind the last"
             f" layer, which the stages of execution.mesh.stage={stages} do not: set"

@@ -12,10 +12,10 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointError
 from jaxmoe.checkpoint.huggingface import to_huggingface
+from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.carry import initial_carry
-from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerInputs, RoutingInputs, Stream, TokenInputs
 from jaxmoe.layers.residual import LadderResidualConfig, StandardResidualConfig
@@ -140,8 +140,9 @@ def products_behind_sums(residual, halves):
     def run(params, x):
         carry = initial_carry(residual.carries(model.context, execution), (2, 8), execution)
         x = place(x, ("act_batch", "act_seq", "act_embed"))
-        stream = residual.begin(Stream(x=x, carry=carry))
         about = TokenInputs(token_mask=place(jnp.ones((2, 8), bool), ("act_batch", "act_seq")))
+        stream = Stream(x=x, carry=carry)
+        stream, about = residual.enter(stream, about, model.context, execution)
         for half in halves:
             stream, _ = block.apply({"params": params}, stream, layer, about, method=half)
         return stream

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.loop import LoopConfig
 from jaxmoe.routing import ROUTERS, SoftmaxGateConfig, SoftmaxTopKConfig
 from jaxmoe.routing.replay import REPLAYED, check_replayed
 from jaxmoe.routing.telemetry import summarise

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.loop import LoopConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing.replay import EXPERTS

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.loop import LoopConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.training import loss
 from jaxmoe.training.loss import forward_and_nll

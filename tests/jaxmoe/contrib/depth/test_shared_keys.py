@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.depth.halves import check_halves
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixers import AttentionConfig, SharedKeysConfig
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import DenseConfig, LayerConfig, ModelConfig, MoEConfig
-from jaxmoe.models.halves import check_halves
 from jaxmoe.models.transformer import forward
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
@@ -160,7 +160,7 @@ def test_what_cannot_carry_keys_is_refused():
     with pytest.raises(ValueError, match="execution.mesh.stage=5 would pass on .*grouped_query"):
         check_pipeline(MODEL, staged, accumulation=5)
     with pytest.raises(ValueError, match="execution.halves=2 splits .* shared keys"):
-        check_halves(MODEL, ExecutionConfig(halves=2), (8, 2048), {}, has_cache=False)
+        check_halves(MODEL.context, ExecutionConfig(halves=2), (8, 2048), {}, has_cache=False)
     with pytest.raises(ValueError, match=r"own_probability=1.5 must be between 0 and 1"):
         dataclasses.replace(SHARED, own_probability=1.5)
     with pytest.raises(ValueError, match="own_probability draws .* no key was given"):

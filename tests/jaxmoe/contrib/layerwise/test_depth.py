@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
+from jaxmoe.contrib.depth.loop import HyperloopConfig, LoopConfig
 from jaxmoe.contrib.layerwise.depth import (
     describe_depth,
     map_error,
@@ -18,11 +20,9 @@ from jaxmoe.contrib.layerwise.depth import (
 )
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.layerwise.chain import Chain, layer_calls
 from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
-from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import forward
 from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import values_of

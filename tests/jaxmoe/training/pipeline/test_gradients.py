@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
-from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.mixers import Mamba2Config
 from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.config import LayerConfig

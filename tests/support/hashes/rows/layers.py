@@ -220,7 +220,7 @@ def _hybrid() -> Any:
 
 
 def _looped() -> Any:
-    from jaxmoe.models.loop import LoopConfig
+    from jaxmoe.contrib.depth.loop import LoopConfig
 
     return _changed(num_layers=4, dense_layers=(), loop=LoopConfig())
 

@@ -13,14 +13,15 @@ from flax import linen as nn
 
 from jaxmoe.checkpoint import CheckpointError
 from jaxmoe.checkpoint.huggingface import to_huggingface
+from jaxmoe.contrib.depth import halves
+from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
+from jaxmoe.contrib.depth.loop import HyperloopConfig, LoopConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.hyper_connections import HyperResidualConfig
 from jaxmoe.layers.records import Stream
 from jaxmoe.layers.residual import LadderResidualConfig
-from jaxmoe.models import halves
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.models.loop import HyperloopConfig, LoopConfig, loop_modules, run_scans
+from jaxmoe.models.loop import run_scans
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.pipeline import check_pipeline
@@ -130,13 +131,13 @@ class Around(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        around = loop_modules(CONNECTED.loop, CONNECTED.context, ONE)
-
         def call(scan, flow, turn):
             x = flow.x + (jnp.tanh(flow.x) if scan.is_looped else 1.0)
             return dataclasses.replace(flow, x=x), {}
 
-        return run_scans(CONNECTED.scans, call, Stream(x=x), around)[0].x
+        return run_scans(
+            CONNECTED.scans, call, Stream(x=x), CONNECTED.loop, CONNECTED.context, ONE
+        )[0].x
 
 
 def test_connections_of_a_loop_equal_the_formula():

@@ -8,8 +8,8 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxmoe.contrib.depth import halves
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models import halves
 from jaxmoe.routing.capacity import CapacityConfig
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig
@@ -58,7 +58,7 @@ def test_halves_have_the_loss_and_gradients_of_whole_rows(name, monkeypatch):
 def check(model, shape, *, has_cache=False, **fields):
     execution = ExecutionConfig(mesh=MeshConfig(data=2), halves=2, **fields)
     sizes = {"data": 2}
-    halves.check_halves(model, execution, shape, sizes, has_cache=has_cache)
+    halves.check_halves(model.context, execution, shape, sizes, has_cache=has_cache)
 
 
 def test_rows_that_do_not_halve_are_refused():

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.hyper_connections import (
+from jaxmoe.contrib.depth.hyper_connections import (
     HyperResidualConfig,
     connection_flops,
     mean_stream,
@@ -25,10 +24,11 @@ from jaxmoe.layers.hyper_connections import (
     spread,
     write_streams,
 )
+from jaxmoe.contrib.depth.loop import HyperloopConfig, LoopConfig
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import ForwardMultipliers
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.models.loop import HyperloopConfig, LoopConfig
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig

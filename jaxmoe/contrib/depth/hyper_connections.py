@@ -34,8 +34,10 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Declaration, declare
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.records import Half, Stream
+from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.records import Half, Stream, TokenInputs
 from jaxmoe.layers.residual import Residual
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -80,9 +82,18 @@ class HyperResidualConfig(Residual):
         """Return the FLOPs of one half: of reading, mixing and writing the streams."""
         return connection_flops(self.streams, embed_dim, self.mixing)
 
-    def begin(self, stream: Stream) -> Stream:
-        """Return the stream before the first layer: n copies."""
-        return dataclasses.replace(stream, x=spread(stream.x, self.streams))
+    def enter(
+        self,
+        stream: Stream,
+        tokens: TokenInputs,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        has_cache: bool = False,
+    ) -> tuple[Stream, TokenInputs]:
+        """Return the stream before the first layer as n copies."""
+        del context, execution, has_cache
+        return dataclasses.replace(stream, x=spread(stream.x, self.streams)), tokens
 
     def build(
         self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
@@ -92,8 +103,9 @@ class HyperResidualConfig(Residual):
             self.streams, self.mixing, embed_dim, epsilon, placement, name=f"{half}_residual"
         )
 
-    def end(self, stream: Stream) -> Stream:
+    def leave(self, stream: Stream, context: LayerContext, execution: ExecutionConfig) -> Stream:
         """Return the stream after the last layer: the mean."""
+        del context, execution
         return dataclasses.replace(stream, x=mean_stream(stream.x))
 
 

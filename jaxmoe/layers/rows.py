@@ -1,0 +1,86 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the socket `RowTransform`: another arrangement of the rows for all layers of a model.
+
+    stream, tokens = rows.enter(stream, tokens, ...)      after the embedding
+    every layer computes rows.layer(Block) on them
+    stream = rows.leave(stream, ...)                      after the last layer, before the norm
+
+A residual is one (n streams in place of one); a mixer may bring one (`MixerBase.rows`), and an
+execution (`execution.halves`). They nest: what enters last leaves first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flax import linen as nn
+
+from jaxmoe.catalog import choice
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.records import TokenInputs
+
+if TYPE_CHECKING:
+    from jaxmoe.layers.context import LayerContext
+
+
+class RowTransform:
+    """Base class of what rearranges the rows around all layers; this one changes nothing."""
+
+    __slots__ = ()
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """Rows that the layers compute for each sequence."""
+        return 1
+
+    def enter(
+        self,
+        stream: Any,
+        tokens: TokenInputs,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        has_cache: bool = False,
+    ) -> tuple[Any, Any]:
+        """Return the stream before the first layer and the inputs of all layers, rearranged.
+
+        Args:
+            stream: Stream before the first layer.
+            tokens: Inputs of all layers.
+            context: Model-wide numbers.
+            execution: How the layers are computed, on the current mesh.
+            has_cache: Whether caches of earlier tokens are given.
+
+        Raises:
+            ValueError: The model, the rows or the mesh do not allow it.
+        """
+        del context, execution, has_cache
+        return stream, tokens
+
+    def layer(self, block: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        """Return the module class of a layer that takes what `enter` returns.
+
+        Args:
+            block: Class of a layer that takes one stream.
+        """
+        return block
+
+    def leave(self, stream: Any, context: LayerContext, execution: ExecutionConfig) -> Any:
+        """Return the stream of all sequences after the last layer.
+
+        It is called in the module that owns the parameters of the model, and may declare some.
+
+        Args:
+            stream: What the last layer returned.
+            context: Model-wide numbers.
+            execution: How the layers are computed, on the current mesh.
+        """
+        del context, execution
+        return stream
+
+
+def rows_of(execution: ExecutionConfig) -> RowTransform | None:
+    """Return the arrangement of the rows that an execution asks for; None: as they are."""
+    return None if execution.halves == 1 else choice("rows", "halves")()
