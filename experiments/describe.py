@@ -187,7 +187,8 @@ def _stages(plan: Plan) -> list[str]:
     if execution.mesh.stage <= 1:
         return []
     check_pipeline(*arguments)
-    return [f"stages               {pipeline_in_words(*arguments, skipping=training.skipping)}"]
+    paths = training.step_gradients.paths(training.accumulation)
+    return [f"stages               {pipeline_in_words(*arguments, paths=paths)}"]
 
 
 def _size(num_bytes: float) -> str:

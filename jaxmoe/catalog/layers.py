@@ -261,8 +261,8 @@ BASES: Final = {
     "mixer": "jaxmoe.layers.context:MixerBase",
     "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
     "residual": "jaxmoe.layers.residual:Residual",
-    "loop": "jaxmoe.models.loop:Loop",
-    "rows": "jaxmoe.layers.rows:RowTransform",
+    "loop": "jaxmoe.models.loop:LayerLoop",
+    "rows": "jaxmoe.layers.rows:ExecutionRows",
 }
 
 MEMBERS: Final = {

@@ -49,6 +49,18 @@ _ASSIGN: Final = {
         "One device, one host or all hosts, by the length of a document (Zeppelin).",
     ),
 }
+_SKIPPING: Final = {
+    "skipping": (
+        "jaxmoe.contrib.depth.skipping:SkippingConfig",
+        "Layers that a micro-batch leaves out (SkipPipe), and their order (CheckFree+).",
+    ),
+}
+_DETAILS: Final = {
+    "two_sizes": (
+        "jaxmoe.contrib.depth.size_oracle:SizeDetails",
+        "The losses of all choices of sizes on the first held-out batch, a row for each budget.",
+    ),
+}
 _OPTIMIZER: Final = {
     "adamw": ("jaxmoe.optim.adamw:AdamWConfig", "AdamW for every role."),
     "muon": ("jaxmoe.optim.muon:MuonConfig", "Muon for matrices, AdamW for all else."),
@@ -278,6 +290,8 @@ BASES: Final = {
     "data": "jaxmoe.data.source:SourceKind",
     "tokenizer": "jaxmoe.data.tokenizer.base:TokenizerConfig",
     "assign": "jaxmoe.data.levels.plan:Assigner",
+    "skipping": "jaxmoe.training.estimators.skipping:Skipping",
+    "details": "jaxmoe.run.measures:Details",
     "optimizer": "jaxmoe.optim.groups:Optimizer",
     "schedule": "jaxmoe.optim.schedules:ScheduleBase",
     "objective": "jaxmoe.training.objective:Objective",
@@ -294,6 +308,8 @@ MEMBERS: Final = {
     "data": _DATA,
     "tokenizer": _TOKENIZER,
     "assign": _ASSIGN,
+    "skipping": _SKIPPING,
+    "details": _DETAILS,
     "optimizer": _OPTIMIZER,
     "schedule": _SCHEDULE,
     "objective": _OBJECTIVE,

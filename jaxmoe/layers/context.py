@@ -331,8 +331,6 @@ class FeedForwardBase(Carry, abc.ABC):
     """Fields that grow with the width of a model."""
     is_routed: ClassVar[bool]
     """Whether a router chooses experts for each token."""
-    num_sizes: int = 1
-    """Sizes of which each token takes one."""
     keeps_order: bool
     """Whether rows must be in the order of their tokens."""
 

@@ -12,8 +12,9 @@ execution (`execution.halves`). They nest: what enters last leaves first.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flax import linen as nn
 
@@ -81,6 +82,43 @@ class RowTransform:
         return stream
 
 
-def rows_of(execution: ExecutionConfig) -> RowTransform | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class NestedRows(RowTransform):
+    """Several transforms, of which the last to enter is the first to leave."""
+
+    transforms: tuple[RowTransform, ...]
+
+    def enter(
+        self,
+        stream: Any,
+        tokens: Any,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        has_cache: bool = False,
+    ) -> tuple[Any, Any]:
+        """Enter all, the first one first."""
+        for rows in self.transforms:
+            stream, tokens = rows.enter(stream, tokens, context, execution, has_cache=has_cache)
+        return stream, tokens
+
+    def leave(self, stream: Any, context: LayerContext, execution: ExecutionConfig) -> Any:
+        """Leave all, the last one first."""
+        for rows in reversed(self.transforms):
+            stream = rows.leave(stream, context, execution)
+        return stream
+
+
+class ExecutionRows(RowTransform):
+    """Base class of the configs of arrangements that an execution asks for."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry."""
+
+
+def rows_of(execution: ExecutionConfig) -> ExecutionRows | None:
     """Return the arrangement of the rows that an execution asks for; None: as they are."""
     return None if execution.halves == 1 else choice("rows", "halves")()

@@ -28,8 +28,8 @@ from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import MixerBase
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
-from jaxmoe.layers.rows import RowTransform, rows_of
-from jaxmoe.models.loop import Loop
+from jaxmoe.layers.rows import NestedRows, rows_of
+from jaxmoe.models.loop import LayerLoop
 from jaxmoe.models.stacks import Layer, LayerStack, Scan, group_layers
 from jaxmoe.routing.composition import RoutingWarning, causal_advice
 
@@ -72,7 +72,7 @@ class ModelConfig:
     """Term added to the mean square in RMSNorm."""
     residual: Residual = StandardResidualConfig()
     """How layers read the residual stream and write to it."""
-    loop: Loop | None = None
+    loop: LayerLoop | None = None
     """Layers that are called several times with the same parameters; None: each once."""
     has_tied_embeddings: bool = False
     """Whether the output head is the transposed embedding."""
@@ -207,14 +207,14 @@ class ModelConfig:
         """Rows that the layers compute for each sequence."""
         return max(mixer.rows.rows_per_sequence if mixer.rows else 1 for mixer in self.mixers)
 
-    def row_transforms(self, execution: ExecutionConfig) -> tuple[RowTransform, ...]:
-        """Return what rearranges the rows around all layers, the outermost first.
+    def rows(self, execution: ExecutionConfig) -> NestedRows:
+        """Return what rearranges the rows around all layers: the mixer, the residual, halves.
 
         Args:
             execution: How the layers are computed.
         """
         transforms = (self.kinds[0].mixer.rows, self.residual, rows_of(execution))
-        return tuple(rows for rows in transforms if rows is not None)
+        return NestedRows(tuple(rows for rows in transforms if rows is not None))
 
     @property
     def num_moe_layers(self) -> int:

@@ -5,7 +5,8 @@
 The layers of a loop have scans of their own, which `Scan.turns` and `Scan.is_looped` mark.
 Statistics of routers are summed over turns, and caches have an entry for each.
 
-To add a loop: a config that extends `Loop`, and its row under `loop` in `jaxmoe/catalog/layers.py`.
+To add a loop: a config that extends `LayerLoop`, and its row under `loop` in
+`jaxmoe/catalog/layers.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CallBlock = Callable[[Any, int], Any]
 """(flow, turn) -> flow after one turn of the block; a flow is what `RowTransform.enter` returns."""
 
 
-class Loop(abc.ABC):
+class LayerLoop(abc.ABC):
     """Base class of the configs that call consecutive layers several times."""
 
     __slots__ = ()
@@ -97,7 +98,7 @@ def run_scans(
     scans: Sequence[Scan],
     call: CallScan,
     flow: Any,
-    loop: Loop | None,
+    loop: LayerLoop | None,
     context: LayerContext,
     execution: ExecutionConfig,
 ) -> tuple[Any, list[Any]]:

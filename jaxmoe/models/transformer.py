@@ -138,10 +138,8 @@ class Transformer(nn.Module):
         caches = None if cache is None else dict(cache)
         given = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
         execution = execution.declaring() if self.is_initializing() else execution
-        transforms = model.row_transforms(execution)
-        for rows in transforms:
-            has_cache = cache is not None
-            flow, about = rows.enter(flow, about, shared, execution, has_cache=has_cache)
+        rows = model.rows(execution)
+        flow, about = rows.enter(flow, about, shared, execution, has_cache=cache is not None)
         layers = {one.name: scan_layers(one, shared, execution, **given) for one in model.scans}
 
         def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
@@ -154,9 +152,7 @@ class Transformer(nn.Module):
 
         flow, outputs = run_scans(model.scans, call, flow, model.loop, shared, execution)
         statistics, losses, indicators = join_outputs(model.scans, outputs)
-        for rows in reversed(transforms):
-            flow = rows.leave(flow, shared, execution)
-        x = flow.x
+        x = rows.leave(flow, shared, execution).x
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = read_at(x, logits_at, execution.placement)

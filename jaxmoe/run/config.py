@@ -38,11 +38,11 @@ from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.estimators import BackpropConfig, Gradients
+from jaxmoe.training.estimators.skipping import Skipping
 from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.parts.average import Average, Averaging
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
-from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +178,7 @@ class TrainingConfig:
     """Training objective."""
     assign: Assigner = BucketsConfig()
     """Choice of the level of each document, with data.packing levels."""
-    skipping: SkippingConfig | None = None
+    skipping: Skipping | None = None
     """Layers that micro-batches leave out (SkipPipe); None for none."""
     gradients: Gradients = BackpropConfig()
     """How a step gets its gradient."""
@@ -212,7 +212,7 @@ class TrainingConfig:
     @property
     def step_gradients(self) -> Gradients:
         """How a step gets its gradient, with the layers that micro-batches leave out."""
-        return self.gradients if self.skipping is None else PartialBackprop(skipping=self.skipping)
+        return self.gradients if self.skipping is None else self.skipping.gradients
 
     @property
     def step_parts(self) -> tuple[StepPart, ...]:

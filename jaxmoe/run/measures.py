@@ -18,16 +18,18 @@ measured with a part of the cache and with all of it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from jaxmoe.catalog import choice, names
 from jaxmoe.data import Batch
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
@@ -46,7 +48,6 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.load import describe_precision
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.measures.decoded_loss import DecodedLoss, compare_readings
-from jaxmoe.training.measures.size_oracle import find_oracle
 from jaxmoe.training.pipeline import pipeline_forward
 from jaxmoe.training.state import TrainState
 from sharding.sequence_parallel import WHOLE_CACHE, CacheReading
@@ -101,20 +102,38 @@ def router_statistics(
     return output.statistics
 
 
+class Details(abc.ABC):
+    """Base class of the rows about a feed-forward, by whose name they are found."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name of the feed-forward."""
+
+    @abc.abstractmethod
+    def rows(self, assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
+        """Return what is measured on held-out batches, one row a line of the table.
+
+        Args:
+            assembly: Plan, devices and data of the run; its mesh is current.
+            state: State with parameters.
+        """
+
+
 def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
     """Return one row of statistics per MoE layer; none for a dense model.
 
-    A model with feed-forwards of several sizes has one row per budget instead: the losses of
-    `jaxmoe.training.measures.size_oracle` on the first held-out batch.
+    A model with a feed-forward that has `Details` of its own has the rows of these instead.
 
     Args:
         assembly: Plan, devices and data of the run; its mesh is current.
         state: State with parameters and router state.
     """
     model = assembly.plan.model
-    if any(kind.feed_forward.num_sizes > 1 for kind in model.kinds):
-        batch = next(iter(assembly.held_out()))
-        return find_oracle(model, state.params, batch, execution=assembly.execution).rows()
+    for feed_forward in model.context.feed_forwards:
+        if feed_forward.name in names("details"):
+            return choice("details", feed_forward.name)().rows(assembly, state)
     per_batch = _statistics(assembly, state, assembly.held_out())
     if not per_batch:
         return []

@@ -3,9 +3,7 @@
 from sharding.pipeline.gpipe import GPipeConfig as GPipeConfig
 from sharding.pipeline.interleaved import InterleavedConfig as InterleavedConfig
 from sharding.pipeline.order import PipelineOrder as PipelineOrder
-from sharding.pipeline.paths import Order as Order
-from sharding.pipeline.paths import Paths as Paths
-from sharding.pipeline.paths import choose_paths as choose_paths
+from sharding.pipeline.schedule import Paths as Paths
 from sharding.pipeline.schedule import Run as Run
 from sharding.pipeline.schedule import Schedule as Schedule
 from sharding.pipeline.schedule import Work as Work

@@ -19,8 +19,7 @@ import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from sharding.pipeline.paths import Paths
-from sharding.pipeline.schedule import Kind, Schedule
+from sharding.pipeline.schedule import Kind, Paths, Schedule
 from sharding.pipeline.times import from_times
 
 

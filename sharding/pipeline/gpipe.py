@@ -12,8 +12,7 @@ import dataclasses
 from typing import ClassVar
 
 from sharding.pipeline.order import PipelineOrder
-from sharding.pipeline.paths import Paths
-from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.schedule import Paths, Schedule
 from sharding.pipeline.times import forward_times, from_times
 
 

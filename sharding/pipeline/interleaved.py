@@ -21,8 +21,7 @@ from typing import ClassVar, Literal
 
 from sharding.pipeline.first_come import first_come_schedule
 from sharding.pipeline.order import PipelineOrder
-from sharding.pipeline.paths import Paths
-from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.schedule import Paths, Schedule
 from sharding.pipeline.times import forward_times, from_times, position
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 import abc
 from typing import ClassVar
 
-from sharding.pipeline.paths import Paths
-from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.schedule import Paths, Schedule
 
 
 class PipelineOrder(abc.ABC):

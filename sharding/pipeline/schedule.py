@@ -26,11 +26,12 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sharding.pipeline.paths import Paths
-
 Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 """Kinds of work in the order in which a tick does them."""
+
+Paths = tuple[tuple[int, ...], ...]
+"""Groups of layers that each micro-batch passes through, in their order."""
 
 
 class Work(NamedTuple):

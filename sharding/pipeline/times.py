@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sharding.pipeline.paths import Paths
-from sharding.pipeline.schedule import KINDS, Kind, Schedule, Work
+from sharding.pipeline.schedule import KINDS, Kind, Paths, Schedule, Work
 
 
 def from_times(

@@ -14,7 +14,6 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.pipeline.skipping import PartialBackprop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
@@ -97,7 +96,7 @@ def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None, s
         accumulation=parts,
         clip=None,
         accumulated_balance=form,
-        gradients=None if skipping is None else PartialBackprop(skipping=skipping),
+        gradients=None if skipping is None else skipping.gradients,
     )
     if made is None:
         state, metrics = step(state, rows)

@@ -73,18 +73,8 @@ VERTICALS = {
         + _STEP,
     ),
     "depth": Vertical(
-        sources=(
-            "jaxmoe/training/pipeline/skipping.py",
-            "sharding/pipeline/paths.py",
-            "jaxmoe/training/measures/size_oracle.py",
-            "jaxmoe/contrib/depth/*",
-        ),
-        tests=(
-            "tests/jaxmoe/contrib/depth/*",
-            "tests/jaxmoe/training/pipeline/test_skipping.py",
-            "tests/jaxmoe/run/test_skipping.py",
-            "tests/sharding/pipeline/test_paths.py",
-        ),
+        sources=("jaxmoe/contrib/depth/*",),
+        tests=("tests/jaxmoe/contrib/depth/*",),
         smoke=(
             "tests/jaxmoe/contrib/depth/test_loop.py"
             "::test_one_turn_of_all_layers_is_bitwise_the_stack"

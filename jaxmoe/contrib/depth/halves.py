@@ -23,7 +23,7 @@ from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.mixing import Losses
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
-from jaxmoe.layers.rows import RowTransform
+from jaxmoe.layers.rows import ExecutionRows
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -87,7 +87,7 @@ def _halved_losses(mixed: list[Any], fed: list[Any]) -> Losses:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HalvesConfig(RowTransform):
+class HalvesConfig(ExecutionRows):
     """Two halves of a device's rows that pass through a layer alternately (TokenWeave)."""
 
     name: ClassVar[str] = "halves"

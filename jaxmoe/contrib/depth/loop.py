@@ -40,7 +40,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.records import Stream
-from jaxmoe.models.loop import CallBlock, Loop
+from jaxmoe.models.loop import CallBlock, LayerLoop
 from sharding import axes as ax
 
 
@@ -58,7 +58,7 @@ class HyperloopConfig:
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoopConfig(Loop):
+class LoopConfig(LayerLoop):
     """Consecutive layers that are called several times."""
 
     name: ClassVar[str] = "loop"
@@ -120,7 +120,7 @@ class LoopConfig(Loop):
     ) -> Any:
         """Return the flow after all turns, with a connection around each if there is one."""
         if self.connection is None:
-            return Loop.run(self, call, flow, context, execution)
+            return LayerLoop.run(self, call, flow, context, execution)
         sizes = (self.connection.streams, "diagonal", context.embed_dim, context.norm_epsilon)
         connections = [
             LoopConnection(*sizes, execution.placement, name=f"loop_{turn}")

@@ -8,7 +8,7 @@
 
 `context["size_pattern"]` [B S] sets the options instead: with O options layer l takes digit l of
 the number in base O, with factor 1; -1 takes in each layer the option with the largest mean p_o
-in the sequence. `jaxmoe.training.measures.size_oracle` tries all numbers.
+in the sequence. `jaxmoe.contrib.depth.size_oracle` tries all numbers.
 
 Stage 2 starts from the parameters of stage 1 by `--checkpoint.initial RUN`. Both sizes are computed
 for all tokens: this studies choices and saves no time.

@@ -62,8 +62,9 @@ def print_header(
     if (packing := assembly.loader.levels) is not None:
         say(f"levels   {packing.forecast_of(assembly.loader.step_rows(first_step)).text}")
     if assembly.execution.mesh.stage > 1:
+        paths = training.step_gradients.paths(training.accumulation)
         arguments = model, assembly.execution, training.accumulation
-        say(f"stages   {pipeline_in_words(*arguments, skipping=training.skipping)}")
+        say(f"stages   {pipeline_in_words(*arguments, paths=paths)}")
     if training.skipping is not None:
         arguments = assembly.execution, training.accumulation
         say(f"skipping {training.skipping.describe(*arguments)}")

@@ -10,7 +10,8 @@ from typing import Any
 from jaxmoe.configs import from_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.estimators.base import LayerPaths
+from jaxmoe.training.estimators.skipping import Skipping
 from jaxmoe.training.pipeline.stages import ModelParts
 
 _MOST_TICKS = 200
@@ -23,7 +24,7 @@ def pipeline_in_words(
     accumulation: int,
     *,
     stages: int | None = None,
-    skipping: SkippingConfig | None = None,
+    paths: LayerPaths | None = None,
 ) -> str:
     """Return the layers of a stage, the idle share and the inputs that a stage keeps.
 
@@ -32,11 +33,10 @@ def pipeline_in_words(
         execution: Schedule, and mesh with stages.
         accumulation: Micro-batches of a step.
         stages: Stages of the mesh in use; when None those of the execution.
-        skipping: Layers that micro-batches leave out, or None.
+        paths: Groups of layers that each micro-batch passes through; None for all in order.
     """
     stages, chunks = stages or execution.mesh.stage, execution.pipeline.chunks
-    paths = None if skipping is None else skipping.paths(accumulation)
-    schedule = execution.pipeline.schedule(stages, accumulation, paths)
+    schedule = execution.pipeline.schedule(stages, accumulation, paths and paths.groups_of)
     scan = ModelParts.of(model).staged
     num_outside = model.num_layers - scan.num_layers
     number = scan.num_layers // (stages * chunks)
@@ -67,10 +67,10 @@ def pipeline_of_report(stages: int, config: Mapping[str, Any]) -> tuple[str, str
     execution = from_json(ExecutionConfig, config["execution"])
     model = from_json(ModelConfig, config["model"])
     accumulation = config["training"]["accumulation"]
-    saved = config["training"].get("skipping")
-    skipping = None if saved is None else from_json(SkippingConfig, saved)
-    sentence = pipeline_in_words(model, execution, accumulation, stages=stages, skipping=skipping)
-    paths = None if skipping is None else skipping.paths(accumulation)
-    schedule = execution.pipeline.schedule(stages, accumulation, paths)
+    saved, paths = config["training"].get("skipping"), None
+    if saved is not None:
+        paths = from_json(Skipping, saved).gradients.paths(accumulation)
+    sentence = pipeline_in_words(model, execution, accumulation, stages=stages, paths=paths)
+    schedule = execution.pipeline.schedule(stages, accumulation, paths and paths.groups_of)
     text = schedule.text() if len(schedule.ticks) <= _MOST_TICKS else ""
     return f"Stages: {sentence}.", text

@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.contrib.depth.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.models.config import DenseConfig, LayerConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.planning.compile_ahead import CompiledStep, compile_step
@@ -26,7 +27,6 @@ from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import executed_flops, predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.training.pipeline import check_pipeline
-from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig, choose_paths, plan_slots
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of

@@ -11,10 +11,10 @@ import pytest
 
 from experiments.recipes import RECIPES
 from jaxmoe.configs import to_json
+from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporting.report import write_run_report
-from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.doctor.devices import tiny_config
+from jaxmoe.contrib.depth.size_oracle import find_oracle
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import DenseConfig, TwoSizesConfig
@@ -21,7 +22,6 @@ from jaxmoe.models.transformer import forward
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.measures import router_details
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.measures.size_oracle import find_oracle
 from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import on_mesh, on_one_device
 from tests.support.models import BATCH, LENGTH, TINY, tokens_for

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmoe.contrib.depth.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.planning.hlo import collectives
-from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
+from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.layers.mixers import Mamba2Config
 from jaxmoe.layers.residual import LadderResidualConfig
@@ -19,7 +20,6 @@ from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.run.measures import router_statistics
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.pipeline import check_pipeline, gradients, held_out_parts
-from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig

@@ -142,7 +142,7 @@ def _watched() -> tuple[Any, dict[str, Any]]:
 
 
 def _skipping() -> tuple[Any, dict[str, Any]]:
-    from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
+    from jaxmoe.contrib.depth.skipping import PartialBackprop, SkippingConfig
 
     moe = dataclasses.replace(steps.tiny_moe(), balancers=())
     model = dataclasses.replace(steps.tiny_model(), num_layers=4, dense_layers=(), moe=moe)

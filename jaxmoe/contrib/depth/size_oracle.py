@@ -12,20 +12,37 @@ Source: arXiv 2410.10846.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.contrib.depth.two_sizes import TwoSizesConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.measures import Details
 from jaxmoe.training.cross_entropy import token_nll
+from jaxmoe.training.state import TrainState
 
 _MOST_PATTERNS = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SizeDetails(Details):
+    """The losses of all choices of sizes on the first held-out batch, a row for each budget."""
+
+    name: ClassVar[str] = "two_sizes"
+
+    def rows(self, assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
+        """Return a row for each budget."""
+        batch = next(iter(assembly.held_out()))
+        model, execution = assembly.plan.model, assembly.execution
+        return find_oracle(model, state.params, batch, execution=execution).rows()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +95,8 @@ def find_oracle(
     Raises:
         ValueError: Layers differ, have one size, or there are too many patterns.
     """
-    feed_forwards = {kind.feed_forward for kind in model.kinds}
-    options = next(iter(feed_forwards)).num_sizes
+    feed_forward = model.kinds[0].feed_forward
+    options = feed_forward.num_sizes if isinstance(feed_forward, TwoSizesConfig) else 1
     number = options**model.num_layers
     if len(model.stacks) > 1 or options == 1 or number > _MOST_PATTERNS:
         raise ValueError(

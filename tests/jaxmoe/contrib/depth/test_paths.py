@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.pipeline import GPipeConfig, InterleavedConfig, choose_paths
+from jaxmoe.contrib.depth.paths import choose_paths
+from sharding.pipeline import GPipeConfig, InterleavedConfig
 from sharding.pipeline.first_come import first_come_schedule
 from sharding.pipeline.schedule import Kind
 from sharding.pipeline.times import from_times

@@ -3,9 +3,9 @@
 """Chooses the layers of each micro-batch: some groups only (SkipPipe), or in another order.
 
 The longest scan of equal layers is cut into equal groups, and a micro-batch leaves out the same
-ones in every step (`sharding/pipeline/paths.py`). A layer that is left out passes the stream on. It
-has no routing statistics, no balance losses and no gradient from that micro-batch. Held-out losses
-and generation use all layers.
+ones in every step (`paths.py`). A layer that is left out passes the stream on. It has no routing
+statistics, no balance losses and no gradient from that micro-batch. Held-out losses and generation
+use all layers.
 
 Without stages all layers are computed and those left out are masked, which saves no time. With
 stages there is no work for them in the timetable (`sharding/pipeline/first_come.py`).
@@ -23,23 +23,27 @@ its place, so that a copy of it costs less where the end is lost with a device
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxmoe.contrib.depth.paths import Order, choose_paths
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.training.balance import takes_two_passes
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.backward import num_passes
 from jaxmoe.training.estimators.base import LayerPaths
+from jaxmoe.training.estimators.skipping import Skipping
 from sharding import axes as ax
-from sharding.pipeline import Order, Paths, choose_paths
+from sharding.pipeline import Paths
 
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SkippingConfig:
+class SkippingConfig(Skipping):
     """Layers that a micro-batch leaves out (SkipPipe), and their order (CheckFree+)."""
+
+    name: ClassVar[str] = "skipping"
 
     ratio: float = 0.25
     """Share of the groups that a micro-batch leaves out, rounded to whole groups; 0 only where the
@@ -63,6 +67,11 @@ class SkippingConfig:
             raise ValueError(f"training.skipping.groups={self.groups} must be at least 2")
         # Raises where there are none.
         choose_paths(self.groups, 1, self.ratio, self.never, self.order)
+
+    @property
+    def gradients(self) -> PartialBackprop:
+        """Backpropagation through the layers that each micro-batch passes through."""
+        return PartialBackprop(skipping=self)
 
     @property
     def num_left_out(self) -> int:

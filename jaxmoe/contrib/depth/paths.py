@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-Paths = tuple[tuple[int, ...], ...]
-"""Groups that each micro-batch passes through, in their order."""
+from sharding.pipeline import Paths
 
 Order = Literal["ascending", "swapped_ends"]
 """Order of the groups on the second half of the micro-batches: ascending, as on the first; or with

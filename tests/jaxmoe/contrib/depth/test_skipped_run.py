@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from experiments import recipes
+from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.data import MarkovConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run import Run
 from jaxmoe.run.config import CheckpointConfig, EvaluationConfig, TrackingConfig
-from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding import MeshConfig
 from tests.support.runs import logged_losses
 

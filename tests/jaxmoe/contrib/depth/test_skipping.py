@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from jaxmoe.contrib.adapters.remix import RemixConfig
+from jaxmoe.contrib.depth.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.contrib.estimators.spsa import SPSAConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -21,7 +22,6 @@ from jaxmoe.routing import BALANCERS, RouterStatistics
 from jaxmoe.routing.balancers import LoadBalanceConfig, RouterZConfig
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.training.estimators import BackpropConfig
-from jaxmoe.training.pipeline.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
