@@ -102,9 +102,9 @@ def page(config: PretrainConfig, source: Source) -> str:
     loader = Loader(source, batch_size=1, sequence_length=length, seed=training.seed)
     lines += ["", f"rows of {length} + 1 tokens, as training draws them ('|' is a separator)"]
     for number in range(_SHOWN_ROWS):
-        lines += [f"row {number}", *_shown(source, loader.row(number))]
+        lines += [f"row {number}", *_show(source, loader.row(number))]
     if isinstance(source, PackedSource):
-        lines += _trained(source, length)
+        lines += _select_trained(source, length)
     return "\n".join(lines)
 
 
@@ -153,7 +153,7 @@ def _histogram(lengths: np.ndarray) -> Iterator[str]:
         yield f"{2**power:>10,} to {2 ** (power + 1) - 1:>11,}  {counts[power]:>9,}  {bar}".rstrip()
 
 
-def _shown(source: Source, row: Row) -> Iterator[str]:
+def _show(source: Source, row: Row) -> Iterator[str]:
     """Yield position and beginning of each document of a row."""
     first = next(iter(_parts(source).values()), source)  # parts share one tokenizer
     separator = first.tokenizer.separator if isinstance(first, PackedSource) else None
@@ -176,7 +176,7 @@ def _weights(source: Source, length: int) -> dict[str, Any]:
     return {} if counts is None else {"weights": dataclasses.asdict(counts)}
 
 
-def _trained(source: PackedSource, length: int) -> Iterator[str]:
+def _select_trained(source: PackedSource, length: int) -> Iterator[str]:
     """Yield what is trained and left out of documents with loss weights, and some of them."""
     counts, documents = source.weight_counts(length), source.documents["train"]
     if counts is None:
@@ -200,13 +200,13 @@ def _trained(source: PackedSource, length: int) -> Iterator[str]:
         tokens, weights = documents.document(number), documents.document_weights(number)
         assert weights is not None  # there are counts
         yield f"{number}"
-        lines = list(_marked(source, tokens, weights > 0, marks))
+        lines = list(_mark(source, tokens, weights > 0, marks))
         yield from (f"  {line}".rstrip() for line in lines[:_SHOWN_LINES])
         if len(lines) > _SHOWN_LINES:
             yield f"  ... ({len(tokens):,} tokens)"
 
 
-def _marked(
+def _mark(
     source: PackedSource, tokens: np.ndarray, is_trained: np.ndarray, marks: tuple[str, str]
 ) -> Iterator[str]:
     """Yield the lines of a document, with marks around what is trained in each line."""

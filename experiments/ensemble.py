@@ -109,7 +109,7 @@ def _page(
     def line(name: str, part: str, step: str, weight: str, bits: float) -> list[str]:
         per_byte = _per_byte(members, bits)
         cells = [f"{bits:.4f}"] + ([] if per_byte is None else [f"{per_byte:.4f}"])
-        return [_shortened(name), part, step, weight, *cells]
+        return [_shorten(name), part, step, weight, *cells]
 
     heads = ["model", "part", "step", "weight", "bits/token"]
     lines = [heads + ([] if members.bytes_per_token is None else ["bits/byte"])]
@@ -133,7 +133,7 @@ def _page(
     return "\n".join([text_table(lines), "", *notes])
 
 
-def _shortened(name: str) -> str:
+def _shorten(name: str) -> str:
     """Return the end of a name that is too wide for the table."""
     return name if len(name) <= _WIDEST_NAME else f"...{name[3 - _WIDEST_NAME :]}"
 

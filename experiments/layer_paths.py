@@ -147,7 +147,7 @@ def find_and_route(
         router by epoch, and the other sequences with all layers and along the router's paths.
     """
     half = len(batches) // 2
-    searched, unsearched = (_joined(part) for part in (batches[:half], batches[half:]))
+    searched, unsearched = (_join(part) for part in (batches[:half], batches[half:]))
     shape = len(searched.tokens), len(chain.calls)
     baseline = along_paths(chain, searched, np.full(shape, RUN))
     paths = find_paths(lambda p: along_paths(chain, searched, p).losses, shape, config.search)
@@ -163,7 +163,7 @@ def find_and_route(
     )
 
 
-def _joined(batches: Sequence[Batch]) -> Batch:
+def _join(batches: Sequence[Batch]) -> Batch:
     """Return the rows of some batches that have tokens to predict in their second half."""
     fields = ("tokens", "targets", "loss_weights", "segment_ids")
     arrays: dict[str, Any] = {}

@@ -168,8 +168,8 @@ def compare(trace: RoutingTrace, num_devices: int) -> list[tuple[str, ...]]:
     identity = ExpertPlacement.identity(trace.num_layers, trace.num_experts, num_devices)
     mixed = np.random.default_rng(0).permuted(identity.device_of, axis=1)
     rows = [
-        ("identity", *_measured(seen, unseen, identity), "", "", ""),
-        ("random", *_measured(seen, unseen, ExpertPlacement(mixed, num_devices)), "", "", ""),
+        ("identity", *_measure(seen, unseen, identity), "", "", ""),
+        ("random", *_measure(seen, unseen, ExpertPlacement(mixed, num_devices)), "", "", ""),
     ]
     for name, placer in PLACERS.items():
         started = time.perf_counter()
@@ -177,7 +177,7 @@ def compare(trace: RoutingTrace, num_devices: int) -> list[tuple[str, ...]]:
         seconds = time.perf_counter() - started
         gap = "" if solution.gap is None else f"{solution.gap:.3f}"
         facts = (f"{seconds:.2f}", gap, solution.found_by)
-        rows.append((name, *_measured(seen, unseen, solution.placement), *facts))
+        rows.append((name, *_measure(seen, unseen, solution.placement), *facts))
     return [HEADINGS, *rows]
 
 
@@ -204,7 +204,7 @@ def speculative_devices(
     return np.stack(devices)
 
 
-def _measured(
+def _measure(
     seen: RoutingTrace, unseen: RoutingTrace, placement: ExpertPlacement
 ) -> tuple[str, ...]:
     devices, number = placement.device_of, placement.num_devices

@@ -204,11 +204,11 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
         name: Name in the module; changing it changes the initial value.
         declaration: Shape, axes and role of the parameter.
     """
-    value = _adapted(module, name, _declared(module, name, declaration))
+    value = _adapt(module, name, _declare_matrix(module, name, declaration))
     return value.merged() if isinstance(value, LowRank) else value
 
 
-def _declared(module: nn.Module, name: str, declaration: Declaration) -> Any:
+def _declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> Any:
     def initialise(key: Array) -> Declared:
         return Declared(value=declaration.own_values(key), declaration=declaration)
 
@@ -216,7 +216,7 @@ def _declared(module: nn.Module, name: str, declaration: Declaration) -> Any:
     return value.read(value.value, declaration) if isinstance(value, Deferred) else value
 
 
-def _adapted(module: nn.Module, name: str, weight: Any) -> Any:
+def _adapt(module: nn.Module, name: str, weight: Any) -> Any:
     """Return a matrix with the addition of an adapter, if its factors are among the parameters."""
     is_mixed = module.has_variable("params", f"{name}:{MIXED_FACTORS[0]}")
     names = [f"{name}:{factor}" for factor in (MIXED_FACTORS if is_mixed else FACTORS)]
@@ -267,14 +267,14 @@ def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> We
     if isinstance(given, Deferred) and isinstance(given.value, Packed):
         given = given.read(given.value, declaration)
     if not isinstance(given, Packed):
-        return _adapted(module, name, _declared(module, name, declaration))
+        return _adapt(module, name, _declare_matrix(module, name, declaration))
     if given.shape != declaration.shape:
         where = "/".join((*module.path, name))
         raise ValueError(
             f"{where}: a quantised matrix {given.shape} was given for {declaration.shape}: use the"
             " parameters with the model that they were trained with"
         )
-    return _adapted(module, name, given)
+    return _adapt(module, name, given)
 
 
 def as_factor(matrix: Weight, dtype: Any, mix: Mix | None = None) -> Weight:

@@ -81,10 +81,10 @@ def begin_fingerprints(tree: Any) -> Callable[[], dict[str, str]]:
         tree: Tree of named arrays on any mesh.
     """
     begun = _begin(tree)
-    return lambda: _joined(_read(begun))
+    return lambda: _join(_read(begun))
 
 
-def _joined(by_path: Mapping[str, Sequence[ShardFingerprint]]) -> dict[str, str]:
+def _join(by_path: Mapping[str, Sequence[ShardFingerprint]]) -> dict[str, str]:
     """Return the fingerprints of whole arrays; raise if replicas differ."""
     found, odd = {}, {}
     for path, shards in by_path.items():
@@ -196,7 +196,7 @@ def _read(begun: Sequence[_Group]) -> dict[str, list[ShardFingerprint]]:
         else:
             sums = _of_all_devices(arrays[0], mesh)
         for number, (path, (shape, placed)) in enumerate(zip(paths, places, strict=True)):
-            found[path] = _named(shape, placed, mesh, sums[:, number])
+            found[path] = _name_activations(shape, placed, mesh, sums[:, number])
     return found
 
 
@@ -209,7 +209,7 @@ def _plain(leaf: Any) -> Array:
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
-def _named(
+def _name_activations(
     shape: tuple[int, ...],
     placed: jax.sharding.Sharding,
     mesh: Mesh | None,

@@ -106,7 +106,7 @@ class KernelsConfig:
         cache = getattr(jax.config, "jax_compilation_cache_dir", None)
         asked = self.by_operation
         names = [one for one in sorted(CASES) if asked.get(one) is None and one not in left_out]
-        verdicts = _compared(names, None if cache is None or "://" in cache else cache)
+        verdicts = _compare(names, None if cache is None or "://" in cache else cache)
         if not is_shared:
             return
         wrong = {(one.operation, one.implementation) for one in verdicts if not one.is_right}
@@ -123,7 +123,7 @@ _VERDICTS: dict[str, list[Verdict]] = {}
 """What comparisons in this process found, by operation."""
 
 
-def _compared(names: Sequence[str], directory: str | None) -> list[Verdict]:
+def _compare(names: Sequence[str], directory: str | None) -> list[Verdict]:
     """Return the verdicts on the kernels of some operations; each is compared once in a process.
 
     Args:

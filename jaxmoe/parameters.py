@@ -208,7 +208,7 @@ class ParameterTable:
         """Return two tables as aligned text: values by parameter, and axes by parameter."""
         values = [_VALUE_HEADINGS, *(_values(row) for row in self)]
         axes = [_AXES_HEADINGS, *((row.path, _axes(row)) for row in self)]
-        return f"{_VALUE_LEGEND}\n\n{_aligned(values)}\n\n{_AXES_LEGEND}\n\n{_aligned(axes)}"
+        return f"{_VALUE_LEGEND}\n\n{_align(values)}\n\n{_AXES_LEGEND}\n\n{_align(axes)}"
 
 
 _VALUE_HEADINGS = ("path", "shape", "role", "group", "init_std", "lr", "decay", "fans")
@@ -222,7 +222,7 @@ axes: stacked axes: input axes -> output axes of the matrix; =data+expert: mesh 
 is sharded over"""
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
+def _align(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

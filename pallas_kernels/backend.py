@@ -66,9 +66,9 @@ class Operation:
 
     def runnable(self) -> list[Implementation]:
         """Return the implementations that run here, best first."""
-        return [name for name in self._ordered() if _runs_here(name)]
+        return [name for name in self._order() if _runs_here(name)]
 
-    def _ordered(self) -> list[Implementation]:
+    def _order(self) -> list[Implementation]:
         return [name for name in PREFERENCE if name in self.implementations]
 
     def choose(self, requested: Implementation | None = None, *arguments: Any) -> Choice:
@@ -86,9 +86,9 @@ class Operation:
             ValueError: `requested` is no implementation of this operation, or cannot run here.
         """
         if requested is None:
-            return self._noted(self._best(arguments))
+            return self._note(self._best(arguments))
         if requested in self.implementations and _runs_here(requested):
-            return self._noted(Choice(implementation=requested, reason="asked for by name"))
+            return self._note(Choice(implementation=requested, reason="asked for by name"))
         if requested not in typing.get_args(Implementation):
             rule = "is not the name of an implementation"
         elif requested not in self.implementations:
@@ -110,7 +110,7 @@ class Operation:
         """Return whether None may choose another implementation here for other arguments."""
         return any(_runs_here(name) for name in self.refusals)
 
-    def _noted(self, choice: Choice) -> Choice:
+    def _note(self, choice: Choice) -> Choice:
         """Return a choice, which is written down inside of `choices`."""
         if (record := _CHOICES.get()) is not None:
             record.setdefault(self.name, {})[choice.implementation] = choice
@@ -118,7 +118,7 @@ class Operation:
 
     def _best(self, arguments: tuple[Any, ...]) -> Choice:
         against: list[str] = []
-        for name in self._ordered():
+        for name in self._order():
             if not _runs_here(name):
                 continue
             if (reason := self._against(name, arguments)) is None:

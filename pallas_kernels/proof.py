@@ -100,7 +100,7 @@ class Verdict:
         )
 
 
-def _drawn(seed: int, *shape: int) -> jax.Array:
+def _draw(seed: int, *shape: int) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(values / np.sqrt(shape[-1]), jnp.bfloat16)
 
@@ -113,7 +113,7 @@ def _attention(
     window: int | None = None,
     packs: bool = False,
 ) -> Case:
-    q, k, v = (_drawn(i, 2, length * scale, heads, width) for i, heads in enumerate((4, 2, 2)))
+    q, k, v = (_draw(i, 2, length * scale, heads, width) for i, heads in enumerate((4, 2, 2)))
     documents = jnp.asarray(np.arange(length * scale) // 100 + np.zeros((2, 1)), jnp.int32)
     segments = documents if packs else None
 
@@ -134,7 +134,7 @@ def _attention(
 def _rows(scale: int) -> tuple[jax.Array, jax.Array]:
     """Return rows of which the last ones are not read, and the sizes of five groups."""
     sizes = scale * np.asarray([70, 0, 1, 120, 33])
-    rows = _drawn(3, 256 * scale, 128).at[int(sizes.sum()) :].set(jnp.nan)
+    rows = _draw(3, 256 * scale, 128).at[int(sizes.sum()) :].set(jnp.nan)
     return rows, jnp.asarray(sizes, jnp.int32)
 
 
@@ -144,7 +144,7 @@ def _matmul(scale: int) -> Case:
     def run(implementation: Implementation, rows: Any, weights: Any, sizes: Any) -> Any:
         return grouped_matmul(rows, weights, sizes, implementation=implementation)
 
-    return Case(run, (rows, _drawn(4, 5, 128, 256), sizes), (0, 1))
+    return Case(run, (rows, _draw(4, 5, 128, 256), sizes), (0, 1))
 
 
 def _outer(scale: int) -> Case:
@@ -153,7 +153,7 @@ def _outer(scale: int) -> Case:
     def run(implementation: Implementation, rows: Any, others: Any, sizes: Any) -> Any:
         return grouped_outer(rows, others, sizes, implementation=implementation)
 
-    return Case(run, (rows, _drawn(5, 256 * scale, 256), sizes), ())
+    return Case(run, (rows, _draw(5, 256 * scale, 256), sizes), ())
 
 
 def _swiglu(scale: int) -> Case:
@@ -162,17 +162,17 @@ def _swiglu(scale: int) -> Case:
     def run(implementation: Implementation, rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
         return grouped_swiglu(8.0 * rows, gate_up, down, sizes, implementation=implementation)
 
-    arrays = rows, _drawn(6, 5, 128, 2, 256), _drawn(7, 5, 256, 128), sizes
+    arrays = rows, _draw(6, 5, 128, 2, 256), _draw(7, 5, 256, 128), sizes
     return Case(run, arrays, (0, 1, 2))
 
 
-def _quantized(scale: int) -> Case:
-    w = quantize(_drawn(8, 128, 256), "int8", axis=-2)
+def _quantize(scale: int) -> Case:
+    w = quantize(_draw(8, 128, 256), "int8", axis=-2)
 
     def run(implementation: Implementation, x: Any) -> Any:
         return quantized_matmul(x, w, implementation=implementation)
 
-    return Case(run, (_drawn(9, 64 * scale, 128),), (0,))
+    return Case(run, (_draw(9, 64 * scale, 128),), (0,))
 
 
 def _pages(scale: int) -> Case:
@@ -182,7 +182,7 @@ def _pages(scale: int) -> Case:
     shape = (2, 4 * width, size, 2, 2, 128)
     rng = np.random.default_rng(10)
     table = rng.permutation(4 * width).reshape(4, width)
-    pool = 11.0 * np.asarray(_drawn(11, *shape), np.float32)
+    pool = 11.0 * np.asarray(_draw(11, *shape), np.float32)
     for row, end in zip(table, ends, strict=True):
         tokens = pool[1, row].reshape(-1, *shape[3:])
         tokens[end:] = 1e4
@@ -205,7 +205,7 @@ def _pages(scale: int) -> Case:
         )
         return jnp.where((positions >= 0)[:, None, None], out, 0)
 
-    arrays = _drawn(12, 2 + 2 * length, 4, 128), jnp.asarray(pool, jnp.bfloat16)
+    arrays = _draw(12, 2 + 2 * length, 4, 128), jnp.asarray(pool, jnp.bfloat16)
     return Case(run, arrays, ())
 
 
@@ -220,7 +220,7 @@ CASES: Mapping[str, Mapping[str, Callable[[int], Case]]] = {
     "grouped_outer": {"": _outer},
     "grouped_swiglu": {"": _swiglu},
     "paged_attention": {"": _pages},
-    "quantized_matmul": {"": _quantized},
+    "quantized_matmul": {"": _quantize},
 }
 """The cases of each operation, by the factor on their smallest size."""
 
@@ -259,11 +259,11 @@ def compare(
     for scale in scales:
         prepared = _case(name, case, scale)
         try:
-            actual = _computed(prepared, implementation, jax.local_devices()[0])
+            actual = _compute(prepared, implementation, jax.local_devices()[0])
         except _FAILURES as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             return dataclasses.replace(verdict, words=text[:200])
-        expected = _computed(prepared, "reference", _host())
+        expected = _compute(prepared, "reference", _host())
         for part, value in actual.items():
             error = _difference(value, expected[part])
             if not error <= worst:  # NaN is the worst
@@ -349,14 +349,14 @@ def _case(name: str, case: str, scale: int) -> Case:
         return CASES[name][case](scale)
 
 
-def _computed(
+def _compute(
     case: Case, implementation: Implementation, device: jax.Device
 ) -> dict[str, jax.Array]:
     """Return the value, and the gradient of a weighted sum by each array."""
     run = functools.partial(case.run, implementation)
     with_gradient = case.with_gradient
 
-    def weighted(*arrays: Any) -> tuple[Any, Any]:
+    def weigh(*arrays: Any) -> tuple[Any, Any]:
         values = jax.tree.leaves(run(*arrays))
         value = values[0]
         weights = jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape)
@@ -365,7 +365,7 @@ def _computed(
     def both(*arrays: Any) -> tuple[Any, Any]:
         if not with_gradient:
             return jax.tree.leaves(run(*arrays)), ()
-        (_, values), gradients = jax.value_and_grad(weighted, with_gradient, has_aux=True)(*arrays)
+        (_, values), gradients = jax.value_and_grad(weigh, with_gradient, has_aux=True)(*arrays)
         return values, gradients
 
     arrays = jax.device_put(case.arrays, device)

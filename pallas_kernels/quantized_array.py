@@ -137,7 +137,7 @@ def quantize(
         ValueError: The dtype is unknown, x is not floating, x lacks the axis, or blocks do not
             divide it.
     """
-    form, axis, blocks = _checked(x, dtype, axis, block_size)
+    form, axis, blocks = _check(x, dtype, axis, block_size)
     wide = x.astype(jnp.float32)
     parts = wide if axis is None else _in_blocks(wide, axis, blocks)
     shared = tuple(range(x.ndim)) if axis is None else parts.ndim + axis
@@ -205,7 +205,7 @@ def _round_at_random(scaled: Array, dtype: Any, key: Array) -> Array:
     return jnp.floor(scaled / step + noise) * step
 
 
-def _checked(
+def _check(
     x: Array, dtype: str, axis: int | None, block_size: int | None
 ) -> tuple[_Format, int | None, int]:
     """Return the format, the axis counted from the end, and the number of blocks along it."""

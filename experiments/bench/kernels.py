@@ -80,7 +80,7 @@ def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
     """Measure, and return the numbers of summary.json."""
     return {
         "matmul_flops_per_second": matmul_rate(),
-        "rows": [*_grouped(config), *_attention(config), *_scans(config)],
+        "rows": [*_group(config), *_attention(config), *_scans(config)],
         "attention_temporary_bytes": _attention_memory(config),
         "gpu_attention": _gpu_attention(config.rounds),
         **bench_products.products(config.rounds, config.implementation),
@@ -107,7 +107,7 @@ def in_words(summary: dict[str, Any]) -> str:
     return "\n".join([*lines, *bench_products.in_words(summary)])
 
 
-def _grouped(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
+def _group(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
     """Yield both grouped operations under every load, beside the dense product of as many rows."""
     width, hidden, groups = config.width, config.hidden, config.groups
     keys = jax.random.split(jax.random.key(0), 3)

@@ -156,7 +156,7 @@ def measured(
     """
     rows = [
         *_quantised(sizes, limits, rounds, implementation),
-        *_grouped(sizes, limits, rounds, implementation),
+        *_group(sizes, limits, rounds, implementation),
     ]
     for row in rows:
         key = (platform(), row["operation"], row["candidate"])
@@ -207,7 +207,7 @@ def _quantised(
                 return sum(multiply(x, w) for w in matrices)
 
             size = _bytes((x, matrices)) + len(matrices) * m * n * jnp.dtype(sizes.dtype).itemsize
-            return _Candidate(_timed(run, x, matrices), dtype, size)
+            return _Candidate(_time_call(run, x, matrices), dtype, size)
 
         candidates = {"dense": one(jnp.matmul, x, matrices, sizes.dtype)}
         for name, implementation in _implementations(
@@ -224,7 +224,7 @@ def _quantised(
                 candidates[pair + name] = one(
                     multiply, rounded(x, left, -1), rounded_matrices, dtype or sizes.dtype
                 )
-            mixed = _mixed(x, matrices)
+            mixed = _mix(x, matrices)
             candidates["mixed" + name] = one(multiply, x, mixed, "int8")
         operation = f"quantized_matmul {'few' if m <= FEW else 'many'}"
         case = f"{sizes.name} {m} x {k} x {n}"
@@ -232,7 +232,7 @@ def _quantised(
         yield from _rows(operation, case, "forward", candidates, flops, limits, rounds)
 
 
-def _grouped(
+def _group(
     sizes: Sizes, limits: Limits, rounds: int, implementation_asked: Implementation | None
 ) -> Iterator[dict[str, Any]]:
     r, k, n, g = sizes.grouped, sizes.width, sizes.hidden, sizes.groups
@@ -270,7 +270,9 @@ def _grouped_candidates(
             return jax.vjp(function, rows if of_rows else weights)[1](d_out)[0]
 
         # Each pass reads two of rows, weights and d out, and writes an array like the third.
-        return _Candidate(_timed(run, rows, weights, d_out), limit, _bytes((rows, weights, d_out)))
+        return _Candidate(
+            _time_call(run, rows, weights, d_out), limit, _bytes((rows, weights, d_out))
+        )
 
     # Dense product of as many rows with the first group's matrix.
     candidates = {"dense": one(jnp.matmul, rows, weights[0])}
@@ -338,7 +340,7 @@ def _row(operation: str, case: str, name: str, candidate: str) -> dict[str, Any]
     return start | {"seconds": None}
 
 
-def _timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float] | str:
+def _time_call(function: Callable[..., Any], *arguments: Any) -> Callable[[], float] | str:
     """Return the timed function, or the message with which kernel or compiler refuse it."""
     try:
         return timed(function, *arguments)
@@ -346,7 +348,7 @@ def _timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]
         return " ".join(str(error).split())[:200]
 
 
-def _mixed(x: Any, matrices: list[Any]) -> list[Any]:
+def _mix(x: Any, matrices: list[Any]) -> list[Any]:
     """Return weights with an eighth of the channels in 8 bits."""
     sample, size = x.astype(jnp.float32), min(128, x.shape[1])
     wide = max(1, x.shape[1] // size // 8)

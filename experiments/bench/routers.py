@@ -84,15 +84,15 @@ def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
         balancers=(),
     )
     forward, with_backward = (
-        {PLAIN: _compiled(config, plain, False)},
-        {PLAIN: _compiled(config, plain, True)},
+        {PLAIN: _compile_programs(config, plain, False)},
+        {PLAIN: _compile_programs(config, plain, True)},
     )
     refused = {}
     for name in config.methods or METHODS:
         try:
             moe = dataclasses.replace(plain, **METHODS[name].parts())
-            forward[name] = _compiled(config, moe, False)
-            with_backward[name] = _compiled(config, moe, True)
+            forward[name] = _compile_programs(config, moe, False)
+            with_backward[name] = _compile_programs(config, moe, True)
         except ValueError as error:
             refused[name] = str(error)
             forward.pop(name, None)
@@ -145,7 +145,7 @@ def in_words(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _compiled(
+def _compile_programs(
     config: RouterBenchConfig, moe: MoEConfig, has_gradients: bool
 ) -> Callable[[], float]:
     """Return a compiled run of one method, which returns its seconds."""

@@ -325,7 +325,7 @@ def _save(
     state = state_around(model, None, execution, {}, jax.random.key(config.training.seed))
     state = dataclasses.replace(state, router_state={})
 
-    def streamed(row: Any) -> Streamed:
+    def stream(row: Any) -> Streamed:
         return Streamed(
             row.shape,
             dtype,
@@ -333,7 +333,7 @@ def _save(
             is_stacked=tensors.is_stacked(row),
         )
 
-    arrays = {f"{_PARAMS}{row.path}": streamed(row) for row in tensors.table}
+    arrays = {f"{_PARAMS}{row.path}": stream(row) for row in tensors.table}
     arrays |= {
         row.path: Streamed(row.shape, "float32", lambda _, row=row: tensors.read(row))
         for row in tensors.state_table

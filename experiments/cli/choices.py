@@ -140,7 +140,7 @@ def choose(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]]
             continue
         chosen, remaining = _take_member(choice, remaining)
         current = _member_name(type(old)) if dataclasses.is_dataclass(old) else "none"
-        name = _implied(choice, chosen, current, old, choices)
+        name = _imply(choice, chosen, current, old, choices)
         if name != current:
             member = None if name == "none" else choice.members[name]
             config = with_value(config, keys, None if member is None else member())
@@ -218,7 +218,7 @@ def _name_of(choice: Choice, word: str, where: str) -> str:
     raise ValueError(f"{where} has no {word!r}{closest(name, choice.members)}\nchoices: {names}")
 
 
-def _implied(
+def _imply(
     choice: Choice, chosen: str | None, current: str, value: Any, choices: Mapping[str, str]
 ) -> str:
     """Return the member that has the fields which the arguments name.

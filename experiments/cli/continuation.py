@@ -42,7 +42,7 @@ def parse_continuation(argv: Sequence[str], prog: str, description: str) -> Pret
     path, *arguments = remaining
     with flags.exit_on_bad_configuration():
         config = RunDirectory(path).load_config(PretrainConfig)
-        changed = _branched(config, path) if word == "branch" else _resumed(config, path)
+        changed = _branch(config, path) if word == "branch" else _resume(config, path)
     text = f"{description}\n\nMay change: {', '.join(EXTENSION_FIELDS)}."
     extended = flags.parse_flags(changed, arguments, prog, text)
     with flags.exit_on_bad_configuration():
@@ -67,12 +67,12 @@ def named_fields(arguments: Sequence[str]) -> frozenset[str]:
     return frozenset(name.replace("-", "_") for name in flags | choices)
 
 
-def _resumed(config: PretrainConfig, path: str) -> PretrainConfig:
+def _resume(config: PretrainConfig, path: str) -> PretrainConfig:
     run = dataclasses.replace(config.run, directory=path, steal_lock=False)
     return dataclasses.replace(config, run=run)
 
 
-def _branched(config: PretrainConfig, path: str) -> PretrainConfig:
+def _branch(config: PretrainConfig, path: str) -> PretrainConfig:
     run = dataclasses.replace(config.run, directory=None, name=None, steal_lock=False)
     checkpoint = dataclasses.replace(
         config.checkpoint,

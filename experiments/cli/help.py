@@ -97,7 +97,7 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         *_common(config),
         "",
         "Groups:",
-        *_wrapped(f"  {'  '.join(path for path in groups if path)}", "  "),
+        *_wrap(f"  {'  '.join(path for path in groups if path)}", "  "),
     ]
     return "\n\n".join([*start, *lines, "\n".join(listed), *_choices(config)])
 
@@ -110,13 +110,13 @@ def _choices(config: Any, group: str = "") -> Iterator[str]:
         lines: list[str] = []
         for choice in choices:
             line = f"{lines[-1]}    {choice}" if lines else ""
-            if line and len(_wrapped(line, "")) == 1 and not lines[-1].startswith(" " * 8):
+            if line and len(_wrap(line, "")) == 1 and not lines[-1].startswith(" " * 8):
                 lines[-1] = line
             else:
-                lines += _wrapped(f"  {choice}", " " * 8)
+                lines += _wrap(f"  {choice}", " " * 8)
         yield "\n".join(
             [
-                *_wrapped(
+                *_wrap(
                     "Choices, as dotted.field:NAME or --dotted.field NAME (of a tuple:"
                     " --dotted.field NAME ...); a flag that only one NAME has chooses it:",
                     "",
@@ -134,7 +134,7 @@ def _members(config: Any, group: str) -> Iterator[str]:
             lines = [
                 line
                 for name in choice.members
-                for line in _wrapped(
+                for line in _wrap(
                     f"{'  ' + name:<{width}}{catalog.line(choice.members.kind, name)}", " " * width
                 )
             ]
@@ -146,8 +146,8 @@ def _group_text(config: Any, path: str, value: Any) -> str:
     lines = [f"{path}: {_about(config, path, value)}" if path else "Fields of the command:"]
     for flag, hint, default, text in _flags(value, path):
         lines.append(f"  --{flag} {_placeholder(hint)}")
-        shown = f"{text} (default: {_spelled(default)})".strip()
-        lines += _wrapped(" " * 8 + shown, " " * 8)
+        shown = f"{text} (default: {_spell(default)})".strip()
+        lines += _wrap(" " * 8 + shown, " " * 8)
     return "\n".join(lines)
 
 
@@ -163,8 +163,8 @@ def _common(config: Any) -> Iterator[str]:
         if cls is None or key not in field_types(cls):
             continue
         text = field_docs(cls).get(key, "").partition(";")[0].rstrip(".")
-        default = f" ({_spelled(getattr(value, key))})" if hasattr(value, key) else ""
-        yield from _wrapped(f"  {'--' + path:<28} {text}{default}", " " * 31)
+        default = f" ({_spell(getattr(value, key))})" if hasattr(value, key) else ""
+        yield from _wrap(f"  {'--' + path:<28} {text}{default}", " " * 31)
 
 
 def _class_with(hint: Any, value: Any, key: str) -> Any:
@@ -215,12 +215,12 @@ def _placeholder(hint: Any) -> str:
     return _PLACEHOLDERS.get(hint, "VALUE")
 
 
-def _spelled(value: Any) -> str:
+def _spell(value: Any) -> str:
     """Return a value as it is written on a command line."""
     return " ".join(map(str, value)) or "empty" if isinstance(value, tuple) else str(value)
 
 
-def _wrapped(line: str, indent: str) -> list[str]:
+def _wrap(line: str, indent: str) -> list[str]:
     width = min(shutil.get_terminal_size().columns, 100)
     return textwrap.wrap(
         line,

@@ -73,7 +73,7 @@ def examine_software(directory: pathlib.Path, environment: Mapping[str, str]) ->
     return [
         *python_version(),
         *package_versions(),
-        *plugin_versions(_installed(), environment),
+        *plugin_versions(_find_installed(), environment),
         *extras(),
         *variables(environment),
         *coordinator(environment),
@@ -313,7 +313,7 @@ def writable(directory: pathlib.Path, what: str) -> Iterator[Finding]:
     yield Finding("ok", what, text)
 
 
-def _installed() -> dict[str, str]:
+def _find_installed() -> dict[str, str]:
     return dict(_distributions())
 
 

@@ -96,7 +96,7 @@ def text_tokens(source: Source) -> TextTokens:
 def _imported_tokens(source: Source, tokenizer: Tokenizer) -> TextTokens:
     """Return the encoder and decoder of an imported model: its tokenizer's."""
     assert tokenizer.separator is not None  # of a text
-    begin, ends = _added(tokenizer)
+    begin, ends = _add(tokenizer)
 
     def encode(text: str) -> list[int]:
         spelled = tokenizer.encode_controls(text).tolist()
@@ -110,7 +110,7 @@ def _imported_tokens(source: Source, tokenizer: Tokenizer) -> TextTokens:
     )
 
 
-def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int]:
+def _add(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int]:
     """Return the ids that a tokenizer puts before a prompt, and the number of those behind it."""
     whole = tokenizer.encode_prompt("a").tolist()
     alone = tokenizer.encode_controls("a").tolist()

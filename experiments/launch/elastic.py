@@ -77,12 +77,12 @@ class ShrinkingPlaces(Places):
     def lost(self, process: int | None) -> str:
         """Leave the place of the process out if it was lost `after` times in a row."""
         if process is None:
-            return self._grown()
+            return self._grow()
         place = self.used[process]
         self._losses = self._losses + 1 if place == self._latest else 1
         self._latest = place
         if self._losses < self._after or len(self.used) == 1:
-            return self._grown()
+            return self._grow()
         self.used.remove(place)
         self._losses, self._since = 0, self._clock()
         return f"place {place} is left out: {len(self.used)} of {len(self._all)} processes go on"
@@ -94,7 +94,7 @@ class ShrinkingPlaces(Places):
             return float("inf")
         return max(0.0, self._since + self._retry - self._clock())
 
-    def _grown(self) -> str:
+    def _grow(self) -> str:
         if self.lasts > 0.0:
             return ""
         self.used, self._losses, self._latest = list(self._all), 0, None

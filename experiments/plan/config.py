@@ -78,7 +78,7 @@ class PlanConfig(PretrainConfig):
         return PretrainConfig(**{name: getattr(self, name) for name in _OF_PRETRAIN})
 
 
-def _planned(make: Callable[[], PretrainConfig]) -> Callable[[], PlanConfig]:
+def _plan(make: Callable[[], PretrainConfig]) -> Callable[[], PlanConfig]:
     def recipe() -> PlanConfig:
         config = make()
         return PlanConfig(**{name: getattr(config, name) for name in _OF_PRETRAIN})
@@ -88,7 +88,7 @@ def _planned(make: Callable[[], PretrainConfig]) -> Callable[[], PlanConfig]:
 
 
 RECIPES: dict[str, Callable[[], PlanConfig]] = {
-    name: _planned(make) for name, make in PRETRAIN_RECIPES.items()
+    name: _plan(make) for name, make in PRETRAIN_RECIPES.items()
 }
 
 

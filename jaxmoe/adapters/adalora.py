@@ -183,7 +183,7 @@ class AdaLoraConfig(FactorsConfig):
         Args:
             table: Parameter table of the adapted model.
         """
-        counts = [int(is_live.sum()) for is_live in _used(table).values()]
+        counts = [int(is_live.sum()) for is_live in _use(table).values()]
         first = sum(counts)
         return first, max(1, first * self.target_rank // self.rank)
 
@@ -217,7 +217,7 @@ class AdaLoraConfig(FactorsConfig):
             step: Steps done.
             placement: Layout rules.
         """
-        is_live, flats = _used(table), []
+        is_live, flats = _use(table), []
         for path, is_used in is_live.items():
             score = placement.place(_score(state, path), (None,) * is_used.ndim)
             flats.append(jnp.where(is_used, score, -1.0).ravel())  # scores are 0 or more
@@ -248,7 +248,7 @@ def _matrices(flat: dict[str, Any]) -> list[str]:
     return [path.removesuffix(":values") for path in flat if path.endswith(":values")]
 
 
-def _used(table: ParameterTable) -> dict[str, Bool[np.ndarray, ...]]:
+def _use(table: ParameterTable) -> dict[str, Bool[np.ndarray, ...]]:
     """Return which triplets of each matrix are in layers that are adapted, [*G r]."""
     rows = {row.path: row for row in table}
     masks = {}

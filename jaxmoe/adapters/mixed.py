@@ -156,7 +156,7 @@ class MixedAdapter(Adapter):
             )
         for (stack, half), row in halves.items():
             own = {
-                name: (_stacked(declaration, row), hyper)
+                name: (_stack(declaration, row), hyper)
                 for name, (declaration, hyper) in self.half_parameters(_width(row)).items()
             }
             rows += _rows(f"{stack}/{half}", own, rules)
@@ -215,7 +215,7 @@ def _width(row: ParameterSpec) -> int:
     return row.shape[row.declaration.axes.index(ax.EMBED)]
 
 
-def _stacked(declaration: Declaration, row: ParameterSpec) -> Declaration:
+def _stack(declaration: Declaration, row: ParameterSpec) -> Declaration:
     """Return the declaration of a parameter of all layers of a stack.
 
     Args:

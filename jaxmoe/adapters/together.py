@@ -71,7 +71,7 @@ def together(
     paths = sorted({p.removesuffix(":down") for own in owns for p in own if p.endswith(":down")})
     rank = max(own[path].shape[-1] for own in owns for path in own if path.endswith(":down"))
     for path in paths:
-        flat |= _stacked(path, flat[path].ndim, owns, rank)
+        flat |= _stack(path, flat[path].ndim, owns, rank)
     configs: list[Any] = [adapter for adapter, _ in adapters.values()]
     roles = tuple(dict.fromkeys(role for one in configs for role in one.targets.roles))
     config = TaskLoraConfig(
@@ -84,7 +84,7 @@ def _flat(tree: Any) -> dict[str, Any]:
     return traverse_util.flatten_dict(tree, sep="/")
 
 
-def _stacked(path: str, ndim: int, owns: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+def _stack(path: str, ndim: int, owns: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     """Return the factors of all adapters for one matrix.
 
     Args:
@@ -102,8 +102,8 @@ def _stacked(path: str, ndim: int, owns: list[dict[str, Any]], rank: int) -> dic
         if down is None or up is None or scale is None:
             down, up, scale = (np.zeros_like(leaf) for leaf in example)
         up = up * scale.reshape(scale.shape + (1,) * (up.ndim - scale.ndim))
-        downs.append(_padded(down, down.ndim - 1, rank))
-        ups.append(_padded(up, batch, rank))
+        downs.append(_pad(down, down.ndim - 1, rank))
+        ups.append(_pad(up, batch, rank))
     return {
         f"{path}:downs": np.stack(downs, axis=-2),
         f"{path}:ups": np.stack(ups, axis=batch),
@@ -111,7 +111,7 @@ def _stacked(path: str, ndim: int, owns: list[dict[str, Any]], rank: int) -> dic
     }
 
 
-def _padded(factor: np.ndarray, axis: int, rank: int) -> np.ndarray:
+def _pad(factor: np.ndarray, axis: int, rank: int) -> np.ndarray:
     """Return a factor with zeros up to the inner width."""
     if factor.shape[axis] == rank:
         return factor

@@ -129,7 +129,7 @@ def contents(step: pathlib.Path, *, has_store: bool = True) -> list[str]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
         return []
     arrays = manifest.get("arrays")
-    lines = _described(arrays)
+    lines = _describe(arrays)
     if lines or not isinstance(arrays, dict):
         return lines
     needed = sum(map(_bytes_of, arrays.values()))
@@ -153,7 +153,7 @@ def beyond_memory(arrays: Mapping[str, Any]) -> str:
     return f"its arrays need {needed} bytes, and this host has {memory}: restore it to a target"
 
 
-def _described(arrays: Any) -> list[str]:
+def _describe(arrays: Any) -> list[str]:
     """Return one line for each invalid array of a manifest."""
     if not isinstance(arrays, dict):
         return ["manifest/metadata: its arrays are not a JSON object"]

@@ -49,7 +49,7 @@ def damage(step: Any) -> list[str]:
     step = pathlib.Path(step)
     if not (step / LIST).exists():
         return [f"{LIST}: missing, the list of files"]
-    listed = _listed(step)
+    listed = _read_list(step)
     if listed is None:
         return [f"{LIST}: the list of files is damaged"]
     names, lines = set(_names(step)), []
@@ -72,7 +72,7 @@ def whole_files(step: Any) -> list[str] | None:
         step: Directory of the step.
     """
     step = pathlib.Path(step)
-    listed = _listed(step)
+    listed = _read_list(step)
     if listed is None:
         return None
     names = sorted(listed.keys() & set(_names(step)))
@@ -86,7 +86,7 @@ def _is_whole(path: pathlib.Path, record: list[int]) -> bool:
         return False
 
 
-def _listed(step: pathlib.Path) -> dict[str, list[int]] | None:
+def _read_list(step: pathlib.Path) -> dict[str, list[int]] | None:
     """Return size and CRC-32 by name; None if the list is missing or damaged."""
     try:
         outer = json.loads((step / LIST).read_text(encoding="utf-8"))

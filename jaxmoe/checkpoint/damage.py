@@ -91,16 +91,16 @@ def _damage(step: pathlib.Path, verify: Verify) -> list[str]:
     has_list = (step / checksums.LIST).exists()
     lines = bounds.places(step) or bounds.texts(step, (checksums.LIST,))
     if has_list:
-        lines = lines or _uncommitted(step)
+        lines = lines or _find_uncommitted(step)
         if verify != "off":
             lines = lines or checksums.damage(step)
     lines = lines or bounds.texts(step)
     if not has_list and verify != "off" and not _is_of_schema_1(step):
         lines = lines or checksums.damage(step)
-    return lines or bounds.contents(step) or _exchanged(step)
+    return lines or bounds.contents(step) or _check_exchanged(step)
 
 
-def _uncommitted(step: pathlib.Path) -> list[str]:
+def _find_uncommitted(step: pathlib.Path) -> list[str]:
     """Return one line for each file of the commit that a step lacks.
 
     A step of `streaming.py` has these files in each of its items, and in its list of files.
@@ -111,7 +111,7 @@ def _uncommitted(step: pathlib.Path) -> list[str]:
     return [f"{name}: missing, the step was not committed" for name in missing]
 
 
-def _exchanged(step: pathlib.Path) -> list[str]:
+def _check_exchanged(step: pathlib.Path) -> list[str]:
     """Return a line for a step that lies in the directory of another one."""
     try:
         manifest = read_manifest(step)

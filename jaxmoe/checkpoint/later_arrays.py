@@ -42,17 +42,17 @@ def without_later(manifest: CheckpointManifest, target: Any) -> Any:
         target: State; anything else is returned unchanged.
     """
     changed: dict[str, Any] = dict.fromkeys(_missing(manifest, target))
-    for name in _unwanted(manifest, target):
+    for name in _find_unwanted(manifest, target):
         placed = getattr(target.step, "sharding", None)
         leaves = {
             path.removeprefix(name): jax.ShapeDtypeStruct(
                 manifest.arrays[path]["shape"], manifest.arrays[path]["dtype"], sharding=placed
             )
-            for path in _saved(manifest, name)
+            for path in _save(manifest, name)
         }
         tree = {path.removeprefix(SEPARATOR): leaf for path, leaf in leaves.items() if path}
         changed[name] = leaves.get("") or traverse_util.unflatten_dict(tree, sep=SEPARATOR)
-    return _changed(target, changed) if changed else target
+    return _change(target, changed) if changed else target
 
 
 def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str) -> Any:
@@ -66,26 +66,26 @@ def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str
         target: State with all arrays, or `jax.ShapeDtypeStruct`.
         where: Name of the checkpoint in messages.
     """
-    missing, unwanted = _missing(manifest, target), _unwanted(manifest, target)
+    missing, unwanted = _missing(manifest, target), _find_unwanted(manifest, target)
     if not missing and not unwanted:
         return state
     for name in missing:
         logger.warning("%s has no %s (%s): it starts as zeros", where, name, LATER[name])
     empty = {name: jax.tree.map(_empty, _value(target, name)) for name in missing}
-    return _changed(state, empty | dict.fromkeys(unwanted))
+    return _change(state, empty | dict.fromkeys(unwanted))
 
 
 def _missing(manifest: CheckpointManifest, target: Any) -> list[str]:
     return [
-        name for name in LATER if _value(target, name) is not None and not _saved(manifest, name)
+        name for name in LATER if _value(target, name) is not None and not _save(manifest, name)
     ]
 
 
-def _unwanted(manifest: CheckpointManifest, target: Any) -> list[str]:
+def _find_unwanted(manifest: CheckpointManifest, target: Any) -> list[str]:
     return [
         name
         for name in _CHOSEN
-        if _is_state(target) and _value(target, name) is None and _saved(manifest, name)
+        if _is_state(target) and _value(target, name) is None and _save(manifest, name)
     ]
 
 
@@ -100,7 +100,7 @@ def _value(target: Any, name: str) -> Any:
     return value.get(key) if key and value is not None else value
 
 
-def _changed(state: Any, changes: dict[str, Any]) -> Any:
+def _change(state: Any, changes: dict[str, Any]) -> Any:
     """Return the state with other fields and entries; entries that are None are left out."""
     for name, value in changes.items():
         field, _, key = name.partition(SEPARATOR)
@@ -111,7 +111,7 @@ def _changed(state: Any, changes: dict[str, Any]) -> Any:
     return state
 
 
-def _saved(manifest: CheckpointManifest, name: str) -> list[str]:
+def _save(manifest: CheckpointManifest, name: str) -> list[str]:
     """Return the paths of a field's arrays in the checkpoint."""
     return [p for p in manifest.arrays if p == name or p.startswith(name + SEPARATOR)]
 

@@ -246,7 +246,7 @@ def plan_mapping(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Merge
             continue
         rule, match = fitting[0]
         if not isinstance(rule, Drop):
-            key = (_filled(rule.target, match), rule)
+            key = (_fill(rule.target, match), rule)
             sources.setdefault(key, []).append((_order(match, rule), name))
     lines += [f"{rule} matches nothing" for rule in rules if rule not in needed]
     made: dict[str, Merged] = {}
@@ -281,7 +281,7 @@ def _names(text: str) -> list[str]:
     return [match[1] for match in _PLACEHOLDER.finditer(text)]
 
 
-def _filled(target: str, match: re.Match[str]) -> str:
+def _fill(target: str, match: re.Match[str]) -> str:
     return _PLACEHOLDER.sub(lambda placeholder: match[placeholder[1]], target)
 
 

@@ -96,15 +96,15 @@ def migrate(config: Mapping[str, Any], added: Sequence[Added] | None = None) -> 
     fields = ADDED if added is None else added
     run = copy.deepcopy(dict(config))
     if _is_model(run):
-        return _filled({"model": run}, fields)["model"]
-    return _filled(run, fields) if isinstance(run.get("model"), dict) else run
+        return _fill({"model": run}, fields)["model"]
+    return _fill(run, fields) if isinstance(run.get("model"), dict) else run
 
 
 def _is_model(config: Mapping[str, Any]) -> bool:
     return {"vocab_size", "embed_dim", "num_layers"} <= config.keys()
 
 
-def _filled(run: dict[str, Any], added: Sequence[Added]) -> dict[str, Any]:
+def _fill(run: dict[str, Any], added: Sequence[Added]) -> dict[str, Any]:
     """Fill in the fields, in place, where the object that holds them exists."""
     for field in added:
         *parents, name = field.path.split(".")

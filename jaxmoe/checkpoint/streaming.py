@@ -178,7 +178,7 @@ class _Writer(ocp.type_handlers.NumpyHandler):
                 if self._error is not None:
                     return
                 try:
-                    values = _checked(path, array.read(layer), shape)
+                    values = _check(path, array.read(layer), shape)
                 except CheckpointError as error:
                     self._error = error
                     return
@@ -188,7 +188,7 @@ class _Writer(ocp.type_handlers.NumpyHandler):
                 await part.write(values, can_reference_source_data_indefinitely=True)
 
 
-def _checked(path: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _check(path: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if values.shape != shape:
         raise CheckpointError(f"{path}: found {list(values.shape)}, expected {list(shape)}")
     return values

@@ -76,7 +76,7 @@ def damaged_steps(directory: Any) -> list[pathlib.Path]:
         numbered = [name for name in names if name.partition("-")[0].isdecimal()]
         return sorted(numbered, key=lambda name: int(name.partition("-")[0]), reverse=True)
 
-    return [place / name for name in _shared(find)]
+    return [place / name for name in _share(find)]
 
 
 def survey(step: pathlib.Path) -> Survey:
@@ -91,7 +91,7 @@ def survey(step: pathlib.Path) -> Survey:
         CheckpointDamagedError: The list of files, the manifest or the store cannot be used; raised
             on all processes.
     """
-    result = _shared(lambda: _survey(step))
+    result = _share(lambda: _survey(step))
     manifest = CheckpointManifest.from_json(result["manifest"], str(step))
     lost = {path: tuple(map(_box, boxes)) for path, boxes in result["lost"].items()}
     return Survey(
@@ -117,7 +117,7 @@ def _survey(step: pathlib.Path) -> dict[str, Any]:
     with opened(result) as survivors:
         if lines := bounds.contents(survivors.place, has_store=False):
             raise CheckpointDamagedError(f"{step}: {'; '.join(lines[:5])}")
-        result.stored.update(_stored(survivors.place, manifest))
+        result.stored.update(_store(survivors.place, manifest))
         for path in manifest.arrays:
             if boxes := survivors.unreadable(path):
                 lost[path] = boxes
@@ -129,7 +129,7 @@ def _survey(step: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _stored(place: pathlib.Path, manifest: CheckpointManifest) -> dict[str, dict[str, Any]]:
+def _store(place: pathlib.Path, manifest: CheckpointManifest) -> dict[str, dict[str, Any]]:
     """Return the descriptions of arrays; every process has written all of them to its own store."""
     tensorstore, arrays = require("tensorstore"), dict[str, dict[str, Any]]()
     for base in (place / "state", *sorted((place / "state").glob("ocdbt.process_*"))):
@@ -263,7 +263,7 @@ def _box(box: Sequence[Sequence[int]]) -> Box:
     return tuple((first, last) for first, last in box)
 
 
-def _shared(make: Callable[[], Any]) -> Any:
+def _share(make: Callable[[], Any]) -> Any:
     """Return JSON that the first process makes, or raise its error on all processes."""
     sent: dict[str, Any] = {}
     if jax.process_index() == 0:

@@ -117,12 +117,12 @@ def prefix_features(
     buckets, signs = _hashed_pairs(tokens)
     if segment_ids is None:
         counts[places[1:], buckets] += signs
-        return _normalized(np.cumsum(counts, axis=0))
+        return _normalize(np.cumsum(counts, axis=0))
     is_first = np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]])
     counts[places[1:], buckets] += np.where(is_first[1:], 0.0, signs)
     before = np.cumsum(counts, axis=0) - counts
     begins = np.maximum.accumulate(np.where(is_first, places, 0))
-    return _normalized(before + counts - before[begins])
+    return _normalize(before + counts - before[begins])
 
 
 def document_features(tokens: Shaped[np.ndarray, " S"]) -> Float[np.ndarray, " d"]:
@@ -131,7 +131,7 @@ def document_features(tokens: Shaped[np.ndarray, " S"]) -> Float[np.ndarray, " d
     tokens = tokens[:MOST_TOKENS]
     for buckets, signs in (_hashed_tokens(tokens), _hashed_pairs(tokens)):
         counts += np.bincount(buckets, weights=signs, minlength=NUM_BUCKETS)
-    return _normalized(counts)
+    return _normalize(counts)
 
 
 def squared_distances(
@@ -231,7 +231,7 @@ def _lloyd(features: np.ndarray, centroids: np.ndarray) -> tuple[float, np.ndarr
     return float(np.min(squared_distances(features, centroids), axis=1).sum()), centroids
 
 
-def _normalized(counts: np.ndarray) -> np.ndarray:
+def _normalize(counts: np.ndarray) -> np.ndarray:
     """Return features [... d] of signed counts; zeros of zeros."""
     damped = np.sign(counts) * np.log1p(np.abs(counts))
     norms = np.sqrt(np.sum(damped**2, axis=-1, keepdims=True))

@@ -244,7 +244,7 @@ def _documents(
     waiting: list[_Text] = []
     characters = 0
     for record in collection.records(tokenizer):
-        checked = record if isinstance(record, BadRecord) else _checked(record, tokenizer)
+        checked = record if isinstance(record, BadRecord) else _check(record, tokenizer)
         if isinstance(checked, BadRecord):
             if on_bad_record == "stop":
                 raise DataError(f"{checked} (--data.on_bad_record skip leaves such records out)")
@@ -257,15 +257,15 @@ def _documents(
                 characters += len(text)
             del record, checked, text  # a document may be large, and is encoded below
             if characters >= _BATCH_CHARACTERS or len(waiting) >= _BATCH_TEXTS:
-                yield from _tokenized(waiting, tokenizer)
+                yield from _tokenize(waiting, tokenizer)
                 waiting, characters = [], 0
         elif len(checked):
-            yield from _tokenized(waiting, tokenizer)  # keeps the order of documents
+            yield from _tokenize(waiting, tokenizer)  # keeps the order of documents
             waiting, characters = [], 0
             assert isinstance(record, Record)  # a BadRecord stays one
             known = _digest_of_ids(checked) if record.digest is None else record.digest
             yield _Document(checked, known, -1, record.weights)
-    yield from _tokenized(waiting, tokenizer)
+    yield from _tokenize(waiting, tokenizer)
 
 
 class _Text(NamedTuple):
@@ -277,7 +277,7 @@ class _Text(NamedTuple):
     """Bytes in UTF-8."""
 
 
-def _tokenized(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[_Document]:
+def _tokenize(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[_Document]:
     if not texts:
         return
     encoded = tokenizer.encode_all([text.text for text in texts])
@@ -289,7 +289,7 @@ def _tokenized(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[_Document]:
         yield _Document(ids, text.digest, text.size)
 
 
-def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:
+def _check(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:
     """Return UTF-8 text or token ids, or a BadRecord if the tokenizer cannot encode the text."""
     value, size = record.value, tokenizer.vocab_size
     where = record.where

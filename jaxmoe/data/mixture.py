@@ -105,7 +105,7 @@ class Mixture:
         self._given, self._has_tasks = parts, has_tasks
         self._names = tuple(parts)
         self._sources = tuple(source for _, source in parts.values())
-        self._weights = whole_weights([_checked(name, parts[name][0]) for name in parts])
+        self._weights = whole_weights([_check(name, parts[name][0]) for name in parts])
         self._seed = seed
         if len(sizes := {source.vocab_size for source in self._sources}) > 1:
             raise DataError(
@@ -221,10 +221,10 @@ def _part(text: str) -> tuple[str, float, str]:
         weight = float(match["weight"])
     except ValueError:
         weight = math.nan
-    return match["name"], _checked(match["name"], weight, match["weight"]), match["path"]
+    return match["name"], _check(match["name"], weight, match["weight"]), match["path"]
 
 
-def _checked(name: str, weight: float, spelled: str | None = None) -> float:
+def _check(name: str, weight: float, spelled: str | None = None) -> float:
     """Return a weight, or raise if it is not a number of at least 0."""
     if not (math.isfinite(weight) and weight >= 0):
         raise DataError(

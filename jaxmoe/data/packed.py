@@ -208,7 +208,7 @@ class PackedSource:
             return None
         documents = self.documents["validation"]
         counted = sum(
-            size if size >= 0 else len(self.tokenizer.decode(_predicted(documents, number)))
+            size if size >= 0 else len(self.tokenizer.decode(_predict(documents, number)))
             for number, size in enumerate(documents.sizes.tolist())
         )
         if not counted:
@@ -353,7 +353,7 @@ class PackedSource:
         )
 
 
-def _predicted(documents: DocumentSet, number: int) -> np.ndarray:
+def _predict(documents: DocumentSet, number: int) -> np.ndarray:
     """Return the tokens of a document that are predicted with a weight above 0."""
     weights = documents.document_weights(number)
     tokens = documents.document(number)[1:]

@@ -139,7 +139,7 @@ class Rounds:
         closed = self._step(Kind.UPDATE, update, self._members, _present, posting)
         payloads = self._read(closed.members)
         members = tuple(sorted(payloads))
-        receipt = self._step(Kind.RECEIPT, encode_numbers(members), closed.members, _confirmed)
+        receipt = self._step(Kind.RECEIPT, encode_numbers(members), closed.members, _confirm)
         self._members, self._has_exchanged = receipt.members, True
         return Round(
             number=self._number,
@@ -160,7 +160,7 @@ class Rounds:
         """
         self._check_turn(exchanges=False)
         number = self._number
-        closing = self._step(Kind.FINGERPRINT, fingerprint, self._members, self._compared)
+        closing = self._step(Kind.FINGERPRINT, fingerprint, self._members, self._compare)
         self._transport.forget(number)
         self._ended, self._members = closing, closing.following
         self._number, self._has_exchanged = number + 1, False
@@ -331,7 +331,7 @@ class Rounds:
                 return payloads
             self._pause()
 
-    def _compared(self, payloads: Mapping[int, bytes]) -> Closing:
+    def _compare(self, payloads: Mapping[int, bytes]) -> Closing:
         joined = self._transport.collect(self._number, Kind.JOIN).payloads
         return Closing(
             members=tuple(sorted(payloads)),
@@ -359,5 +359,5 @@ def _present(payloads: Mapping[int, bytes]) -> Closing:
     return Closing(members=tuple(sorted(payloads)))
 
 
-def _confirmed(payloads: Mapping[int, bytes]) -> Closing:
+def _confirm(payloads: Mapping[int, bytes]) -> Closing:
     return Closing(members=confirmed(payloads))

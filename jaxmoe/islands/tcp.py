@@ -71,11 +71,11 @@ class TcpTransport:
     def post(self, number: int, kind: Kind, payload: bytes) -> None:
         """Post a message, as `Transport.post` does."""
         self._own.setdefault((number, kind), payload)
-        self._repeated(lambda connection: self._post(connection, number, kind, payload))
+        self._repeat(lambda connection: self._post(connection, number, kind, payload))
 
     def collect(self, number: int, kind: Kind) -> Collected:
         """Return what is there, as `Transport.collect` does."""
-        return self._repeated(lambda connection: self._collect(connection, number, kind))
+        return self._repeat(lambda connection: self._collect(connection, number, kind))
 
     def decide(self, number: int, kind: Kind, closing: Closing) -> Closing:
         """Record how a step closed, as `Transport.decide` does."""
@@ -87,7 +87,7 @@ class TcpTransport:
                 raise FrameError("answer to a closing has none")
             return found
 
-        return self._repeated(ask)
+        return self._repeat(ask)
 
     def forget(self, number: int) -> None:
         """Drop own messages of older rounds; the coordinator does so by itself."""
@@ -100,7 +100,7 @@ class TcpTransport:
             self._connection.close()
             self._connection = None
 
-    def _repeated(self, ask: Callable[[Connection], _Result]) -> _Result:
+    def _repeat(self, ask: Callable[[Connection], _Result]) -> _Result:
         """Return the result of a request, repeated on new connections until it has one."""
         until = time.monotonic() + self._patience
         while True:

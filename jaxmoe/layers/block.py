@@ -111,7 +111,7 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
-        stream = _named(stream)
+        stream = _name_activations(stream)
         x, memory = self._mixer_residual.read(stream)
         cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
         normed = self._mixer_norm(x)
@@ -123,7 +123,7 @@ class Block(nn.Module):
         stream = dataclasses.replace(stream, cache=outputs.cache, carry=carry)
         stream = self._mixer_residual.write(stream, memory, y, self.context.multipliers.residual)
         outputs = dataclasses.replace(outputs, losses=losses)
-        return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
+        return stream, self._observe(outputs, self.mixer.module_name, y, tokens)
 
     def fed(self, stream: Stream) -> Array:
         """Return the normed activations [B S D] that the feed-forward reads.
@@ -152,7 +152,7 @@ class Block(nn.Module):
         outputs = dataclasses.replace(outputs, losses=outputs.losses | losses)
         stream = dataclasses.replace(stream, carry=stream.carry | outputs.carry)
         stream = residual.write(stream, memory, y, self.context.multipliers.residual)
-        return stream, self._observed(outputs, "feed_forward", y, tokens)
+        return stream, self._observe(outputs, "feed_forward", y, tokens)
 
     def _mixed(
         self, half: Half, normed: Array, layer: LayerInputs, tokens: TokenInputs
@@ -170,7 +170,7 @@ class Block(nn.Module):
         placement = self.execution.placement
         return mixing.mix(own_of(self, half), given, placement, train=self.train)
 
-    def _observed(self, outputs: Any, name: str, y: Array, tokens: TokenInputs) -> Any:
+    def _observe(self, outputs: Any, name: str, y: Array, tokens: TokenInputs) -> Any:
         """Return the outputs of a half with the indicators of its branch, if they are detailed."""
         if self.execution.telemetry != "detailed":
             return outputs
@@ -184,7 +184,7 @@ def sum_losses(one: Losses, other: Losses) -> Losses:
     return one | other | both
 
 
-def _named(stream: Stream) -> Stream:
+def _name_activations(stream: Stream) -> Stream:
     """Return the stream with its arrays named for remat policies."""
     carry = {name: checkpoint_name(array, STREAM) for name, array in stream.carry.items()}
     return dataclasses.replace(stream, x=checkpoint_name(stream.x, STREAM), carry=carry)

@@ -97,14 +97,14 @@ def token_means(
     values, peaks = jax.lax.stop_gradient((dict(values), dict(peaks or {})))
     number = jnp.sum(token_mask, dtype=jnp.float32)
 
-    def masked(value: Array, instead: float) -> Array:
+    def mask(value: Array, instead: float) -> Array:
         # Within a sublayer positions may be cut into fewer parts than in the stream.
         return jnp.where(place_like(token_mask, value), value, instead)
 
     return Indicators(
-        sums={name: jnp.sum(masked(v, 0.0)) for name, v in values.items()},
+        sums={name: jnp.sum(mask(v, 0.0)) for name, v in values.items()},
         counts=dict.fromkeys(values, number),
-        peaks={name: jnp.max(masked(v, -jnp.inf)) for name, v in peaks.items()},
+        peaks={name: jnp.max(mask(v, -jnp.inf)) for name, v in peaks.items()},
     )
 
 
@@ -203,7 +203,7 @@ def interleave(parts: Sequence[Indicators], repeats: int) -> Indicators:
     """
     if len(parts) == 1:
         return parts[0]
-    return _joined(parts, [repeats] * len(parts), lambda rows: jnp.stack(rows, 1).reshape(-1))
+    return _join(parts, [repeats] * len(parts), lambda rows: jnp.stack(rows, 1).reshape(-1))
 
 
 def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
@@ -214,10 +214,10 @@ def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
             count of 0, or a peak of -inf.
     """
     found, layers = zip(*parts, strict=True)
-    return _joined(found, layers, jnp.concatenate)
+    return _join(found, layers, jnp.concatenate)
 
 
-def _joined(
+def _join(
     parts: Sequence[Indicators],
     layers: Sequence[int],
     join: Callable[[list[Array]], Array],

@@ -130,7 +130,7 @@ class StandardHalf:
         self, stream: Stream, memory: None, y: Float[Array, "B S D"], multiplier: float
     ) -> Stream:
         """Return the stream with the output."""
-        return dataclasses.replace(stream, x=stream.x + _scaled(y, multiplier, stream.x))
+        return dataclasses.replace(stream, x=stream.x + _scale(y, multiplier, stream.x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,11 +183,11 @@ class LadderHalf:
         multiplier: float,
     ) -> Stream:
         """Return the stream after the half, with its output to be added later."""
-        late = {f"{self.half}_output": _scaled(y, multiplier, memory)}
+        late = {f"{self.half}_output": _scale(y, multiplier, memory)}
         return dataclasses.replace(stream, x=memory, carry=stream.carry | late)
 
 
-def _scaled(y: Array, multiplier: float, x: Array) -> Array:
+def _scale(y: Array, multiplier: float, x: Array) -> Array:
     return jnp.asarray(multiplier, x.dtype) * y.astype(x.dtype)
 
 

@@ -60,7 +60,7 @@ def rotary_angles(
     exponents = jnp.arange(half, dtype=jnp.float32) / half
     frequencies = jnp.float32(theta) ** -exponents
     if yarn is not None:
-        frequencies = frequencies * _stretched(half, theta, yarn)
+        frequencies = frequencies * _stretch(half, theta, yarn)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if yarn is not None:
@@ -74,7 +74,7 @@ def yarn_size(yarn: YarnConfig, mscale: float) -> float:
     return 1.0 + 0.1 * mscale * math.log(max(1.0, yarn.factor))
 
 
-def _stretched(half: int, theta: float, yarn: YarnConfig) -> Float[Array, " H"]:
+def _stretch(half: int, theta: float, yarn: YarnConfig) -> Float[Array, " H"]:
     """Return the factors by which YaRN reduces the frequencies."""
 
     def feature(turns: float) -> float:

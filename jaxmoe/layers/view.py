@@ -61,13 +61,13 @@ def view_outside(params: Tree, view: View, layers: Collection[str]) -> tuple[Tre
         layers: Names of the scans of layers.
     """
 
-    def used(name: str) -> Any:
+    def use(name: str) -> Any:
         if name in layers or not isinstance(params[name], dict):
             return params[name]
         return view.rewrite(params[name], view.own.get(name, {}), name)
 
     of_layers = {name: arrays for name, arrays in view.own.items() if name in layers}
-    return {name: used(name) for name in params}, View(rewrite=view.rewrite, own=of_layers)
+    return {name: use(name) for name in params}, View(rewrite=view.rewrite, own=of_layers)
 
 
 def rewritten(block: Any, rewrite: Rewrite, part: str) -> Any:
@@ -80,14 +80,14 @@ def rewritten(block: Any, rewrite: Rewrite, part: str) -> Any:
     """
 
     def view(variables: Tree) -> Tree:
-        params = _named(variables["params"], VIEWING)
+        params = _name_activations(variables["params"], VIEWING)
         params = rewrite(params, variables.get(VIEW, {}), part)
-        return {"params": _named(params, VIEWED), VIEW: {}}
+        return {"params": _name_activations(params, VIEWED), VIEW: {}}
 
     return nn.map_variables(block, ["params", VIEW], trans_in_fn=view)
 
 
-def _named(params: Tree, name: str) -> Tree:
+def _name_activations(params: Tree, name: str) -> Tree:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), params)
 
 

@@ -147,7 +147,7 @@ def stream(
         axes = (ax.ACT_BATCH, None)
         execution.axis_rules.check_divides("prompt", (len(rows), len(rows[0])), axes, sizes)
     arguments = model, params, rows, num_tokens, key, sampling, eos_ids, router_state, execution
-    return _stream(*arguments, at_once, programs or _compiled)
+    return _stream(*arguments, at_once, programs or _compile_programs)
 
 
 def _stream(
@@ -165,10 +165,10 @@ def _stream(
 ) -> Iterator[np.ndarray]:
     """Run the programs for checked arguments."""
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), _rounded(int(lengths.max()))), np.int32)
+    tokens = np.zeros((len(rows), _round_to(int(lengths.max()))), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    num_keys = _rounded(num_tokens)
+    num_keys = _round_to(num_tokens)
     capacity = cache_length(int(lengths.max()), num_tokens)
     programs = make(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
     limits = sampling.limits(model.vocab_size)
@@ -210,7 +210,7 @@ MakePrograms = Callable[[ModelConfig, ExecutionConfig, int, bool, bool], Program
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(
+def _compile_programs(
     model: ModelConfig,
     execution: ExecutionConfig,
     capacity: int,
@@ -311,10 +311,10 @@ def cache_length(longest: int, num_tokens: int) -> int:
         longest: Tokens of the longest prompt.
         num_tokens: Tokens to generate.
     """
-    return _rounded(longest) + _rounded(num_tokens)
+    return _round_to(longest) + _round_to(num_tokens)
 
 
-def _rounded(length: int) -> int:
+def _round_to(length: int) -> int:
     """Return the smallest of the sizes 32, 48, 64, 96, 128, ... that is at least `length`."""
     size = _SHORTEST
     while size < length:

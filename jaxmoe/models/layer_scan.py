@@ -88,7 +88,7 @@ def scan_layers(
     if rewrite is not None:
         check_view(execution)
     if execution.parameter_memory == "host":
-        return _streamed(scan, context, execution, train=train)
+        return _stream(scan, context, execution, train=train)
     unroll = execution.unroll_of(scan.length)
     block = partial(
         _block,
@@ -120,7 +120,7 @@ def scan_layers(
     return scanned(kind.mixer, kind.feed_forward, context, execution, train, name=scan.name)
 
 
-def _streamed(
+def _stream(
     scan: Scan, context: LayerContext, execution: ExecutionConfig, *, train: bool
 ) -> nn.Module:
     """Return the module of a scan whose parameters lie in host memory; see `scan_layers`."""
@@ -261,8 +261,8 @@ def join_outputs(
         stacks = list(output.values()) if scan.is_cycle else [output]
         routed = [o for o in stacks if o.statistics is not None]
         if routed:
-            statistics.append(_interleaved([o.statistics for o in routed]))
-            losses.append(_interleaved([o.losses for o in routed]))
+            statistics.append(_interleave([o.statistics for o in routed]))
+            losses.append(_interleave([o.losses for o in routed]))
         for name, value in (
             (n, v) for o in stacks if o.statistics is None for n, v in o.losses.items()
         ):
@@ -315,7 +315,7 @@ def _numbers(stack: LayerStack) -> Array:
     return numbers.start + numbers.step * jnp.arange(stack.num_layers, dtype=jnp.int32)
 
 
-def _interleaved(parts: list[Any]) -> Any:
+def _interleave(parts: list[Any]) -> Any:
     """Join the arrays of a period's layers [n ...] in the order of the layers [n * parts ...]."""
     if len(parts) == 1:
         return parts[0]

@@ -119,7 +119,7 @@ def run_scans(
         def call_block(flow: Any, turn: int, block: Sequence[Scan] = block) -> Any:
             for scan in block:
                 flow, output = call(scan, flow, turn)
-                outputs[scan.name] = _summed(outputs.get(scan.name), output)
+                outputs[scan.name] = _sum_up(outputs.get(scan.name), output)
             return flow
 
         if is_looped and loop is not None:
@@ -129,12 +129,12 @@ def run_scans(
     return flow, list(outputs.values())
 
 
-def _summed(before: Any, output: Any) -> Any:
+def _sum_up(before: Any, output: Any) -> Any:
     """Return the outputs of a scan with those of its earlier turns."""
     if before is None:
         return output
     if isinstance(output, dict):  # by place in a period
-        return {place: _summed(before[place], record) for place, record in output.items()}
+        return {place: _sum_up(before[place], record) for place, record in output.items()}
     return LayerOutputs(
         statistics=_sum(before.statistics, output.statistics),
         losses=output.losses,  # of weights: the same in every turn; of gates: of the last one

@@ -248,11 +248,11 @@ def quantized_params(
     shapes = abstract_params(table, form, precision.parameter_dtype, rules, mesh)
     flat = traverse_util.flatten_dict(params, sep="/")
 
-    def rounded(flat: Any) -> Any:
+    def round_to(flat: Any) -> Any:
         return table.tree(lambda row: quantize_parameter(row, flat[row.path], form))
 
     with jax.set_mesh(mesh):
-        return jax.jit(rounded, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes))(
+        return jax.jit(round_to, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes))(
             flat
         )
 

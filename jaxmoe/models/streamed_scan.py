@@ -102,7 +102,7 @@ def stream_layers(
             (stream, fetched), (number, own) = carry, xs
             coming = _fetch(params, jnp.minimum(number + 1, length - 1))
             after, outputs = layer(fetched, stream, own, tokens)
-            saved = _moved(_floats(stream), _HOST if offloads else _DEVICE) if keeps else None
+            saved = _move(_floats(stream), _HOST if offloads else _DEVICE) if keeps else None
             return (after, coming), (outputs, saved, _others(stream) if keeps else None)
 
         first_carry = (stream, _fetch(params, jnp.int32(0)))
@@ -126,10 +126,10 @@ def stream_layers(
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             (gradient, fetched), (number, own, floats, integers, of_outputs) = carry, xs
             coming = _fetch(params, jnp.maximum(number - 1, 0))
-            floats = _moved(floats, _DEVICE)
+            floats = _move(floats, _DEVICE)
 
             def recompute(fetched: Any, floats: list[Array]) -> Any:
-                after, outputs = layer(fetched, _merged(first, floats, integers), own, tokens)
+                after, outputs = layer(fetched, _merge(first, floats, integers), own, tokens)
                 return _floats(after), _floats(outputs)
 
             _, transposed = jax.vjp(recompute, fetched, floats)
@@ -140,7 +140,7 @@ def stream_layers(
         first_carry = (_gradients_of_floats(after), last)
         xs = (layer_numbers(), inputs, *saved, _gradients_of_floats(outputs))
         (gradient, _), of_params = jax.lax.scan(body, first_carry, xs, reverse=True, unroll=unroll)
-        of_stream = _merged(first, gradient, [None] * len(_others(first)))
+        of_stream = _merge(first, gradient, [None] * len(_others(first)))
         return of_params, of_stream, None, None
 
     run.defvjp(run_forward, run_backward)
@@ -156,7 +156,7 @@ def _fetch(params: Any, number: Int[Array, ""]) -> Any:
     return jax.tree.map(one, params)
 
 
-def _moved(tree: Any, where: jax.memory.Space) -> Any:
+def _move(tree: Any, where: jax.memory.Space) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where), tree)
 
 
@@ -182,7 +182,7 @@ def _gradients_of_floats(gradients: Any) -> list[Array]:
     return [leaf for leaf in jax.tree.leaves(gradients) if leaf.dtype != jax.dtypes.float0]
 
 
-def _merged(like: Any, floats: list[Any], integers: list[Any]) -> Any:
+def _merge(like: Any, floats: list[Any], integers: list[Any]) -> Any:
     """Return a tree with the structure of another, from its floats and its other leaves."""
     floats_left, others_left = iter(floats), iter(integers)
     leaves = [

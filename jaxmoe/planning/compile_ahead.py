@@ -343,7 +343,7 @@ def result_bytes(results: Any, topology: Topology) -> int:
     """
     platform = topology.chip.platform
     leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_known(leaf))
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_find_known(leaf))
         for leaf in jax.tree.leaves(results)
     ]
     if platform in ("cpu", "gpu"):
@@ -354,5 +354,5 @@ def result_bytes(results: Any, topology: Topology) -> int:
     return device_bytes(leaves, platform) + table
 
 
-def _known(leaf: Any) -> Any:
+def _find_known(leaf: Any) -> Any:
     return leaf.sharding if hasattr(leaf.sharding, "spec") else None

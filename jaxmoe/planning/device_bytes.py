@@ -58,11 +58,11 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
         tile = min(1024, max(_LANES, 1 << (size - 1).bit_length())) if size > 1 else _LANES
         tile = max(tile, _LANES * 4 // itemsize)
         return -(-size // tile) * tile * itemsize
-    tiled = min(_tiled(rows, columns) for rows, columns in itertools.permutations(shape, 2))
+    tiled = min(_tile(rows, columns) for rows, columns in itertools.permutations(shape, 2))
     return int(math.prod(shape) * tiled) * itemsize
 
 
-def _tiled(rows: int, columns: int) -> Fraction:
+def _tile(rows: int, columns: int) -> Fraction:
     """Return the stored values per value of two tiled dimensions."""
     sublanes = min(8, 1 << (rows - 1).bit_length())
     tile_bytes = -(-rows // sublanes) * sublanes * -(-columns // _LANES) * _LANES

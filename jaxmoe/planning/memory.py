@@ -250,7 +250,7 @@ def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     return {
         "gradients": gradients * (2 if plan.accumulation > 1 else 1),
         "copies": _copies(sizes),
-        "saved": _saved(sizes, shares),
+        "saved": _save(sizes, shares),
         "masks": _masks(sizes, plan.model.scans, platform),
         "layer": layer,
         "experts": experts,
@@ -282,14 +282,14 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     )
     stream = plan.model.residual.arrays * sizes.tokens * plan.model.embed_dim * sizes.itemsize
     deferred = (
-        (pipeline_counts.deferred + 1) * _deferred(sizes, group, platform)
+        (pipeline_counts.deferred + 1) * _defer(sizes, group, platform)
         if pipeline_counts.deferred
         else 0.0
     )
     return {
         "gradients": gradients + _gradients(sizes, trained, platform) / chunks,
         "copies": copies,
-        "saved": _saved(sizes, group),
+        "saved": _save(sizes, group),
         "masks": _masks(sizes, (parts.staged,), platform),
         "layer": layers[0],
         "experts": layers[1],
@@ -299,7 +299,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     }
 
 
-def _deferred(sizes: Sizes, shares_of_stacks: Sequence[Held], platform: Platform) -> float:
+def _defer(sizes: Sizes, shares_of_stacks: Sequence[Held], platform: Platform) -> float:
     """Return what B leaves for W: inputs of products, and gradients of their results."""
     width, total = sizes.plan.model.embed_dim, 0.0
     # The fused experts of the XLA implementation, which CPUs use, are not split.
@@ -323,7 +323,7 @@ def _outside(sizes: Sizes, scans: tuple[Scan, ...], platform: Platform) -> float
     shares_of_stacks = [Held(stack, stack.num_layers) for scan in scans for stack in scan.stacks]
     if not shares_of_stacks:
         return 0.0
-    needed = _saved(sizes, shares_of_stacks) + _masks(sizes, scans, platform)
+    needed = _save(sizes, shares_of_stacks) + _masks(sizes, scans, platform)
     return needed + sum(_largest_layer(sizes, shares_of_stacks))
 
 
@@ -351,7 +351,7 @@ def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) 
     return 4.0 * total
 
 
-def _saved(sizes: Sizes, shares_of_stacks: Sequence[Held]) -> float:
+def _save(sizes: Sizes, shares_of_stacks: Sequence[Held]) -> float:
     plan = sizes.plan
     model, execution = plan.model, plan.execution
     token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize

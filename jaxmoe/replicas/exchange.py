@@ -92,13 +92,13 @@ def mean() -> Exchange:
     """
 
     def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
-        message = _weighed(decode(payload, slow), setting)
+        message = _weigh(decode(payload, slow), setting)
         return jax.lax.psum(message, setting.axis) / setting.workers, state
 
     return Exchange(init=no_state, mix=mix, is_mean=True)
 
 
-def _weighed(message: Array, setting: About) -> Array:
+def _weigh(message: Array, setting: About) -> Array:
     """Return the message of this worker times its factor in a mean."""
     if setting.factors is None:
         return message
@@ -116,7 +116,7 @@ def permuted_mean() -> Exchange:
     def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
         if not (setting.is_beside and setting.is_spread and platform() == "tpu"):
             return mean().mix(payload, decode, slow, setting, state)
-        message = _weighed(decode(payload, slow), setting)
+        message = _weigh(decode(payload, slow), setting)
         return _sum_by_permutes(message, setting) / setting.workers, state
 
     return Exchange(init=no_state, mix=mix, is_mean=True)

@@ -263,7 +263,7 @@ def _mix(
     """Return the exchanged gradients of all parameters, and the state of this worker."""
     params, agreed = shared["params"], shared["agreed"]
 
-    def encoded(talk: GradientTalk) -> tuple[dict[str, Array], GradientTalk]:
+    def encode(talk: GradientTalk) -> tuple[dict[str, Array], GradientTalk]:
         payloads, decodes, codec = {}, {}, {}
         for path, x in grads.items():
             setting = abouts[path]
@@ -278,7 +278,7 @@ def _mix(
         mixed, exchange = method.exchange.mix(payloads, decodes, params, abouts, talk.exchange)
         return mixed, GradientTalk(codec=codec, exchange=exchange)
 
-    def averaged(talk: GradientTalk) -> tuple[dict[str, Array], GradientTalk]:
+    def average(talk: GradientTalk) -> tuple[dict[str, Array], GradientTalk]:
         mean_leaf = mean_of_alive()
         mixed = {
             path: mean_leaf.mix(x, lambda payload, like: payload, params[path], abouts[path], ())[0]
@@ -287,8 +287,8 @@ def _mix(
         return mixed, talk
 
     if agreed is None:
-        return encoded(talk)
-    return jax.lax.cond(agreed.is_encoded, encoded, averaged, talk)
+        return encode(talk)
+    return jax.lax.cond(agreed.is_encoded, encode, average, talk)
 
 
 def _count_parts(

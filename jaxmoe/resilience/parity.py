@@ -128,7 +128,7 @@ class Peers:
             blocks = buffers[process].reshape(self.count - 1, block)[:, part]
             return np.insert(blocks, process, np.uint32(0), axis=0)
 
-        for part, sums in self._run(_scattered, block, buffers, given):
+        for part, sums in self._run(_scatter, block, buffers, given):
             for process, values in sums.items():
                 parity[process][part] = values[0]
         return parity
@@ -163,7 +163,7 @@ class Peers:
                 return np.zeros((processes, blocks.shape[1]), np.uint32)
             return np.insert(np.negative(blocks), number, parity[process][part], axis=0)
 
-        for part, sums in self._run(_summed, block, buffers, given, rows=processes):
+        for part, sums in self._run(_sum_up, block, buffers, given, rows=processes):
             rebuilt[:, part] = next(iter(sums.values()))
         return np.delete(rebuilt, lost, axis=0).reshape(-1), np.negative(rebuilt[lost])
 
@@ -180,7 +180,7 @@ class Peers:
             piece = buffers[process][None, part]
             return piece if process == holder else np.zeros_like(piece)
 
-        for part, sums in self._run(_summed, len(shared), buffers, given, rows=1):
+        for part, sums in self._run(_sum_up, len(shared), buffers, given, rows=1):
             shared[part] = next(iter(sums.values()))[0]
         return shared
 
@@ -219,7 +219,7 @@ class Peers:
 
 
 @functools.lru_cache(maxsize=2)
-def _scattered(mesh: Mesh) -> Callable[[Array], Array]:
+def _scatter(mesh: Mesh) -> Callable[[Array], Array]:
     """Return a program that leaves row j of the sum on process j."""
 
     def local(blocks: UInt32[Array, "1 processes piece"]) -> UInt32[Array, "1 piece"]:
@@ -230,7 +230,7 @@ def _scattered(mesh: Mesh) -> Callable[[Array], Array]:
 
 
 @functools.lru_cache(maxsize=2)
-def _summed(mesh: Mesh) -> Callable[[Array], Array]:
+def _sum_up(mesh: Mesh) -> Callable[[Array], Array]:
     """Return a program that leaves the whole sum on every process."""
 
     def local(blocks: UInt32[Array, "1 processes piece"]) -> UInt32[Array, "processes piece"]:

@@ -40,7 +40,7 @@ class EngineParameters:
             are sent the first time.
         """
         arrays = jax.device_get(params)
-        current = jax.tree.map(self._rounded, arrays)
+        current = jax.tree.map(self._round_to, arrays)
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(current))
         sent = total
         if self._held is None:
@@ -53,6 +53,6 @@ class EngineParameters:
         )
         return full, {SYNC_SHARE: sent / total, SYNC_BYTES: float(sent)}
 
-    def _rounded(self, array: np.ndarray) -> np.ndarray:
+    def _round_to(self, array: np.ndarray) -> np.ndarray:
         is_rounded = self._served == "bfloat16" and jnp.issubdtype(array.dtype, jnp.floating)
         return array.astype(jnp.bfloat16) if is_rounded else array

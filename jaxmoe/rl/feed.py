@@ -286,7 +286,7 @@ class RolloutFeed(Feed):
         except (JaxmoeError, ValueError) as error:
             raise NoAnswersError(str(error)) from error
         drawn, counts = time.perf_counter(), self._rollouts.counts()
-        rows, measures = self._prepared(state, self._learner.batch(samples))
+        rows, measures = self._prepare(state, self._learner.batch(samples))
         state, metrics, clipped = self._updated(step_function, state, samples, rows)
         measures[CLIPPED] = clipped
         jax.block_until_ready(metrics.loss)
@@ -344,7 +344,7 @@ class RolloutFeed(Feed):
             step_metrics.append(metrics)
         return state, _together(step_metrics), cut / max(read, 1)
 
-    def _prepared(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def _prepare(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""
         config = self._learner.config
         is_read, engine = np.asarray(batch.loss_weights) > 0, np.asarray(batch.extra[OLD])

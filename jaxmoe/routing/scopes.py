@@ -80,7 +80,7 @@ def kth_largest(
     Returns:
         Values; -inf where there are fewer than k rows.
     """
-    keys = jnp.where(mask[:, :, None], _ordered(jax.lax.stop_gradient(values)), jnp.uint32(0))
+    keys = jnp.where(mask[:, :, None], _order(jax.lax.stop_gradient(values)), jnp.uint32(0))
 
     def bit(i: Array, bits: Array) -> Array:
         tried = bits | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
@@ -93,17 +93,17 @@ def kth_largest(
     start = start | (total(keys.sum(1, dtype=jnp.uint32), axes) & jnp.uint32(0))
     start = start | (k[:, None].astype(jnp.uint32) & jnp.uint32(0))
     bits = jax.lax.fori_loop(0, 32, bit, start)
-    return jnp.where(bits == 0, -jnp.inf, _unordered(bits))
+    return jnp.where(bits == 0, -jnp.inf, _find_unordered(bits))
 
 
-def _ordered(values: Float[Array, "*d"]) -> Array:
+def _order(values: Float[Array, "*d"]) -> Array:
     """Map f32 to positive integers of the same order."""
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
     top = jnp.uint32(1 << 31)
     return jnp.where(bits >= top, ~bits, bits | top)
 
 
-def _unordered(keys: Array) -> Float[Array, "*d"]:
+def _find_unordered(keys: Array) -> Float[Array, "*d"]:
     top = jnp.uint32(1 << 31)
     bits = jnp.where(keys >= top, keys & ~top, ~keys)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -239,7 +239,7 @@ def assemble(
     mesh = make_mesh(
         mesh_config, devices, fold=execution.mesh_fold, host_order=execution.host_order
     )
-    execution.kernels.prepare(mesh, left_out=_uncalled(plan, execution))
+    execution.kernels.prepare(mesh, left_out=_find_uncalled(plan, execution))
     check_mesh(plan, execution, trains=trains)
     if source is None:
         source = _source(config, data, needs_data=needs_data)
@@ -269,7 +269,7 @@ def assemble(
     return assembly
 
 
-def _uncalled(plan: Plan, execution: ExecutionConfig) -> frozenset[str]:
+def _find_uncalled(plan: Plan, execution: ExecutionConfig) -> frozenset[str]:
     """Return operations with kernels that no product of a run calls: comparing them takes a start
     on a GPU longer than compiling."""
     is_plain = (

@@ -263,7 +263,7 @@ def open_executors(
             f"{sizes.instances}, run.mesh={mesh}: leave both out, or serve one folded run"
         )
     if adapters:
-        model, params, chats = _adapted(path, step, model, params, adapters, template)
+        model, params, chats = _adapt(path, step, model, params, adapters, template)
     options: dict[str, Any] = {"config": sizes.executor(length), "execution": assembly.execution}
     config = EngineConfig(
         batching=sizes.batching,
@@ -363,7 +363,7 @@ def _filling(
     return DiffusionExecutor(model, params, router_state, config=sizes, execution=execution)
 
 
-def _adapted(
+def _adapt(
     path: str,
     step: int | None,
     model: ModelConfig,

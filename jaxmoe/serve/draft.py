@@ -127,7 +127,7 @@ class Draft:
         hits = view.hits(sequence)
         needed = num_pages(len(sequence.tokens) + 1, size) - len(hits)
         self._ledger.share(hits)
-        if self._ledger.free - self._promised() < needed and self.num_running:
+        if self._ledger.free - self._promise() < needed and self.num_running:
             self._ledger.give(hits)
             return False
         self._admitted.append(sequence.id)
@@ -173,7 +173,7 @@ class Draft:
         self._held[sequence.id] = num_pages
         self._computed[sequence.id] = computed
 
-    def _promised(self) -> int:
+    def _promise(self) -> int:
         """Return the pages that running prompts still need, so that admissions leave them."""
         size = self.view.facts.page_size
         running = self._running.values()

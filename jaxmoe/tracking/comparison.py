@@ -72,7 +72,7 @@ def position_by_step(run: ComparedRun, steps: np.ndarray) -> np.ndarray:
 
 def position_by_tokens(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
     """Return the tokens trained on after some steps."""
-    return _recorded(run, TRAINED_TOKENS, steps)
+    return _record(run, TRAINED_TOKENS, steps)
 
 
 def position_by_flops(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
@@ -85,7 +85,7 @@ def position_by_flops(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
 
 def position_by_time(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
     """Return the seconds of training after some steps."""
-    return _recorded(run, TRAINED_SECONDS, steps)
+    return _record(run, TRAINED_SECONDS, steps)
 
 
 AXES = (
@@ -175,7 +175,7 @@ def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
     def row(label: str, cell: Callable[[ComparedRun], Any]) -> tuple[str, ...]:
         return (label, *(html_page.spell(cell(run)) for run in runs))
 
-    def known(name: str, spell: Callable[[Any], Any]) -> Callable[[ComparedRun], Any]:
+    def find_known(name: str, spell: Callable[[Any], Any]) -> Callable[[ComparedRun], Any]:
         def cell(run: ComparedRun) -> Any:
             value = run.summary.get(name)
             return None if value is None else spell(value)
@@ -183,11 +183,11 @@ def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
         return cell
 
     rows = [
-        row("status", known("status", str)),
-        row("steps", known("steps", int)),
-        row("tokens", known("tokens", format_count)),
+        row("status", find_known("status", str)),
+        row("steps", find_known("steps", int)),
+        row("tokens", find_known("tokens", format_count)),
         row("held-out loss", lambda run: _held_out_text(run.summary)),
-        row("training loss, nats/token", known("final_loss", "{:.4f}".format)),
+        row("training loss, nats/token", find_known("final_loss", "{:.4f}".format)),
     ]
     unit, _ = bits_unit(runs)
     for axis in AXES[1:]:
@@ -197,17 +197,17 @@ def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
             label += {"tokens": " tokens", "time": " of training"}.get(axis.name, "")
             rows.append((label, *("-" if x is None else f"{x:.4f}" for x in losses)))
     rows += [
-        row("tokens per second", known("tokens_per_second", format_count)),
-        row("MFU", known("mfu", "{:.1%}".format)),
-        row("parameters", known("parameters_total", format_count)),
-        row("active parameters", known("parameters_active", format_count)),
-        row("model FLOPs per token", known("model_flops_per_token", format_flops)),
-        row("training time", known("trained_seconds", format_duration)),
-        row("compiling", known("compile_seconds", "{:.1f} s".format)),
-        row("peak memory", known("peak_memory_bytes", format_bytes)),
-        row("max violation", known("router_max_violation", "{:.2f}".format)),
-        row("dropped", known("router_dropped_fraction", "{:.1%}".format)),
-        row("mesh", known("mesh", dict)),
+        row("tokens per second", find_known("tokens_per_second", format_count)),
+        row("MFU", find_known("mfu", "{:.1%}".format)),
+        row("parameters", find_known("parameters_total", format_count)),
+        row("active parameters", find_known("parameters_active", format_count)),
+        row("model FLOPs per token", find_known("model_flops_per_token", format_flops)),
+        row("training time", find_known("trained_seconds", format_duration)),
+        row("compiling", find_known("compile_seconds", "{:.1f} s".format)),
+        row("peak memory", find_known("peak_memory_bytes", format_bytes)),
+        row("max violation", find_known("router_max_violation", "{:.2f}".format)),
+        row("dropped", find_known("router_dropped_fraction", "{:.1%}".format)),
+        row("mesh", find_known("mesh", dict)),
     ]
     return [cells for cells in rows if set(cells[1:]) != {"-"}]
 
@@ -278,7 +278,7 @@ def _chart(runs: Sequence[ComparedRun], axis: _Axis) -> str:
     return f'{chart}<p class="soft small">{html_page.escape(note)}</p>'
 
 
-def _recorded(run: ComparedRun, name: str, steps: np.ndarray) -> np.ndarray | None:
+def _record(run: ComparedRun, name: str, steps: np.ndarray) -> np.ndarray | None:
     """Return an increasing metric at given steps, by interpolation."""
     if name not in run.series:
         return None

@@ -275,7 +275,7 @@ class View:
             ("", TOKENS_PER_SECOND, format_count, " tokens/s"),
             ("mfu", MFU, "{:.1%}".format, ""),
         ]
-        return _wrapped(
+        return _wrap(
             [
                 [(f"{label} " if label else "", "bright_black"), (spell(metrics[name]), "bold")]
                 + ([(unit, "bright_black")] if unit else [])
@@ -308,7 +308,7 @@ class View:
         if LOAD_BALANCE in self.metrics:
             items.append([("balance ", "bright_black"), (f"{self.metrics[LOAD_BALANCE]:.3f}", "")])
             items[-1].append((" (1 = uniform)", "bright_black"))
-        return _wrapped(items, width)
+        return _wrap(items, width)
 
 
 def strip(load: np.ndarray, width: int) -> list[list[Span]]:
@@ -342,7 +342,7 @@ def strip(load: np.ndarray, width: int) -> list[list[Span]]:
         notes.append(f"{len(shown)} of {layers} layers")
     if ratio.shape[1] < experts:
         notes.append(f"{experts} experts, a cell is the worst of {-(-experts // ratio.shape[1])}")
-    return lines + _wrapped([[(note, "bright_black")] for note in notes], width)
+    return lines + _wrap([[(note, "bright_black")] for note in notes], width)
 
 
 def cell(ratio: float) -> Span:
@@ -355,7 +355,7 @@ def cell(ratio: float) -> Span:
     return (block, "green" if 0.5 <= ratio <= 1.5 else "yellow")
 
 
-def _wrapped(items: list[list[Span]], width: int) -> list[list[Span]]:
+def _wrap(items: list[list[Span]], width: int) -> list[list[Span]]:
     """Return items three columns apart, in as many lines as they need."""
     lines: list[list[Span]] = []
     width_used = 0

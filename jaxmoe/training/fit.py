@@ -202,12 +202,12 @@ def _names(tree: Any) -> str:
 def _batches(examples: Sequence[Any], size: int, seed: int) -> Iterator[list[Any]]:
     """Yield batches without end, reshuffling every epoch; batches may span two epochs."""
 
-    def drawn() -> Iterator[Any]:
+    def draw() -> Iterator[Any]:
         for epoch in itertools.count():
             order = np.random.default_rng((seed, epoch)).permutation(len(examples))
             yield from (examples[i] for i in order)
 
-    stream = drawn()
+    stream = draw()
     while True:
         yield list(itertools.islice(stream, size))
 

@@ -285,7 +285,7 @@ class Loop:
             self.status = reason
             return None
         is_reported = self.step % self._report_every == 0
-        is_shared = is_over or bool(reason) or is_reported or _shared(due)
+        is_shared = is_over or bool(reason) or is_reported or _share(due)
         if due or is_shared:
             pending.flush()
         if pending.refused is not None and (is_shared or due and self._asks_alone):
@@ -293,7 +293,7 @@ class Loop:
             self.refused = pending.refused
             return None
         with self._stopwatch.on(HOOKS):
-            if is_over or reason or _shared(due):
+            if is_over or reason or _share(due):
                 self.state = self._publish(self.state)
             self.status = self._run_hooks(due)
         if self.status is not None:
@@ -386,7 +386,7 @@ class _PendingMetrics:
             self._report(Report(steps=steps, metrics=metrics, seconds=seconds))
         self._steps.clear()
         self.since = time.perf_counter()
-        self.refused = self.refused or _refused(steps, metrics, self._max_skipped)
+        self.refused = self.refused or _refuse(steps, metrics, self._max_skipped)
 
     def finish(self) -> None:
         """Report what is still pending, if anything."""
@@ -394,12 +394,12 @@ class _PendingMetrics:
             self.flush()
 
 
-def _shared(hooks: Sequence[Hook]) -> bool:
+def _share(hooks: Sequence[Hook]) -> bool:
     """Return whether a hook is due on all processes, which then report and end together."""
     return any(not getattr(hook, "is_local", False) for hook in hooks)
 
 
-def _refused(
+def _refuse(
     steps: Sequence[int], metrics: Sequence[StepMetrics], max_skipped: int
 ) -> tuple[int, int] | None:
     """Return the first and last of the first `max_skipped` steps refused in a row."""

@@ -252,15 +252,15 @@ def _with_rounded_experts(model: ModelConfig, execution: ExecutionConfig, params
         return params
     experts = {spec.path for spec in parameter_table(model) if spec.declaration.role in _EXPERTS}
 
-    def rounded(path: Any, leaf: Any) -> Any:
+    def round_to(path: Any, leaf: Any) -> Any:
         is_wider = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > dtype.itemsize
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return _rounded(leaf, dtype) if is_wider and name in experts else leaf
+        return _round_to(leaf, dtype) if is_wider and name in experts else leaf
 
-    return jax.tree.map_with_path(rounded, params)
+    return jax.tree.map_with_path(round_to, params)
 
 
-def _rounded(x: Array, dtype: Any) -> Array:
+def _round_to(x: Array, dtype: Any) -> Array:
     """Return an array in a narrower dtype; its gradient exists as an array before it is widened.
 
     XLA would make it anew, layer by layer, in each of the passes that read it: for the parameters,

@@ -189,7 +189,7 @@ class Scorer:
         for row in range(len(rows), self.batch_size):
             tokens[row], segments[row] = tokens[0], segments[0]
         nll, is_top = jax.device_get(
-            _scored(self._model, self._execution)(
+            _make_scorer(self._model, self._execution)(
                 self._params, self._router_state, tokens, targets, segments
             )
         )
@@ -207,13 +207,13 @@ class Scorer:
     def _read(self, piece: Sequence[int], first: int, cache: Any) -> tuple[int, Any]:
         """Return the likeliest token after a piece whose first token has the position `first`."""
         tokens = np.tile(np.asarray(piece, np.int32), (self._shards, 1))
-        run = _continued(self._model, self._execution)
+        run = _make_continuation(self._model, self._execution)
         token, cache = run(self._params, self._router_state, tokens, np.int32(first), cache)
         return int(token), cache
 
 
 @functools.lru_cache(maxsize=8)
-def _scored(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
+def _make_scorer(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
     """Return a jitted function to nll of targets [B S] and whether each is the likeliest."""
 
     def run(params: Any, router_state: Any, tokens: Array, targets: Array, segments: Array) -> Any:
@@ -227,7 +227,7 @@ def _scored(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any
 
 
 @functools.lru_cache(maxsize=8)
-def _continued(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
+def _make_continuation(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
     """Return a jitted function to the likeliest next token and the cache."""
 
     def run(params: Any, router_state: Any, tokens: Array, first: Array, cache: Any) -> Any:

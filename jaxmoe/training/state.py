@@ -193,15 +193,15 @@ def layers_on_host(model: ModelConfig, execution: ExecutionConfig) -> frozenset[
 def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:
     """Return the optimiser state in its memory between steps; see
     `ExecutionConfig.optimizer_memory`."""
-    return _moved(opt_state, execution, jax.memory.Space.Host)
+    return _move(opt_state, execution, jax.memory.Space.Host)
 
 
 def fetch(opt_state: Any, execution: ExecutionConfig) -> Any:
     """Return the optimiser state on the device, for an update."""
-    return _moved(opt_state, execution, jax.memory.Space.Device)
+    return _move(opt_state, execution, jax.memory.Space.Device)
 
 
-def _moved(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) -> Any:
+def _move(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) -> Any:
     if execution.optimizer_memory == "device":
         return opt_state
     # Counters stay on the device: a program cannot branch or index by values in host memory.

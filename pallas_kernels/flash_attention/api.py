@@ -34,7 +34,7 @@ from pallas_kernels.jax_versions import match_varying
 _PACKAGE = "pallas_kernels.flash_attention"
 
 
-def _deferred(module: str) -> kernels.Kernels:
+def _defer(module: str) -> kernels.Kernels:
     start = f"{_PACKAGE}.{module}:KERNELS"
     return kernels.Kernels(Deferred(f"{start}.attend"), Deferred(f"{start}.differentiate"))
 
@@ -42,9 +42,9 @@ def _deferred(module: str) -> kernels.Kernels:
 KERNELS: dict[Implementation, kernels.Kernels] = {
     "reference": reference.KERNELS,
     "xla": xla.KERNELS,
-    "pallas_tpu": _deferred("tpu.kernels"),
-    "cudnn": _deferred("cudnn"),
-    "pallas_gpu": _deferred("gpu.kernels"),
+    "pallas_tpu": _defer("tpu.kernels"),
+    "cudnn": _defer("cudnn"),
+    "pallas_gpu": _defer("gpu.kernels"),
 }
 """Both passes of every implementation, for attention over part of the keys."""
 

@@ -175,7 +175,7 @@ class Registers:
             before: Called with (step, slot) when a slot is full.
         """
 
-        def filled(step: Array) -> tuple[Array, Any, Any]:
+        def fill(step: Array) -> tuple[Array, Any, Any]:
             slot = ring.await_full(step)
             if before is not None:
                 before(step, slot)
@@ -188,7 +188,7 @@ class Registers:
         if self.is_interpreted:
 
             def step(at: Array, total: Array) -> Array:
-                slot, left, right = filled(at)
+                slot, left, right = fill(at)
                 product = _dot(left[...], right[...], int(is_turned[1]), int(not is_turned[0]))
                 self.free(ring.free.at[slot])
                 return total + product
@@ -198,7 +198,7 @@ class Registers:
         def multiply(total: Any) -> Array:
             @pl.loop(first, last)
             def _step(at: Array) -> None:
-                _, left, right = filled(at)
+                _, left, right = fill(at)
                 left = transposed_ref(left) if is_turned[0] else left
                 plgpu.wgmma(total, left, transposed_ref(right) if is_turned[1] else right)
                 plgpu.wgmma_wait(1)

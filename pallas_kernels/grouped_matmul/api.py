@@ -48,15 +48,15 @@ from pallas_kernels.quantized_matmul.mixed_array import MixedArray, round_group_
 _PACKAGE = "pallas_kernels.grouped_matmul"
 
 
-def _deferred(module: str) -> products.Products:
+def _defer(module: str) -> products.Products:
     start = f"{_PACKAGE}.{module}:PRODUCTS"
     return products.Products(Deferred(f"{start}.multiply"), Deferred(f"{start}.contract"))
 
 
 PRODUCTS: dict[Implementation, products.Products] = {
     "xla": xla.PRODUCTS,
-    "pallas_tpu": _deferred("tpu.kernels"),
-    "pallas_gpu": _deferred("gpu.kernels"),
+    "pallas_tpu": _defer("tpu.kernels"),
+    "pallas_gpu": _defer("gpu.kernels"),
 }
 """The two products of every implementation except the reference."""
 

@@ -80,9 +80,9 @@ def grouped_swiglu(
     """
     joined: Any = gate_up
     if isinstance(gate_up, tuple):
-        joined = jax.eval_shape(_joined, *gate_up)
+        joined = jax.eval_shape(_join, *gate_up)
         if not reads_halves(implementation):
-            gate_up = _joined(*gate_up)
+            gate_up = _join(*gate_up)
     _check(rows, joined, down, group_sizes)
     arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
     if 0 in (*rows.shape, *joined.shape):
@@ -100,7 +100,7 @@ def reads_halves(implementation: Implementation | None) -> bool:
     return OPERATION.choose(implementation).implementation == "pallas_tpu"
 
 
-def _joined(gate: Array, up: Array) -> Array:
+def _join(gate: Array, up: Array) -> Array:
     if gate.shape != up.shape:
         raise ValueError(
             f"grouped_swiglu: gate {gate.shape} and up {up.shape} must have the same shape."

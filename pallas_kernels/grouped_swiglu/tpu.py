@@ -66,7 +66,7 @@ def _experts(
 ) -> Float[Array, "R k"]:
     """Return the result with `down` [G n k], or [G k n] if it is turned."""
     (hidden,) = multiply_and(
-        lambda sums, extras: [[_activated(*sums)]],
+        lambda sums, extras: [[_activate(*sums)]],
         factors_of(rows, _apart(gate_up), is_turned=False),
         group_sizes,
         [(1, rows.dtype)],
@@ -77,7 +77,7 @@ def _experts(
 
 def _forward(rows, gate_up, down, group_sizes, is_turned):
     hidden, z = multiply_and(
-        lambda sums, extras: [[_activated(*sums)], sums],
+        lambda sums, extras: [[_activate(*sums)], sums],
         factors_of(rows, _apart(gate_up), is_turned=False),
         group_sizes,
         [(1, rows.dtype), (2, rows.dtype)],
@@ -91,7 +91,7 @@ def _backward(is_turned, residuals, d_out):
     rows, z, gate_up, down, group_sizes = residuals
     d_z, hidden = multiply_and(
         lambda sums, extras: _gradients(sums[0], *extras[0].astype(jnp.float32)),
-        factors_of(d_out, _stacked(down), is_turned=not is_turned),
+        factors_of(d_out, _stack(down), is_turned=not is_turned),
         group_sizes,
         [(2, rows.dtype), (1, rows.dtype)],
         extras=[z],
@@ -125,7 +125,7 @@ def _backward(is_turned, residuals, d_out):
 _experts.defvjp(_forward, _backward)
 
 
-def _activated(gate: Array, up: Array) -> Array:
+def _activate(gate: Array, up: Array) -> Array:
     return gate * jax.nn.sigmoid(gate) * up
 
 
@@ -146,7 +146,7 @@ def _project(
 ) -> Float[Array, "R k"]:
     (out,) = multiply_and(
         lambda sums, extras: [sums],
-        factors_of(hidden, _stacked(down), is_turned=is_turned),
+        factors_of(hidden, _stack(down), is_turned=is_turned),
         group_sizes,
         [(1, hidden.dtype)],
         is_turned=is_turned,
@@ -155,7 +155,7 @@ def _project(
     return out[0]
 
 
-def _stacked(weights: Array | QuantizedArray) -> Array | QuantizedArray:
+def _stack(weights: Array | QuantizedArray) -> Array | QuantizedArray:
     """Return [G ...] as one part, [G 1 ...]."""
     return jax.tree.map(lambda leaf: leaf[:, None], weights)
 

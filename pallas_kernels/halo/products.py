@@ -76,7 +76,7 @@ def project(
     )
     num_batch_dims, width = x.ndim - weight.contracted, weight.carrier.shape[0]
     rows = x.reshape(math.prod(x.shape[:num_batch_dims]), width)
-    y = _multiplied(rows, weight, None, halo, dtype or x.dtype, products)
+    y = _multiply(rows, weight, None, halo, dtype or x.dtype, products)
     return y.reshape(*x.shape[:num_batch_dims], *weight.outputs)
 
 
@@ -106,7 +106,7 @@ def project_groups(
         into_weight=partial(_outer_by_group, implementation=implementation),
     )
     sizes = group_sizes.astype(jnp.int32)
-    y = _multiplied(rows, weights, sizes, halo, rows.dtype, products)
+    y = _multiply(rows, weights, sizes, halo, rows.dtype, products)
     return y.reshape(rows.shape[0], *weights.outputs)
 
 
@@ -122,7 +122,7 @@ class _Products:
     """(codes of x, transposed without groups, codes of e, sizes, dtype of the result)."""
 
 
-def _multiplied(
+def _multiply(
     x: Array,
     weight: EncodedWeight,
     sizes: Array | None,
@@ -138,7 +138,7 @@ def _multiplied(
     ) -> tuple[Array, tuple[Codes, Codes, Array | None]]:
         del carrier
         rotated = hadamard(_within(x.astype(jnp.float32), sizes), axis=-1, block=block)
-        x_codes = _quantized(rotated, halo)
+        x_codes = _quantize(rotated, halo)
         return products.forward(x_codes, codes, sizes, out_dtype=dtype), (x_codes, codes, sizes)
 
     @jax.custom_vjp
@@ -152,8 +152,8 @@ def _multiplied(
         e = _within(e.astype(jnp.float32), sizes)
         d_x = products.into_activations(e, codes, sizes)
         d_x = hadamard(d_x, axis=-1, block=block, is_inverse=True).astype(dtypes[0])
-        operand = x_codes if sizes is not None else _turned(x_codes)
-        d_weight = products.into_weight(operand, _quantized(e, halo), sizes, out_dtype=dtypes[1])
+        operand = x_codes if sizes is not None else _turn(x_codes)
+        d_weight = products.into_weight(operand, _quantize(e, halo), sizes, out_dtype=dtypes[1])
         return d_x, None, d_weight, None
 
     multiply.defvjp(forward, backward)
@@ -172,9 +172,9 @@ def _into_tokens(
     e: Array, codes: Codes, sizes: None, *, halo: Halo, implementation: Implementation | None
 ) -> Array:
     block = rotated_together(e.shape[0], halo.block) if halo.level == 2 else 1
-    rotated = _quantized(hadamard(e, axis=0, block=block), halo)
+    rotated = _quantize(hadamard(e, axis=0, block=block), halo)
     product = _dense(
-        rotated, _turned(codes), sizes, out_dtype=jnp.float32, implementation=implementation
+        rotated, _turn(codes), sizes, out_dtype=jnp.float32, implementation=implementation
     )
     return hadamard(product, axis=0, block=block, is_inverse=True)
 
@@ -194,8 +194,8 @@ def _outer_by_group(
 def _into_rows(
     e: Array, codes: Codes, sizes: Array, *, halo: Halo, implementation: Implementation | None
 ) -> Array:
-    codes_e, dtype = _quantized(e, halo), jnp.float32
-    return _by_group(codes_e, _turned(codes), sizes, out_dtype=dtype, implementation=implementation)
+    codes_e, dtype = _quantize(e, halo), jnp.float32
+    return _by_group(codes_e, _turn(codes), sizes, out_dtype=dtype, implementation=implementation)
 
 
 def _within(x: Array, sizes: Array | None) -> Array:
@@ -206,10 +206,10 @@ def _within(x: Array, sizes: Array | None) -> Array:
     return jnp.where(is_own[:, None], x, jnp.zeros_like(x))
 
 
-def _quantized(x: Array, halo: Halo) -> Codes:
+def _quantize(x: Array, halo: Halo) -> Codes:
     """Return codes with one scale for all devices."""
     return halo.quantize(x, varying_axes(x))
 
 
-def _turned(codes: Codes) -> Codes:
+def _turn(codes: Codes) -> Codes:
     return jax.tree.map(lambda part: jnp.swapaxes(part, -1, -2), codes)

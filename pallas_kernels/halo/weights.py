@@ -137,7 +137,7 @@ def encode(
         return scales
 
     @jax.custom_vjp
-    def coded(weight: Array) -> tuple[Any, Array]:
+    def cod(weight: Array) -> tuple[Any, Array]:
         flat = weight.reshape(piece).astype(jnp.float32)
         codes = jax.vmap(code)(flat) if is_stack else code(flat)
         if isinstance(codes, QuantizedArray):
@@ -167,8 +167,8 @@ def encode(
         for size, names in zip(weight.shape, gathered or ((),) * weight.ndim, strict=True)
     ]
     whole_shape = tuple(sizes)
-    coded.defvjp(lambda weight: (coded(weight), None), lambda _, g: backward(whole_shape, g))
-    codes, carrier = coded(weight)
+    cod.defvjp(lambda weight: (cod(weight), None), lambda _, g: backward(whole_shape, g))
+    codes, carrier = cod(weight)
     outputs = whole_shape[split:]
     return EncodedWeight(
         codes=codes, carrier=carrier, block=block, contracted=contracted, outputs=outputs

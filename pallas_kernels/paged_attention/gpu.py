@@ -255,7 +255,7 @@ def _attend_kernel(
             where = values_ref.at[slot[:, None], key_head, which, column]
             return plgpu.load(where, mask=mask, other=0).astype(q_ref.dtype)
 
-        def scaled(x: Array, part: int, which: int) -> Array:
+        def scale(x: Array, part: int, which: int) -> Array:
             if scales_ref is None:
                 return x
             where = scales_ref.at[slot, key_head, which, part]
@@ -263,7 +263,7 @@ def _attend_kernel(
 
         products = jnp.zeros((tiles.queries, tiles.keys), jnp.float32)
         for part in parts:
-            products += scaled(dot(q[part], held(part, 0), 1, 1), part, 0)
+            products += scale(dot(q[part], held(part, 0), 1, 1), part, 0)
         distance = positions[:, None] - key[None, :]
         sees = (distance >= 0) & is_key[None, :]
         if rules.window is not None:
@@ -275,7 +275,7 @@ def _attend_kernel(
         weights, shrink = jnp.exp2(logits - base[:, None]), jnp.exp2(top - base)
         out = tuple(
             out[part] * shrink[:, None]
-            + dot(scaled(weights, part, 1).astype(q_ref.dtype), held(part, 1), 1, 0)
+            + dot(scale(weights, part, 1).astype(q_ref.dtype), held(part, 1), 1, 0)
             for part in parts
         )
         return out, new_top, total * shrink + jnp.sum(weights, axis=1)

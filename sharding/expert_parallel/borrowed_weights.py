@@ -52,10 +52,10 @@ def with_borrowed(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
 def _borrow(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
     slots = plan.borrowed.shape[1]
 
-    def extended(leaf: Array) -> Array:
+    def extend(leaf: Array) -> Array:
         return jnp.pad(leaf, ((0, slots), *((0, 0),) * (leaf.ndim - 1)))
 
-    target = jax.tree.map(extended, weights)
+    target = jax.tree.map(extend, weights)
     return _hand_over(weights, target, plan, axes, is_return=False)
 
 

@@ -130,7 +130,7 @@ def exchange(
     num_local = axes.experts_held(num_experts)
     order = sort_by_expert(expert_ids, num_experts)
     sizes = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
-    travel = _ragged if choose_transport(transport).transport == "ragged" else _equal
+    travel = _send_ragged if choose_transport(transport).transport == "ragged" else _equal
     ids = expert_ids.astype(jnp.int32)
     return travel(_Trip(rows, ids, order, sizes, num_local, most, axes.expert))
 
@@ -148,7 +148,7 @@ class _Trip(NamedTuple):
     axes: tuple[str, ...]
 
 
-def _ragged(trip: _Trip) -> Exchanged:
+def _send_ragged(trip: _Trip) -> Exchanged:
     rows, _, order, sizes, num_local, most, axes = trip
     devices = sizes.shape[0]
     by_receiver = sizes.sum(0).reshape(devices, num_local)

@@ -92,7 +92,7 @@ class Gates:
         weights = self.values.astype(jnp.float32)
         if self.splits is None:
             narrow = _into(x, down)
-            return _out_of(self._weighted(weights[:, :, 0], narrow).astype(x.dtype), up)
+            return _out_of(self._weigh(weights[:, :, 0], narrow).astype(x.dtype), up)
         given, wanted = self.splits
         hidden = jnp.float32(0.0)
         for split in range(weights.shape[2]):
@@ -104,7 +104,7 @@ class Gates:
             total += _only(_out_of(mixed.astype(x.dtype), up), wanted, split)
         return total
 
-    def _weighted(self, weights: Array, narrow: Array) -> Array:
+    def _weigh(self, weights: Array, narrow: Array) -> Array:
         """Return the inner activations [B S n r] that B multiplies, without splits."""
         if not self.is_paired:
             narrow = jnp.einsum("bsn,bsnr->bsr", weights, narrow)[:, :, None, :]
@@ -138,8 +138,8 @@ class Members:
         order = jnp.argsort(ids, stable=True)
         sizes = jnp.sum(jax.nn.one_hot(ids, count, dtype=jnp.int32), axis=0)
         rows = x.reshape(ids.shape[0], -1)[order]
-        narrow = _grouped(rows, jnp.moveaxis(down, -2, 0).reshape(count, -1, rank), sizes)
-        wide = _grouped(narrow, up.reshape(count, rank, -1), sizes)
+        narrow = _group(rows, jnp.moveaxis(down, -2, 0).reshape(count, -1, rank), sizes)
+        wide = _group(narrow, up.reshape(count, rank, -1), sizes)
         return wide[jnp.argsort(order)].reshape(*x.shape[:2], *up.shape[2:])
 
 
@@ -165,6 +165,6 @@ def _only(values: Array, splits: Array, number: int) -> Array:
     return jnp.where((splits == number)[None, None], values, jnp.zeros_like(values))
 
 
-def _grouped(rows: Array, weights: Array, sizes: Array) -> Array:
+def _group(rows: Array, weights: Array, sizes: Array) -> Array:
     rows, weights = match_varying(rows, weights), match_varying(weights, rows)
     return grouped_matmul(rows, weights, sizes)

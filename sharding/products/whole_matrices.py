@@ -82,7 +82,7 @@ def map_matrices(
     def body(local: Array) -> Array:
         ordered = local.transpose(order)
         stack = ordered.reshape(-1, *ordered.shape[len(batch) :])  # [g, pieces of a matrix]
-        through = _spread if layout == "spread" else _gathered
+        through = _spread if layout == "spread" else _gather
         return through(on_whole, stack, cuts, idle).reshape(ordered.shape).transpose(back)
 
     # Not checked: an all-gather over the copies makes them equal, which its type does not show.
@@ -112,7 +112,7 @@ def _spread(
     return stack[:size]
 
 
-def _gathered(
+def _gather(
     on_whole: Callable[[Array, int], Array],
     stack: Array,
     cuts: list[tuple[int, MeshAxes]],

@@ -26,7 +26,7 @@ def runs(work: Work) -> None:
     phase = "alone, cache filled" if work.is_measured else "beside others, cache empty"
     row: dict[str, Any] = {"case": f"pretrain tiny, {phase}", "name": platform}
     try:
-        losses = _trained(row, place / f"{platform}-{work.phase}", platform)
+        losses = _select_trained(row, place / f"{platform}-{work.phase}", platform)
     except FAILURES as error:
         emit_failure(error, **row)
         return
@@ -35,7 +35,7 @@ def runs(work: Work) -> None:
         return
     row = {"case": "losses beside the CPU's", "name": platform}
     try:
-        cpu_run = _trained(row, place / "beside", "cpu")
+        cpu_run = _select_trained(row, place / "beside", "cpu")
         distances = [abs(x - y) / abs(y) for x, y in zip(losses, cpu_run, strict=True)]
         row |= {"losses": losses, "losses_of_cpu": cpu_run, "largest_distance": max(distances)}
         row["first_distance"] = distances[0]
@@ -55,7 +55,7 @@ def runs(work: Work) -> None:
         emit(**row)
 
 
-def _trained(row: dict[str, Any], directory: pathlib.Path, device: str) -> list[float]:
+def _select_trained(row: dict[str, Any], directory: pathlib.Path, device: str) -> list[float]:
     """Train for a few steps, and return the losses."""
     short = ["--checkpoint.every", str(STEPS // 2), "--evaluation.batches", "1"]
     arguments = ["tiny", "--training.steps", str(STEPS), "--run.directory", str(directory), *short]

@@ -43,24 +43,24 @@ def torch_kernels(work: Work) -> None:
     device = device_of(torch)
     size = 256 if work.is_tiny else 8192
     x, y = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    _timed(torch, f"dense {size}^3", "PyTorch bfloat16", lambda: x @ y, flops=2.0 * size**3)
+    _time_call(torch, f"dense {size}^3", "PyTorch bfloat16", lambda: x @ y, flops=2.0 * size**3)
     count = (1 if work.is_tiny else 256) * 2**20
     source = torch.randn(count, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    _timed(torch, "copy", "PyTorch copy", lambda: target.copy_(source), moved=4.0 * count)
+    _time_call(torch, "copy", "PyTorch copy", lambda: target.copy_(source), moved=4.0 * count)
     for case in attention.TINY if work.is_tiny else attention.CASES:
         if case.window is None:
             _attention(torch, device, case)
     for case in grouped.TINY if work.is_tiny else grouped.CASES:
-        _grouped(torch, device, case)
+        _group(torch, device, case)
 
 
 def _attention(torch: Any, device: str, case: attention.AttentionCase) -> None:
-    def drawn(heads: int) -> Any:
+    def draw(heads: int) -> Any:
         shape = case.batch, heads, case.length, case.width
         return torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True)
 
-    q, k, v = drawn(case.heads), drawn(case.key_heads), drawn(case.key_heads)
+    q, k, v = draw(case.heads), draw(case.key_heads), draw(case.key_heads)
     cotangent = torch.randn_like(q)
 
     def forward() -> Any:
@@ -70,13 +70,13 @@ def _attention(torch: Any, device: str, case: attention.AttentionCase) -> None:
 
     label = f"attention {case.words}"
     with torch.no_grad():
-        _timed(torch, label, "PyTorch SDPA", forward, flops=case.flops)
+        _time_call(torch, label, "PyTorch SDPA", forward, flops=case.flops)
 
     def both() -> Any:
         return torch.autograd.grad(forward(), (q, k, v), cotangent)
 
     flops = attention.BACKWARD * case.flops
-    _timed(torch, f"{label}, with backward", "PyTorch SDPA", both, flops=flops)
+    _time_call(torch, f"{label}, with backward", "PyTorch SDPA", both, flops=flops)
 
 
 def timed_pass(
@@ -119,12 +119,12 @@ def _grouped_passes(
 ) -> dict[str, Callable[[], Any]]:
     """Return the passes of the grouped product on drawn operands, by name."""
 
-    def drawn(*shape: int) -> Any:
+    def draw(*shape: int) -> Any:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     ends = torch.tensor(np.cumsum(group_sizes), device=device, dtype=torch.int32)
-    x, d_out = drawn(*rows), drawn(rows[0], weights[2])
-    w = drawn(*weights) * weights[1] ** -0.5
+    x, d_out = draw(*rows), draw(rows[0], weights[2])
+    w = draw(*weights) * weights[1] ** -0.5
     factors = {
         "forward": (x, w),
         "d rows": (d_out, w.transpose(-2, -1)),
@@ -136,7 +136,7 @@ def _grouped_passes(
     }
 
 
-def _grouped(torch: Any, device: str, case: grouped.GroupedCase) -> None:
+def _group(torch: Any, device: str, case: grouped.GroupedCase) -> None:
     weights = case.groups, case.width, case.hidden
     passes = _grouped_passes(torch, device, (case.rows, case.width), weights, case.sizes)
     flops = 2.0 * case.rows * case.width * case.hidden
@@ -146,13 +146,13 @@ def _grouped(torch: Any, device: str, case: grouped.GroupedCase) -> None:
         return passes["d weights"]()
 
     label = f"grouped product {case.words}"
-    _timed(torch, label, "PyTorch _grouped_mm", passes["forward"], flops=flops)
+    _time_call(torch, label, "PyTorch _grouped_mm", passes["forward"], flops=flops)
     if case.is_trained:
         label += ", gradients"
-        _timed(torch, label, "PyTorch _grouped_mm", gradients, flops=2.0 * flops)
+        _time_call(torch, label, "PyTorch _grouped_mm", gradients, flops=2.0 * flops)
 
 
-def _timed(
+def _time_call(
     torch: Any,
     case: str,
     name: str,

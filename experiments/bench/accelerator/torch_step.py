@@ -54,23 +54,23 @@ class PlainModel:
         self.torch, self.sizes, self.is_recomputed = torch, sizes, is_recomputed
         d, e, h = sizes.width, sizes.experts, sizes.hidden
 
-        def drawn(*shape: int, scale: float) -> Any:
+        def draw(*shape: int, scale: float) -> Any:
             return (torch.randn(*shape, device=device) * scale).requires_grad_()
 
         def ones() -> Any:
             return torch.ones(d, device=device, requires_grad=True)
 
-        self.embed = drawn(sizes.vocab, d, scale=0.02)
-        self.head = drawn(d, sizes.vocab, scale=d**-0.5)
+        self.embed = draw(sizes.vocab, d, scale=0.02)
+        self.head = draw(d, sizes.vocab, scale=d**-0.5)
         self.last_norm = ones()
         self.layers = [
             {
                 "norms": [ones() for _ in range(4)],
-                "qkv": drawn(d, 3 * d, scale=d**-0.5),
-                "out": drawn(d, d, scale=d**-0.5),
-                "router": drawn(d, e, scale=d**-0.5),
-                "up": drawn(e, d, 2 * h, scale=d**-0.5),
-                "down": drawn(e, h, d, scale=h**-0.5),
+                "qkv": draw(d, 3 * d, scale=d**-0.5),
+                "out": draw(d, d, scale=d**-0.5),
+                "router": draw(d, e, scale=d**-0.5),
+                "up": draw(e, d, 2 * h, scale=d**-0.5),
+                "down": draw(e, h, d, scale=h**-0.5),
             }
             for _ in range(sizes.layers)
         ]
@@ -111,7 +111,7 @@ class PlainModel:
         y = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=1e-5)
         return y.to(x.dtype) * w.to(x.dtype)
 
-    def _rotated(self, x: Any) -> Any:
+    def _rotate(self, x: Any) -> Any:
         a, b = x.chunk(2, -1)
         cos, sin = self.cos, self.sin
         return self.torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -124,7 +124,7 @@ class PlainModel:
         q, k = self._norm(q, of_q), self._norm(k, of_k)
         q, k, v = (y.view(*shape).transpose(1, 2) for y in (q, k, v))
         attended = torch.nn.functional.scaled_dot_product_attention(
-            self._rotated(q), self._rotated(k), v, is_causal=True
+            self._rotate(q), self._rotate(k), v, is_causal=True
         )
         x = x + attended.transpose(1, 2).reshape(*x.shape) @ layer["out"].to(half)
         y = self._norm(x, after).view(-1, sizes.width)
@@ -156,14 +156,14 @@ def torch_step(work: Work) -> None:
     try:
         torch = require("torch", "hf")
         row["torch"] = torch.__version__
-        row |= _measured(torch, sizes, is_compiled=is_compiled, is_recomputed=remat == "full")
+        row |= _measure(torch, sizes, is_compiled=is_compiled, is_recomputed=remat == "full")
     except (MissingPackageError, *FAILURES) as error:
         emit_failure(error, **row)
     else:
         emit(**row)
 
 
-def _measured(
+def _measure(
     torch: Any, sizes: PlainSizes, *, is_compiled: bool, is_recomputed: bool
 ) -> dict[str, Any]:
     device = device_of(torch)

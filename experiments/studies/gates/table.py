@@ -178,7 +178,7 @@ def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     """Judge the held-out loss against renormalized gates."""
-    comparison = _paired(rows, "bits")
+    comparison = _pair(rows, "bits")
     if comparison is None:
         return None
     verdict, sentence = comparison
@@ -187,14 +187,14 @@ def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     """Judge the peak of the router Z against renormalized gates."""
-    comparison = _paired(rows, "router_z_peak")
+    comparison = _pair(rows, "router_z_peak")
     if comparison is None:
         return None
     verdict, sentence = comparison
     return _said("the router Z peaks lower with SqrtGate", verdict, sentence.format("at its peak"))
 
 
-def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
+def _pair(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
     """Return whether a number is lower with SqrtGate, paired by K and seed, and the numbers as
     text."""
     pairs = [

@@ -243,14 +243,14 @@ def _train(
         "dropped_fraction": finite(dropped.mean()),
         "dead_fraction": finite(metrics[-1].router["dead_fraction"]),
         "loss": finite(metrics[-1].loss),
-        **_evaluated(config, programs, task, state),
+        **_evaluate(config, programs, task, state),
     }
     if has_diverged([m.skipped_in_a_row for m in metrics], config.training):
         run["bits"] = None
     return run, state
 
 
-def _evaluated(
+def _evaluate(
     config: RoutersConfig, programs: RouterPrograms, task: Task, state: TrainState
 ) -> Record:
     """Return held-out bits, language-expert information, and the experts' share of the FLOPs."""

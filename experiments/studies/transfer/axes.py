@@ -77,7 +77,7 @@ def _width(setting: Setting, value: float) -> Setting:
     def size(field: str, old: int) -> int:
         return _in_proportion(field, old, factor, value, "width")
 
-    def scaled(path: str, config: Any) -> Any:
+    def scale(path: str, config: Any) -> Any:
         """Return a mixer or feed-forward with its sizes in proportion; None is unchanged."""
         if config is None:
             return None
@@ -91,18 +91,18 @@ def _width(setting: Setting, value: float) -> Setting:
                 f"points: width {value:g} must be a multiple of {path}.head_dim={head_dim}: heads"
                 " are added, not widened"
             )
-        return scaled(path, config)
+        return scale(path, config)
 
     wide = dataclasses.replace(
         model,
         embed_dim=int(value),
         attention=mixer("model.attention", model.attention),
         dense_dim=size("model.dense_dim", model.dense_dim),
-        moe=scaled("model.moe", model.moe),
+        moe=scale("model.moe", model.moe),
         layers=tuple(
             LayerConfig(
                 mixer=mixer(f"model.layers.{index}.mixer", layer.mixer),
-                feed_forward=scaled(f"model.layers.{index}.feed_forward", layer.feed_forward),
+                feed_forward=scale(f"model.layers.{index}.feed_forward", layer.feed_forward),
             )
             for index, layer in enumerate(model.layers)
         ),
@@ -144,17 +144,17 @@ def _batch(setting: Setting, value: float) -> Setting:
 def _granularity(setting: Setting, value: float) -> Setting:
     moe, top_k = _moe(setting, "granularity"), int(value)
 
-    def scaled(field: str, old: int, factor: float) -> int:
+    def scale(field: str, old: int, factor: float) -> int:
         return _in_proportion(f"model.moe.{field}", old, factor, value, "granularity")
 
     shared = moe.num_shared_experts
     new = dataclasses.replace(
         moe,
         top_k=top_k,
-        num_experts=scaled("num_experts", moe.num_experts, top_k / moe.top_k),
-        expert_dim=scaled("expert_dim", moe.expert_dim, moe.top_k / top_k),
+        num_experts=scale("num_experts", moe.num_experts, top_k / moe.top_k),
+        expert_dim=scale("expert_dim", moe.expert_dim, moe.top_k / top_k),
         # Shared experts have the width of routed ones: the sum of their widths stays.
-        num_shared_experts=shared and scaled("num_shared_experts", shared, top_k / moe.top_k),
+        num_shared_experts=shared and scale("num_shared_experts", shared, top_k / moe.top_k),
     )
     return _with_moe(setting, new)
 

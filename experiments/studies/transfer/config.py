@@ -127,10 +127,10 @@ class TransferConfig:
                 f"points={points[0]:g}: one point has nothing to transfer to; give two or more"
             )
         if any(not value > 0 for value in points) or len(set(points)) < len(points):
-            raise ValueError(f"points={_spelled(points)}: they must differ, and all be above 0")
+            raise ValueError(f"points={_spell(points)}: they must differ, and all be above 0")
         if axis.is_whole and any(value != int(value) for value in points):
             raise ValueError(
-                f"points={_spelled(points)}: the axis {self.axis} ({axis.words}) has whole numbers"
+                f"points={_spell(points)}: the axis {self.axis} ({axis.words}) has whole numbers"
             )
 
     @property
@@ -156,7 +156,7 @@ class TransferConfig:
         return tuple(arm.optimizer.learning_rate * SPACING**step for step in steps)
 
 
-def _spelled(values: tuple[float, ...]) -> str:
+def _spell(values: tuple[float, ...]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
@@ -166,16 +166,16 @@ def _check_rates(rates: tuple[float, ...]) -> None:
     is_count = len(rates) == 1
     number = rates[0] if is_count else len(rates)
     if number >= FEWEST_RATES and number != int(number):
-        raise ValueError(f"rates={_spelled(rates)}: one number alone is how many, a whole number")
+        raise ValueError(f"rates={_spell(rates)}: one number alone is how many, a whole number")
     if number < FEWEST_RATES:
         raise ValueError(
-            f"rates={_spelled(rates)}: fewer than {FEWEST_RATES} rates have no optimum between"
+            f"rates={_spell(rates)}: fewer than {FEWEST_RATES} rates have no optimum between"
             " them; give how many (5), or three or more rates (0.002 0.004 0.008)"
         )
     if number > MOST_RATES:
-        raise ValueError(f"rates={_spelled(rates)}: at most {MOST_RATES} rates")
+        raise ValueError(f"rates={_spell(rates)}: at most {MOST_RATES} rates")
     if not is_count and (min(rates) <= 0 or len(set(rates)) < len(rates)):
-        raise ValueError(f"rates={_spelled(rates)}: they must differ, and all be above 0")
+        raise ValueError(f"rates={_spell(rates)}: they must differ, and all be above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -166,12 +166,12 @@ def open_huggingface(
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
     check_sizes(model, fields, tensors, where)
-    tensors = _computed(family, fields, tensors)
+    tensors = _compute(family, fields, tensors)
     opened = Tensors(model, family.rules, tensors, axis_rules=rules, nonfinite=nonfinite)
     return model, opened
 
 
-def _computed(
+def _compute(
     family: Family, fields: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the tensors without those that the family leaves out, with a warning."""

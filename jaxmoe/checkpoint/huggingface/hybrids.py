@@ -189,7 +189,7 @@ def granite_moe_hybrid_fields(model: ModelConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: The channels are no multiple of D.
     """
-    mixer, moe = _recurrent(model, _unused(model)), moe_of(model)
+    mixer, moe = _recurrent(model, _find_unused(model)), moe_of(model)
     attention: Any = model.attention
     shared, factors = moe.num_shared_experts * moe.expert_dim, model.multipliers
     scale = factors.attention_scale
@@ -215,7 +215,7 @@ def granite_moe_hybrid_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _unused(model: ModelConfig) -> Mamba2Config:
+def _find_unused(model: ModelConfig) -> Mamba2Config:
     """Return a mixer whose heads fill the channels that a config names without using them."""
     inner = _EXPAND * model.embed_dim
     head_dim = math.gcd(inner, 64)
@@ -300,16 +300,16 @@ def _mamba_fields(model: ModelConfig, mixer: Any) -> dict[str, Any]:
 _NO_LIMIT = ("[0.0, inf]", "[0, inf]", "[0.0, {'__float__': 'Infinity'}]", "[0.0, 'Infinity']")
 
 
-def _fused(mixer: str, names: Sequence[str], key: str, **options: Any) -> tuple[Any, ...]:
+def _fuse(mixer: str, names: Sequence[str], key: str, **options: Any) -> tuple[Any, ...]:
     """Return the rules of parameters of one mixer that follow one another in a tensor."""
     paths = tuple(f"{mixer}/{name}" for name in names)
     return tuple(rule(path, f"mamba.{key}", fused=paths, **options) for path in paths)
 
 
 _MAMBA = (
-    *_fused("mamba", ("x", "z"), "in_proj.weight"),
-    *_fused("mamba", ("x_in_bias", "z_in_bias"), "in_proj.bias"),
-    *_fused("mamba", ("r", "b", "c"), "x_proj.weight"),
+    *_fuse("mamba", ("x", "z"), "in_proj.weight"),
+    *_fuse("mamba", ("x_in_bias", "z_in_bias"), "in_proj.bias"),
+    *_fuse("mamba", ("r", "b", "c"), "x_proj.weight"),
     rule("mamba/dt", "mamba.dt_proj.weight"),
     rule("mamba/dt_bias", "mamba.dt_proj.bias"),
     rule("mamba/a_log", "mamba.A_log", layout="in_out"),
@@ -324,10 +324,10 @@ _MAMBA = (
 )
 _INPUTS = ("z", "x", "b", "c", "dt")
 _MAMBA2 = (
-    *_fused("mamba2", _INPUTS, "in_proj.weight"),
-    *_fused("mamba2", tuple(f"{name}_in_bias" for name in _INPUTS), "in_proj.bias"),
-    *_fused("mamba2", ("x_taps", "b_taps", "c_taps"), "conv1d.weight", layout="depthwise"),
-    *_fused("mamba2", ("x_bias", "b_bias", "c_bias"), "conv1d.bias"),
+    *_fuse("mamba2", _INPUTS, "in_proj.weight"),
+    *_fuse("mamba2", tuple(f"{name}_in_bias" for name in _INPUTS), "in_proj.bias"),
+    *_fuse("mamba2", ("x_taps", "b_taps", "c_taps"), "conv1d.weight", layout="depthwise"),
+    *_fuse("mamba2", ("x_bias", "b_bias", "c_bias"), "conv1d.bias"),
     rule("mamba2/dt_bias", "mamba.dt_bias"),
     rule("mamba2/a_log", "mamba.A_log"),
     rule("mamba2/skip", "mamba.D"),

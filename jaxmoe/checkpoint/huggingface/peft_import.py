@@ -99,7 +99,7 @@ def read_peft(
     read_keys |= _copies(place, tensors, table, params)
     _check_known(place, tensors, read_keys)
     rows = {row.path: row for row in table}
-    merged = {path: _merged(rows[path], parts) for path, parts in found.items()}
+    merged = {path: _merge(rows[path], parts) for path, parts in found.items()}
     adapter = _adapter_of(model, fields, rows, merged)
     return adapter, _arrays_of(dataclasses.replace(model, adapter=adapter), merged)
 
@@ -216,7 +216,7 @@ class _Part:
     scale: float
 
 
-def _merged(row: ParameterSpec, triples: Iterable[tuple[Matrix, Factors, float]]) -> list[_Part]:
+def _merge(row: ParameterSpec, triples: Iterable[tuple[Matrix, Factors, float]]) -> list[_Part]:
     """Return the factors of one parameter, with the halves of gate_up as one."""
     by_place: dict[tuple[int | None, int | None], list[tuple[Matrix, Factors, float]]] = {}
     for matrix, factors, scale in triples:

@@ -346,7 +346,7 @@ def _fill(
 ) -> np.ndarray:
     """Return one parameter, or one layer of it, f32; each tensor is read once."""
     size = math.prod(shape)
-    parameter = _aligned(size).reshape(shape)
+    parameter = _align(size).reshape(shape)
     filled, last, values = 0, "", np.empty(0)
     for piece in sorted(pieces, key=lambda piece: piece.key):
         if piece.key != last:
@@ -385,7 +385,7 @@ def _check_finite(
             )
 
 
-def _aligned(size: int) -> np.ndarray:
+def _align(size: int) -> np.ndarray:
     """Return aligned memory, which a CPU device uses without a copy."""
     raw = np.empty(4 * size + _ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % _ALIGNMENT

@@ -126,7 +126,7 @@ class LiftConfig(Adapter):
     def begun(self, params: Any, layers: Layers, key: Array) -> Any:
         """Return the parameters with the first choice of entries."""
         del layers
-        return self._refreshed(params, {}, key)[0]
+        return self._refresh(params, {}, key)[0]
 
     def after_step(self, state: State, grads: Any, given: Any) -> State:
         """Return the state with entries chosen anew, every `refresh_every` steps."""
@@ -147,7 +147,7 @@ class LiftConfig(Adapter):
         key = jax.random.fold_in(now.rng, now.step)
         params, moments = jax.lax.cond(
             now.step % self.refresh_every == 0,
-            lambda given: self._refreshed(given[0], given[1], key),
+            lambda given: self._refresh(given[0], given[1], key),
             lambda given: given,
             (now.params, moments),
         )
@@ -156,7 +156,7 @@ class LiftConfig(Adapter):
                 leaves[place] = leaf
         return now.replace(params=params, opt_state=structure.unflatten(leaves))
 
-    def _refreshed(self, params: Any, moments: Any, key: Array) -> tuple[Any, Any]:
+    def _refresh(self, params: Any, moments: Any, key: Array) -> tuple[Any, Any]:
         """Return parameters and moments, by path and place, for entries chosen anew."""
         flat, moved = dict(traverse_util.flatten_dict(params, sep="/")), {}
         for path in _targets(flat):

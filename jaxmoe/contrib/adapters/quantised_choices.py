@@ -87,7 +87,7 @@ class QuantisedChoicesConfig(FactorsConfig):
         for path in _targets(flat):
             bits, downs, ups = (flat.pop(f"{path}:{name}") for name in ("bits", "downs", "ups"))
             weight, is_adapted = flat[path], flat[f"{path}:scale"] > 0
-            flat[path] = jnp.where(is_adapted, _rounded(weight, downs, ups, bits), weight)
+            flat[path] = jnp.where(is_adapted, _round_to(weight, downs, ups, bits), weight)
             for name, factors in (("down", downs), ("up", ups)):
                 factor = jax.lax.dynamic_index_in_dim(factors, bits - _FEWEST, 0, keepdims=False)
                 flat[f"{path}:{name}"] = factor
@@ -120,7 +120,7 @@ class QuantisedChoicesConfig(FactorsConfig):
         gains = jax.lax.cummin(gains, axis=1)  # a further bit never helps more than the one before
         order = jnp.argsort(jnp.argsort(-gains.reshape(-1)))
         more = int((budget - _FEWEST) * len(numbers) + 1e-6)
-        return self._with_bits(params, layers, _filled(order, jnp.int32(more)))
+        return self._with_bits(params, layers, _fill(order, jnp.int32(more)))
 
     def _numbers(self, layers: Layers) -> list[int]:
         """Return the numbers of the layers that have bits."""
@@ -140,7 +140,7 @@ def draw_bits(key: Array, layers: int) -> Int[Array, " layers"]:
     """Return bits of each layer, of which the sum is uniform."""
     total, places = jax.random.split(key)
     more = jax.random.randint(total, (), 0, _MORE * layers + 1)
-    return _filled(jax.random.permutation(places, _MORE * layers), more)
+    return _fill(jax.random.permutation(places, _MORE * layers), more)
 
 
 def check_bits(field: str, value: float) -> None:
@@ -149,12 +149,12 @@ def check_bits(field: str, value: float) -> None:
         raise ValueError(f"{field}={value} must be from {_FEWEST} to {_MOST}")
 
 
-def _filled(order: Int[Array, " places"], more: Int[Array, ""]) -> Int[Array, " n"]:
+def _fill(order: Int[Array, " places"], more: Int[Array, ""]) -> Int[Array, " n"]:
     """Return the bits of layers where the first `more` places have one bit beside the fewest."""
     return _FEWEST + jnp.sum((order < more).reshape(-1, _MORE), axis=1).astype(jnp.int32)
 
 
-def _rounded(weight: Array, downs: Array, ups: Array, bits: Array) -> Array:
+def _round_to(weight: Array, downs: Array, ups: Array, bits: Array) -> Array:
     """Return a matrix [*G *I *O] of a layer rounded to codes of some bits, and back."""
     batch = downs.ndim + ups.ndim - 4 - weight.ndim
     axes = tuple(range(batch, downs.ndim - 2))
@@ -166,7 +166,7 @@ def _rounded(weight: Array, downs: Array, ups: Array, bits: Array) -> Array:
 
 
 def _errors(weight: Array, downs: Array, ups: Array) -> Float[Array, " choices"]:
-    rounded = [_rounded(weight, downs, ups, jnp.int32(bits)) for bits in _CHOICES]
+    rounded = [_round_to(weight, downs, ups, jnp.int32(bits)) for bits in _CHOICES]
     return jnp.stack([jnp.sum((weight - choice).astype(jnp.float32) ** 2) for choice in rounded])
 
 

@@ -115,7 +115,7 @@ class SharedStoreConfig(Adapter):
         total = sum(marks.size // (DIGITS + 1) * math.prod(_shape(path)) for path, marks in marks)
         cells = params[STORE][CELLS]
         uses = uses_of(cells.size, total, self.seed)
-        return params | {STORE: {CELLS: _divided(cells, uses.astype(cells.dtype))}}
+        return params | {STORE: {CELLS: _divide(cells, uses.astype(cells.dtype))}}
 
     def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
         """Return the parameters of one layer with the matrices of its cells."""
@@ -136,7 +136,7 @@ def places_of(
 ) -> tuple[UInt32[Array, " n"], Float[Array, " n"]]:
     """Return the cells and the signs of weights, from their numbers."""
     run, remainder = numbers // jnp.uint32(cells), numbers % jnp.uint32(cells)
-    signs = _mixed(numbers ^ _mixed(jnp.uint32(seed % 2**32))) >> 31
+    signs = _mix(numbers ^ _mix(jnp.uint32(seed % 2**32))) >> 31
     places = (_offset(run, cells, seed) + remainder) % jnp.uint32(cells)
     return places, 1.0 - 2.0 * signs.astype(jnp.float32)
 
@@ -152,10 +152,10 @@ def uses_of(cells: int, total: int, seed: int) -> Float[Array, " m"]:
 
 
 def _offset(run: UInt32[Array, ...], cells: int, seed: int) -> UInt32[Array, ...]:
-    return _mixed(run + _mixed(jnp.uint32((seed + 1) % 2**32))) % jnp.uint32(cells)
+    return _mix(run + _mix(jnp.uint32((seed + 1) % 2**32))) % jnp.uint32(cells)
 
 
-def _mixed(x: UInt32[Array, ...]) -> UInt32[Array, ...]:
+def _mix(x: UInt32[Array, ...]) -> UInt32[Array, ...]:
     """Return the bits of numbers mixed, by the last steps of MurmurHash3."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
@@ -163,13 +163,13 @@ def _mixed(x: UInt32[Array, ...]) -> UInt32[Array, ...]:
 
 
 @jax.custom_vjp
-def _divided(cells: Array, uses: Array) -> Array:
+def _divide(cells: Array, uses: Array) -> Array:
     """Return the cells; their gradient is divided by the uses."""
     del uses
     return cells
 
 
-_divided.defvjp(lambda cells, uses: (cells, uses), lambda uses, g: (g / uses, None))
+_divide.defvjp(lambda cells, uses: (cells, uses), lambda uses, g: (g / uses, None))
 
 
 def _shape(path: str) -> tuple[int, ...]:

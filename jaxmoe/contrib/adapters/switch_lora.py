@@ -125,7 +125,7 @@ class SwitchLoraConfig(FactorsConfig):
                 *(rule_state[name] for name in mine),
             ]
             olds = [*(before[name] for name in names), params[f"{path}:scale"]]
-            run = self._followed
+            run = self._follow
             if surroundings() == "explicit":
                 specs = [jax.typeof(leaf).sharding.spec for leaf in changed]
                 axes = jax.sharding.get_abstract_mesh().axis_names
@@ -138,7 +138,7 @@ class SwitchLoraConfig(FactorsConfig):
         parts = {**now.parts, STATE: nested(rule_state)}
         return dataclasses.replace(now, params=nested(params), parts=parts, opt_state=moments)
 
-    def _followed(
+    def _follow(
         self, changed: list[Array], olds: list[Array], chance: Array, key: Array
     ) -> tuple[list[Array], list[Array]]:
         """Return the arrays of one matrix after a step, and which moments of A and B are 0.
@@ -160,7 +160,7 @@ class SwitchLoraConfig(FactorsConfig):
         pauses = [jnp.maximum(pause - 1, 0) for pause in pauses]
         added = jnp.zeros((*lead[:-1], vectors[0].shape[-1], vectors[1].shape[-1]), jnp.float32)
         for side in (0, 1):
-            new, pools[side], is_in = _swapped(keys[side], vectors[side], pools[side], chance)
+            new, pools[side], is_in = _swap(keys[side], vectors[side], pools[side], chance)
             pair = [*vectors]
             pair[side] = vectors[side] - new
             added += jnp.einsum("...ri,...ro->...io", *pair, precision="highest")
@@ -176,7 +176,7 @@ class SwitchLoraConfig(FactorsConfig):
         return [weight, down, up, *pools, *pauses], stopped
 
 
-def _swapped(key: Array, vectors: Array, waiting: Array, chance: Array) -> tuple[Array, ...]:
+def _swap(key: Array, vectors: Array, waiting: Array, chance: Array) -> tuple[Array, ...]:
     """Return vectors [*G r n] and candidates [*G c n] with some swapped, and which [*G r]."""
     keys = jax.random.split(key)
     rank, number = vectors.shape[-2], waiting.shape[-2]

@@ -158,7 +158,7 @@ class TwoSizes(nn.Module):
         elif is_routed:
             share = probs * jax.nn.one_hot(jnp.argmax(probs, axis=-1), number)
         else:
-            share = jax.nn.one_hot(self._drawn(routing), number)
+            share = jax.nn.one_hot(self._draw(routing), number)
         share = share.astype(x.dtype)
         y = small * share[..., -2:-1] + big * share[..., -1:]
         losses = {}
@@ -179,7 +179,7 @@ class TwoSizes(nn.Module):
         placement = self.execution.placement
         return placement.island(run, in_axes=(tokens, (None, None)), out_axes=tokens)(x, weight)
 
-    def _drawn(self, routing: RoutingInputs) -> Int[Array, "B S"]:
+    def _draw(self, routing: RoutingInputs) -> Int[Array, "B S"]:
         """Return an option for each token: drawn in training, else the big one."""
         number = self.config.num_sizes
         if not self.train:

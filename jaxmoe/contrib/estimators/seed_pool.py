@@ -124,9 +124,7 @@ class SeedPoolConfig(Gradients):
         slopes = clipped(step, slopes_of(pairs.total, self.epsilon))
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
-        return StepGradients(
-            weight, gradients_with(grads, pairs), state=_added(sums, drawn, slopes)
-        )
+        return StepGradients(weight, gradients_with(grads, pairs), state=_add(sums, drawn, slopes))
 
     @property
     def num_passes(self) -> float:
@@ -200,7 +198,7 @@ def replay(
     return table.merged(moved, base)
 
 
-def _added(pool: SeedSums, drawn: Array, slopes: Float[Array, " n"]) -> SeedSums:
+def _add(pool: SeedSums, drawn: Array, slopes: Float[Array, " n"]) -> SeedSums:
     """Return the state with the derivatives of one step."""
     sums = pool.sums.at[drawn].add(slopes / slopes.size)
     if pool.magnitudes is None or pool.counts is None:

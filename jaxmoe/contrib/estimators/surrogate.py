@@ -92,14 +92,14 @@ class SurrogateConfig(Gradients):
         phases = _dot(vectors, x / scale) + angles
         keys = direction_keys(inputs, jnp.arange(self.queries * workers, dtype=jnp.int32))
 
-        def turned(data: Array) -> Float[Array, " M"]:
+        def turn(data: Array) -> Float[Array, " M"]:
             key = jax.random.wrap_key_data(data)[None]
             u, _ = _flat(table, noise_sum(table, state.params, key, jnp.ones(1)))
             return _dot(vectors, u * (self.epsilon / scale))
 
         data = jax.random.key_data(keys)
-        rows = difference_rows(phases, jax.lax.map(turned, data))
-        run = partial(_fitted, self, step, workers)
+        rows = difference_rows(phases, jax.lax.map(turn, data))
+        run = partial(_fit, self, step, workers)
         if workers > 1:
             run = region(run, axis=REPLICA, out_specs=PartitionSpec())
         weights, losses = run(inputs, data, rows, before)
@@ -161,7 +161,7 @@ def gradient(
     return _dot(-math.sqrt(2.0 / phases.size) * jnp.sin(phases) * weights, vectors)
 
 
-def _fitted(
+def _fit(
     config: SurrogateConfig,
     step: Step,
     workers: int,

@@ -70,7 +70,7 @@ def measure_activations(
                 f"the activations of {path} are not finite on held-out data: choose an earlier"
                 " checkpoint with --run.step"
             )
-    return {path: _filled(largest) for path, largest in largest_by_path.items()}
+    return {path: _fill(largest) for path, largest in largest_by_path.items()}
 
 
 def _check_held_out(assembly: Assembly, batches: int, field: str) -> None:
@@ -147,7 +147,7 @@ def _loss(
 ) -> Array:
     """Return the held-out loss, whose gradient by `largest` is the measurement."""
 
-    def observed(row: Any, value: Array) -> Any:
+    def observe(row: Any, value: Array) -> Any:
         limit = largest.get(row.path)
         if limit is None:
             return value
@@ -160,7 +160,7 @@ def _loss(
     nll, _ = forward_and_nll(
         plan.model,
         execution,
-        jax.tree.map(observed, plan.table.tree(lambda row: row), params),
+        jax.tree.map(observe, plan.table.tree(lambda row: row), params),
         prepared,
         objective=objective,
         router_state=router_state,
@@ -168,7 +168,7 @@ def _loss(
     return nll
 
 
-def _filled(largest: np.ndarray) -> np.ndarray:
+def _fill(largest: np.ndarray) -> np.ndarray:
     """Return a measurement in which an expert without rows takes over those of the others."""
     if largest.ndim < 2:
         return largest

@@ -55,7 +55,7 @@ class ObservedArray(WrappedMatrix):
         y = product(jax.lax.stop_gradient(x), self.values.astype(x.dtype))
         rows = x.reshape(-1, self.largest.shape[-1])
         ids = jnp.zeros(rows.shape[:1], jnp.int32)
-        return _measured(self.statistic, y, rows, self.largest, ids)
+        return _measure(self.statistic, y, rows, self.largest, ids)
 
     def multiply_groups(
         self,
@@ -74,7 +74,7 @@ class ObservedArray(WrappedMatrix):
         product = grouped_matmul(still, matrices, group_sizes, implementation=implementation)
         ends = jnp.cumsum(group_sizes.astype(jnp.int32))
         ids = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
-        return _measured(self.statistic, product, rows, self.largest, ids)
+        return _measure(self.statistic, product, rows, self.largest, ids)
 
     def logical_axes(self, axes: Axes) -> ObservedArray:
         """Return the logical axes of the matrix and of what is measured."""
@@ -83,7 +83,7 @@ class ObservedArray(WrappedMatrix):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _measured(
+def _measure(
     statistic: Statistic, product: Array, rows: Array, largest: Array, ids: Array
 ) -> Array:
     """Return the product; the gradient of `largest` is that of each row's matrix."""
@@ -113,4 +113,4 @@ def _backward(
     return None, jnp.zeros_like(rows), found, None
 
 
-_measured.defvjp(_forward, _backward)
+_measure.defvjp(_forward, _backward)

@@ -107,7 +107,7 @@ def scale_by_mkor(
 
     def units(side: Literal[0, 1]) -> Any:
         sizes = {row.path: (row.shape[0], row.declaration.fan(side)) for row in rows}
-        return _nested(
+        return _nest(
             {
                 path: jnp.broadcast_to(jnp.eye(size), (layers, size, size))
                 for path, (layers, size) in sizes.items()
@@ -134,8 +134,8 @@ def scale_by_mkor(
             flat[row.path] = directions(flat[row.path], *factors, row.declaration.matrix)
         is_due = state.count % interval == 0
 
-        def moved(factors: dict[str, Array], mean: Any) -> Any:
-            return _nested(
+        def move(factors: dict[str, Array], mean: Any) -> Any:
+            return _nest(
                 {
                     path: jnp.where(is_due, updated(old, mean(stats, path), decay, largest), old)
                     for path, old in factors.items()
@@ -144,10 +144,10 @@ def scale_by_mkor(
 
         state = MKORState(
             state.count + 1,
-            moved(inputs, mean_inputs),
-            moved(outputs, mean_gradients),
+            move(inputs, mean_inputs),
+            move(outputs, mean_gradients),
         )
-        return _nested(flat), state
+        return _nest(flat), state
 
     # Its protocol has any further arguments, of which this one reads `stats`.
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))
@@ -157,7 +157,7 @@ def _flat(tree: Any) -> dict[str, Any]:
     return traverse_util.flatten_dict(tree, sep="/")
 
 
-def _nested(flat: dict[str, Any]) -> Any:
+def _nest(flat: dict[str, Any]) -> Any:
     return traverse_util.unflatten_dict(flat, sep="/")
 
 

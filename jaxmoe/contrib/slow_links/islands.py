@@ -168,7 +168,7 @@ class Island(RunPart):
         except IslandError as error:
             raise self._ended(error) from error
         if start is not None:
-            state = self._placed(start)
+            state = self._place(start)
             step = int(state.step)
             say(f"island   joined the others at step {step}")
         self._step = self._exchanged = step
@@ -232,7 +232,7 @@ class Island(RunPart):
             self._rounds.post_state(to_bytes(state))
         if not agreement.is_same:
             logger.warning("island %d takes the state of the majority", self._config.member)
-            state = self._placed(self._rounds.fetch_state())
+            state = self._place(self._rounds.fetch_state())
         self._exchanged = self._step
         return state
 
@@ -245,7 +245,7 @@ class Island(RunPart):
         step = jnp.asarray(self._exchanged, state.step.dtype)
         return to_bytes(with_local(replace(state, step=step), local))
 
-    def _placed(self, data: bytes) -> TrainState:
+    def _place(self, data: bytes) -> TrainState:
         """Return a state from its bytes, laid out as that of this run."""
         arrays = from_bytes(data, self._layout)
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), arrays, self._layout)

@@ -107,7 +107,7 @@ def with_other_workers(
         *(step, before, number),
     )
 
-    def saved(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    def save(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
         spec = PartitionSpec(None, *leaf.sharding.spec[1:])
         where = NamedSharding(assembly.mesh, spec) if assembly.mesh.size > 1 else None
         shape = manifest.arrays.get(path, {}).get("shape", (before, *leaf.shape[1:]))
@@ -115,7 +115,7 @@ def with_other_workers(
 
     names = ("opt_state", "router_state", "recent_norms")
     saved_arrays = _as_saved({name: getattr(local_of(shapes), name) for name in names})
-    shapes_by_path = {path: saved(path, leaf) for path, leaf in saved_arrays.items()}
+    shapes_by_path = {path: save(path, leaf) for path, leaf in saved_arrays.items()}
     fields = ("params", "opt_state", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
     target = {name: getattr(shapes, name) for name in fields}
     # The optimiser of a worker begins anew where the saved one does not fit.

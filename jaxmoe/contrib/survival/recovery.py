@@ -172,7 +172,7 @@ def _restore(
     for path in saved:
         lost = _layers_of(path, stacked, sources)
         mirror, leaf = mirrors.get(path), flat[path]
-        flat[path] = _filled(survivors, path, leaf, lost, mirror, is_averaged=path in stacked)
+        flat[path] = _fill(survivors, path, leaf, lost, mirror, is_averaged=path in stacked)
     changes = _changes(survey_of_step, stacked, sources, mirrors)
     for change in changes:
         logger.warning("a part of %s is lost: %s", where, change)
@@ -266,7 +266,7 @@ class _Mirror:
         return (*box[: self.axis], ends, *box[self.axis + 1 :])
 
 
-def _filled(
+def _fill(
     survivors: Survivors,
     path: str,
     leaf: Array,

@@ -55,7 +55,7 @@ def replay_run(
         ValueError: There is no run, no such checkpoint, or no dumped batch.
     """
     directory = RunDirectory(path)
-    dumped = _dumped(directory, refused_step)
+    dumped = _dump(directory, refused_step)
     assembly, state, step = _load(path, dumped.step, step, mesh)
     findings = {"refused_step": dumped.step, "checkpoint_step": step, "status": "done"}
     with jax.set_mesh(assembly.mesh):
@@ -81,7 +81,7 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     # Random numbers of a step follow from its number.
     number = jax.device_put(jnp.int32(dumped.step - 1), state.step.sharding)
     state = dataclasses.replace(state, opt_state=(), step=number)
-    measure = _measured(assembly, dumped.batch.tokens.shape[0])
+    measure = _measure(assembly, dumped.batch.tokens.shape[0])
 
     def measured(batch: Batch) -> tuple[float, dict[str, tuple[float, int]]]:
         loss, arrays = jax.device_get(
@@ -92,7 +92,7 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     loss, arrays = measured(dumped.batch)
     rows = []
     for place, row in enumerate(dumped.rows.tolist()):
-        alone, its_arrays = measured(_repeated(dumped.batch, place))
+        alone, its_arrays = measured(_repeat(dumped.batch, place))
         rows.append({"row": row, "place": place, "loss": alone, **_total(its_arrays)})
     suspects = [
         {"array": path, "grad_norm": norm, "not_finite": bad}
@@ -107,7 +107,7 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     }
 
 
-def _dumped(directory: RunDirectory, step: int | None) -> DumpedBatch:
+def _dump(directory: RunDirectory, step: int | None) -> DumpedBatch:
     """Return the batch of a refused step; the first of the last consecutive ones by default."""
     steps = dumped_steps(directory)
     if step is None and not steps:
@@ -136,7 +136,7 @@ def _load(
     return assembly, assembly.new_state(), 0
 
 
-def _measured(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch], Any]:
+def _measure(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch], Any]:
     """Compile loss and, for each array of the gradient, its norm and number of bad values."""
     step = assembly.step(assembly.micro_batches(num_rows)).without(WorkerLosses.name)
 
@@ -150,7 +150,7 @@ def _measured(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch]
     return jax.jit(measure)
 
 
-def _repeated(batch: Batch, place: int) -> Batch:
+def _repeat(batch: Batch, place: int) -> Batch:
     """Return a batch with one row in all places, so that no other row affects its numbers."""
     return jax.tree.map(lambda array: np.repeat(array[place][None], len(array), 0), batch)
 

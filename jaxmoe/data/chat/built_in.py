@@ -93,7 +93,7 @@ class Plain:
 
     def jinja(self, separator: str) -> str:
         """Return the template in the language of jinja2; see `ChatTemplate.jinja`."""
-        end = f"({_quoted(separator)} if message.role == '{ANSWER}' else '\\n\\n')"
+        end = f"({_quote(separator)} if message.role == '{ANSWER}' else '\\n\\n')"
         turn = f"message.role | capitalize + ':\\n' + message.content + {end}"
         return _written(separator, turn, f"'{ANSWER.capitalize()}:\\n'")
 
@@ -105,12 +105,12 @@ class Plain:
 def _written(separator: str, turn: str, prompt: str) -> str:
     """Return a template of jinja2 that writes a separator, turns, and the begin of an answer."""
     return (
-        f"{{{{ {_quoted(separator)} }}}}"
+        f"{{{{ {_quote(separator)} }}}}"
         f"{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{{{{ {prompt} }}}}{{% endif %}}"
     )
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a literal of jinja2, whose escapes are those of Python."""
     return "'" + text.encode("unicode_escape").decode().replace("'", "\\'") + "'"

@@ -55,7 +55,7 @@ def render(
             would be read as control.
     """
     _check_contents(messages, template, tokenizer)
-    return _rendered(messages, template, tokenizer, add_generation_prompt, {})
+    return _render(messages, template, tokenizer, add_generation_prompt, {})
 
 
 def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -86,7 +86,7 @@ def masked(
     """
     _check_contents(messages, template, tokenizer)
     ids_of_pieces: dict[Piece, np.ndarray] = {}
-    tokens = _rendered(messages, template, tokenizer, False, ids_of_pieces)
+    tokens = _render(messages, template, tokenizer, False, ids_of_pieces)
     weights = np.zeros(len(tokens), np.uint8)
     answers = [number for number, message in enumerate(messages) if message.role == ANSWER]
     if train_on == "all":
@@ -98,7 +98,7 @@ def masked(
     for number in answers[-1:] if train_on == "last" else answers:
         start, end = (
             _length_of_prefix(
-                _rendered(messages[:count], template, tokenizer, is_prompt, ids_of_pieces),
+                _render(messages[:count], template, tokenizer, is_prompt, ids_of_pieces),
                 tokens,
                 f"messages 1 to {count}" + " and the prompt of an answer" * is_prompt,
                 tokenizer,
@@ -112,7 +112,7 @@ def masked(
     return Masked(tokens, weights, endless)
 
 
-def _rendered(
+def _render(
     messages: Sequence[Message],
     template: ChatTemplate,
     tokenizer: Tokenizer,
@@ -148,7 +148,7 @@ def _check_contents(
     messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer
 ) -> None:
     """Raise a ConversationError if the content of a message would be read as control."""
-    reserved = _reserved(template, tokenizer)
+    reserved = _list_reserved(template, tokenizer)
     for number, message in enumerate(messages):
         if control := next((text for text in reserved if text in message.content), None):
             raise ConversationError(
@@ -159,7 +159,7 @@ def _check_contents(
 
 
 @functools.lru_cache(maxsize=16)
-def _reserved(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
+def _list_reserved(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the texts that messages must not spell."""
     return tuple(template.reserved(tokenizer))
 

@@ -56,7 +56,7 @@ class TokenizerTemplate:
         self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> Iterator[Piece]:
         """Yield the whole conversation as one piece."""
-        template, errors = _compiled(self)
+        template, errors = _compile_programs(self)
         parts, size = [], 0
         try:
             for part in template.generate(
@@ -110,7 +110,7 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
         )
     special = _special_tokens(_object(place / SPECIAL)) | _special_tokens(settings)
     template = TokenizerTemplate(source, tuple(sorted(special.items())), str(where))
-    _compiled(template)
+    _compile_programs(template)
     return template
 
 
@@ -180,7 +180,7 @@ def _read(path: pathlib.Path) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(template: TokenizerTemplate) -> tuple[Any, tuple[type[Exception], ...]]:
+def _compile_programs(template: TokenizerTemplate) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return the compiled template, and the exceptions that its evaluation raises.
 
     Raises:

@@ -144,7 +144,7 @@ def plan_of(
     )
     best = plan.seconds(lengths, room, cost)
     for level in sorted(members, reverse=True):
-        filled = _filled(plan, level, lengths, room, cost)
+        filled = _fill(plan, level, lengths, room, cost)
         if filled is not None and (seconds := filled.seconds(lengths, room, cost)) < best:
             plan, best = filled, seconds
     return plan
@@ -238,7 +238,7 @@ def _slowest_first(
     return tuple(sorted(map(tuple, groups), key=seconds, reverse=True))
 
 
-def _filled(
+def _fill(
     plan: LevelPlan, level: int, lengths: Sequence[int], room: Room, cost: LevelCost
 ) -> LevelPlan | None:
     """Return the plan with documents of the next lower level in the free room of a level."""

@@ -40,19 +40,19 @@ def chunks(path: epath.Path, on_no_checksum: Callable[[], object]) -> Iterator[b
     """
     with path.open("rb") as stream:
         if path.suffix.lower() == ".gz":
-            yield from _decompressed(
+            yield from _decompress(
                 path, stream, on_no_checksum, lambda: zlib.decompressobj(wbits=31)
             )
         elif path.suffix.lower() == ".zst":
             # Large archives are made with `zstd --long=31`, which needs a window of 2 GB.
             zstd = require("zstandard").ZstdDecompressor(max_window_size=2**31)
-            yield from _decompressed(path, stream, on_no_checksum, zstd.decompressobj)
+            yield from _decompress(path, stream, on_no_checksum, zstd.decompressobj)
         else:
             while chunk := stream.read(_CHUNK):
                 yield chunk
 
 
-def _decompressed(
+def _decompress(
     path: epath.Path, stream: IO[bytes], on_no_checksum: Callable[[], object], make: Any
 ) -> Iterator[bytes]:
     """Yield the content of all frames in order; an unfinished frame is an error."""

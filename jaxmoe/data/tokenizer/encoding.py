@@ -87,7 +87,7 @@ def encode_pieces(
         short_texts = [text for text in texts if _is_short(text)]
         short = iter(ids_of(short_texts))
         return [
-            next(short) if _is_short(text) else _joined(_verified(text, encode, progress))
+            next(short) if _is_short(text) else _join(_verify(text, encode, progress))
             for text in texts
         ]
     cut = pieces if kind == "byte_level" else _after_spaces
@@ -112,7 +112,7 @@ class _Encoded:
         self._progress.at("tokenizing: {:.1f} million characters", self._characters / 1e6)
 
 
-def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+def _join(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Return the concatenation, without a second copy of all parts."""
     ids = bytearray()
     for part in parts:
@@ -133,7 +133,7 @@ def _after_spaces(text: str) -> Iterator[str]:
         yield part[1:] if index else part
 
 
-def _verified(text: str, encode: Encode, progress: _Encoded) -> Iterator[np.ndarray]:
+def _verify(text: str, encode: Encode, progress: _Encoded) -> Iterator[np.ndarray]:
     """Yield the ids of the pieces of a text, joined where a cut does not hold."""
     ends = [*itertools.accumulate(map(len, pieces(text, USUAL)))]
     begin, joined = 0, 0

@@ -314,7 +314,7 @@ class LatentAttention(nn.Module):
         value_dim = v.shape[-1]
         if sequence_ranks(self.execution.placement) > 1:
             widest = max(q.shape[-1], value_dim)
-            q, k, v = (_padded(x, widest) for x in (q, k, v))
+            q, k, v = (_pad(x, widest) for x in (q, k, v))
         out, logits = attend(
             q,
             k,
@@ -389,5 +389,5 @@ class LatentAttention(nn.Module):
         return rms_norm(latent, declare(self, name, gains), self.config.norm_epsilon)
 
 
-def _padded(x: Float[Array, "B S N H"], width: int) -> Float[Array, "B S N W"]:
+def _pad(x: Float[Array, "B S N H"], width: int) -> Float[Array, "B S N W"]:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))

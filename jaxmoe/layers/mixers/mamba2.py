@@ -288,10 +288,10 @@ class Mamba2(nn.Module):
         skip = vectors["skip"][None, None, :, None]
         y = y.astype(jnp.float32) + skip * mixed["x"].astype(jnp.float32)
         y = y * jax.nn.silu(projected["z"].astype(jnp.float32))
-        y = self._normed(y, groups, axes) * vectors["norm"][None, None]
+        y = self._normalize(y, groups, axes) * vectors["norm"][None, None]
         return y.astype(projected["x"].dtype), new
 
-    def _normed(
+    def _normalize(
         self, y: Float[Array, "B S n P"], groups: Int[Array, " n"], axes: tuple[str, ...]
     ) -> Float[Array, "B S n P"]:
         """Divide by the root mean square of each group of heads, some on other devices."""

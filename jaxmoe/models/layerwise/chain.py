@@ -196,17 +196,17 @@ class Chain:
                 written in place.
             tokens: Inputs of all layers.
         """
-        return self._computed(None, call, stream, tokens)
+        return self._compute(None, call, stream, tokens)
 
     def mix(self, call: LayerCall, stream: Stream, tokens: TokenInputs) -> Stream:
         """Return the stream after the mixer half of a layer; see `call`."""
-        return self._computed("mix", call, stream, tokens)
+        return self._compute("mix", call, stream, tokens)
 
     def feed(self, call: LayerCall, stream: Stream, tokens: TokenInputs) -> Stream:
         """Return the stream after the feed-forward half of a layer; see `call`."""
-        return self._computed("feed", call, stream, tokens)
+        return self._compute("feed", call, stream, tokens)
 
-    def _computed(
+    def _compute(
         self, half: str | None, call: LayerCall, stream: Stream, tokens: TokenInputs
     ) -> Stream:
         if self.experts is not None and call.stack.kind.feed_forward.is_routed and half != "mix":

@@ -148,7 +148,7 @@ class Offload(abc.ABC):
             places = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
             masks = {"positions": places, "token_mask": places < lengths[:, None]}
             cache = initial_cache(model, execution, batch=batch, length=capacity)
-            logits, cache = _decoded(chain, tokens, cache, lengths - 1, masks)
+            logits, cache = _decode(chain, tokens, cache, lengths - 1, masks)
             token, is_done = pick(logits, keys[0], limits, ends)
             return DecodeState(token, jnp.asarray(lengths), is_done, cache)
 
@@ -167,7 +167,7 @@ class Offload(abc.ABC):
             written = []
             for index in range(first, first + count):
                 options = {"positions": state.length[:, None]}
-                logits, cache = _decoded(chain, state.token[:, None], state.cache, None, options)
+                logits, cache = _decode(chain, state.token[:, None], state.cache, None, options)
                 new, is_end = pick(logits, keys[index], limits, ends)
                 if len(ends):
                     new = jnp.where(state.is_done, ends[0], new)
@@ -237,7 +237,7 @@ def parse_window(text: str) -> LayerWindow:
     return LayerWindow(int(size))
 
 
-def _decoded(
+def _decode(
     chain: Chain, tokens: Any, cache: Cache, at: np.ndarray | None, options: dict[str, Any]
 ) -> tuple[Array, Cache]:
     """Return the logits of one token of each row [B V], and the caches."""

@@ -131,7 +131,7 @@ def _kernel(
     parts = list(walk.parts(instruction, computation))
     for part, inner in parts:
         if part.opcode.startswith("custom-call"):
-            return _called(part, inner, balanced_rows)
+            return _call(part, inner, balanced_rows)
     products = [(part, inner) for part, inner in parts if part.opcode == "dot"]
     if products:
         largest, inner = max(products, key=lambda pair: dot_flops(*pair))
@@ -146,7 +146,7 @@ def _kernel(
     return "elementwise", "copy", 0.0
 
 
-def _called(
+def _call(
     call: Instruction, computation: Computation, balanced_rows: float
 ) -> tuple[str, Limit, float]:
     """Return the kind of a custom call, its limit, and its FLOPs."""

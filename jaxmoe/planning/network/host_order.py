@@ -227,7 +227,7 @@ def best_order(
         return best, least
     scale, temperature = max(least, 1e-30), 1.0
     for _ in range(moves):
-        moved = _moved(order, rng)
+        moved = _move(order, rng)
         seconds_moved = order_seconds(moved, exchanges_in_step, bandwidth)
         if seconds_moved <= seconds or rng.random() < math.exp(
             (seconds - seconds_moved) / scale / temperature
@@ -239,7 +239,7 @@ def best_order(
     return best, least
 
 
-def _moved(order: Int[np.ndarray, " H"], rng: np.random.Generator) -> Int[np.ndarray, " H"]:
+def _move(order: Int[np.ndarray, " H"], rng: np.random.Generator) -> Int[np.ndarray, " H"]:
     """Return a neighbour of an order by one of the four moves."""
     kind, (first, last) = rng.integers(4), np.sort(rng.choice(len(order), 2, replace=False))
     if kind == 0:  # reverse a part

@@ -89,7 +89,7 @@ def network_lines(config: NetworkConfig, plan: StepPlan, chip: Chip) -> list[str
     """
     lines: list[str] = []
     if config.links is not None:
-        lines += _measured(LinkTable.load(config.links), plan, chip)
+        lines += _measure(LinkTable.load(config.links), plan, chip)
     if config.hosts:
         lines += _hosts(*_bandwidths(config, plan.mesh.size), plan, chip)
     if config.spines:
@@ -97,7 +97,7 @@ def network_lines(config: NetworkConfig, plan: StepPlan, chip: Chip) -> list[str
     return lines
 
 
-def _measured(table: LinkTable, plan: StepPlan, chip: Chip) -> Iterator[str]:
+def _measure(table: LinkTable, plan: StepPlan, chip: Chip) -> Iterator[str]:
     mesh, linked = dict(plan.mesh.shape), linked_chip(chip, table)
     yield f"measured links       of {len(table.devices)} x {table.device_kind}"
     for entry in step_traffic(plan):

@@ -84,13 +84,13 @@ def tiling(shape: tuple[int, ...], batch: int, share: float) -> Tiling:
         share: Share of the numbers that is kept.
     """
 
-    def divided(size: int) -> tuple[int, int]:
+    def divide(size: int) -> tuple[int, int]:
         side = max(side for side in range(1, min(size, SIDE) + 1) if size % side == 0)
         return size // side, side
 
     dims = shape[batch:]
-    rows = divided(dims[0]) if len(dims) > 1 else (1, 1)
-    columns = divided(math.prod(dims[1:] if len(dims) > 1 else dims))
+    rows = divide(dims[0]) if len(dims) > 1 else (1, 1)
+    columns = divide(math.prod(dims[1:] if len(dims) > 1 else dims))
     num_kept = max(1, round(rows[1] * columns[1] * share))
     return Tiling(math.prod(shape[:batch]), rows, columns, num_kept)
 

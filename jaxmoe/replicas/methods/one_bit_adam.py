@@ -72,7 +72,7 @@ class OneBitAdamConfig(GradientBase):
                 return mean_of_alive()
             return two_sided_mean(stacked_dimensions(leaf))
 
-        def agreed(opt_state: Any) -> Agreed:
+        def agre(opt_state: Any) -> Agreed:
             moments = received_moments(opt_state)
             mu, nu = flat(moments.mu), flat(moments.nu)
             return Agreed(
@@ -85,5 +85,5 @@ class OneBitAdamConfig(GradientBase):
             codec=codec,
             exchange=separately(leaves, exchange),
             carry=self.momentum,
-            agreed=agreed,
+            agreed=agre,
         )

@@ -81,13 +81,13 @@ class _Countdown(Task):
             pair = parts[first], parts[second]
             remaining = [part for place, part in enumerate(parts) if place not in (first, second)]
             operator = str(rng.choice(list(config.operators)))
-            parts = [*remaining, _joined(*pair, operator, config.operators)]
+            parts = [*remaining, _join(*pair, operator, config.operators)]
         target, solution = parts[0]
         shown = ",".join(map(str, drawn))
         return Question(f"{shown}={target}:", solution.removeprefix("(").removesuffix(")"))
 
 
-def _joined(
+def _join(
     first: tuple[int, str], second: tuple[int, str], operator: str, operators: str
 ) -> tuple[int, str]:
     """Return two parts as one, the larger before the smaller.

@@ -92,11 +92,11 @@ def correlation(
     real = token_mask.astype(jnp.float32)[:, None]
     number = jnp.maximum(real.sum(), 1.0)
 
-    def centred(values: Array) -> Array:
+    def centr(values: Array) -> Array:
         mean = jnp.sum(real * values, axis=0, keepdims=True) / number
         return real * (values - mean)
 
-    return jnp.sum(_unit(centred(scores), axis=0) * _unit(centred(norms), axis=0), axis=0)
+    return jnp.sum(_unit(centr(scores), axis=0) * _unit(centr(norms), axis=0), axis=0)
 
 
 def _unit(values: Array, *, axis: int) -> Array:

@@ -237,7 +237,7 @@ def check_branch(saved: Mapping[str, Any], config: PretrainConfig) -> None:
 
 def _changes(saved: Mapping[str, Any], config: PretrainConfig) -> tuple[str, ...]:
     """Return the changed fields with both values as text."""
-    return tuple(f"{path}: {old} -> {new}" for path, old, new in _changed(saved, config))
+    return tuple(f"{path}: {old} -> {new}" for path, old, new in _change(saved, config))
 
 
 def _newest_step(directory: RunDirectory) -> int:
@@ -273,7 +273,7 @@ def _steps(directory: RunDirectory) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
-def _changed(saved: Mapping[str, Any], config: PretrainConfig) -> list[tuple[str, str, str]]:
+def _change(saved: Mapping[str, Any], config: PretrainConfig) -> list[tuple[str, str, str]]:
     """Return path, old and new value of the changed fields that a run records."""
     lines = differences(saved, config, FREE_FIELDS)
     paths = {line.partition(":")[0] for line in lines}
@@ -285,7 +285,7 @@ def _flags(saved: Mapping[str, Any], config: PretrainConfig) -> str:
     """Return the changes as flags."""
     return " ".join(
         f"{path}:{new}" if path == "schedule" else f"--{path} {'None' if new == 'null' else new}"
-        for path, _, new in _changed(saved, config)
+        for path, _, new in _change(saved, config)
     )
 
 

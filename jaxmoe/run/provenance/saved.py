@@ -298,7 +298,7 @@ def length_of(directory: RunDirectory, config: PretrainConfig) -> int:
     if is_huggingface(directory.path):
         length = read_fields(directory.path).get("max_position_embeddings")
     else:
-        length = _imported(directory, "max_length")
+        length = _load_imported(directory, "max_length")
     return length or config.training.sequence_length
 
 
@@ -308,7 +308,7 @@ def first_token_of(directory: RunDirectory) -> int | None:
     Args:
         directory: Run directory.
     """
-    return _imported(directory, "bos_token_id")
+    return _load_imported(directory, "bos_token_id")
 
 
 def imported_ends(directory: RunDirectory) -> tuple[int, ...]:
@@ -362,7 +362,7 @@ def end_ids(
     return () if separator is None else (separator,)
 
 
-def _imported(directory: RunDirectory, field: str) -> int | None:
+def _load_imported(directory: RunDirectory, field: str) -> int | None:
     value = (directory.summary() or {}).get(field)
     return value if isinstance(value, int) else None
 

@@ -219,7 +219,7 @@ def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
         rows = assembly.feed.batch(0)
     batch_axes = pieces(mesh.axis_names, BATCH_AXES)
 
-    def described(leaf: Any) -> jax.ShapeDtypeStruct:
+    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
         layout = NamedSharding(mesh, leaf.sharding.spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
@@ -228,7 +228,7 @@ def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
         shape = (parts * array.shape[0], *array.shape[1:])
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
-    params, router_state = jax.tree.map(described, (state.params, state.router_state))
+    params, router_state = jax.tree.map(describe, (state.params, state.router_state))
     try:
         eval_step = make_eval_step(
             assembly.plan.model,

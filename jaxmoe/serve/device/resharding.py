@@ -137,10 +137,10 @@ def received_bytes(before: Any, after: Any) -> int:
         after: The same arrays, laid out differently.
     """
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    return sum(_received(old, new) for old, new in pairs)
+    return sum(_receive(old, new) for old, new in pairs)
 
 
-def _received(old: Any, new: Any) -> int:
+def _receive(old: Any, new: Any) -> int:
     shape = new.shape
     indices = old.sharding.devices_indices_map(shape)
     total = 0

@@ -77,12 +77,12 @@ def make_transfers(execution: ServedConfig) -> Transfers:
     def copy(pools: Pools, pairs: Sequence[tuple[int, int]]) -> Pools:
         for page_part in _in_parts(pairs):
             source, target = (np.asarray(pages, np.int32) for pages in zip(*page_part, strict=True))
-            pools = put(pools, _padded(target, pools), take(pools, _padded(source, pools)))
+            pools = put(pools, _pad(target, pools), take(pools, _pad(source, pools)))
         return pools
 
     def to_host(pools: Pools, pages: Sequence[int]) -> Held:
         parts = [
-            _cut(take(pools, _padded(np.asarray(page_part, np.int32), pools)), 0, len(page_part))
+            _cut(take(pools, _pad(np.asarray(page_part, np.int32), pools)), 0, len(page_part))
             for page_part in _in_parts(pages)
         ]
         return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis=1), *parts)
@@ -90,8 +90,8 @@ def make_transfers(execution: ServedConfig) -> Transfers:
     def from_host(pools: Pools, pages: Sequence[int], host_pages: Held) -> Pools:
         first = 0
         for page_part in _in_parts(pages):
-            filled_part = jax.tree.map(_filled, _cut(host_pages, first, len(page_part)))
-            pools = put(pools, _padded(np.asarray(page_part, np.int32), pools), filled_part)
+            filled_part = jax.tree.map(_fill, _cut(host_pages, first, len(page_part)))
+            pools = put(pools, _pad(np.asarray(page_part, np.int32), pools), filled_part)
             first += len(page_part)
         return pools
 
@@ -137,12 +137,12 @@ def _cut(tree: Any, first: int, count: int) -> Held:
     return jax.tree.map(lambda part: np.asarray(part)[:, first : first + count], tree)
 
 
-def _filled(part: np.ndarray) -> np.ndarray:
+def _fill(part: np.ndarray) -> np.ndarray:
     """Return pages up to the size of a call."""
     return np.pad(part, ((0, 0), (0, _AT_ONCE - part.shape[1]), *((0, 0),) * (part.ndim - 2)))
 
 
-def _padded(pages: np.ndarray, pools: Pools) -> Any:
+def _pad(pages: np.ndarray, pools: Pools) -> Any:
     """Return page numbers up to the size of a call; those beyond the pool are not written."""
     outside = jax.tree.leaves(pools)[0].shape[1]
     return jnp.asarray(np.pad(pages, (0, _AT_ONCE - len(pages)), constant_values=outside))

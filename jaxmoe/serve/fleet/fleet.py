@@ -116,12 +116,12 @@ class Fleet:
         if (offered := self.offered.pop(id_, None)) is not None:
             return self._queue(*offered, Route(0)) or self.cancel(id_)
         instance = self.instance_of(id_)
-        return () if instance is None else self._noted(instance.cancel(id_))
+        return () if instance is None else self._note(instance.cancel(id_))
 
     def stop(self, id_: int) -> tuple[Event, ...]:
         """End a request whose answer is whole; one that has ended is ignored."""
         instance = self.instance_of(id_)
-        return () if instance is None else self._noted(instance.stop(id_))
+        return () if instance is None else self._note(instance.stop(id_))
 
     def balance(self, now: float) -> list[Copy]:
         """Begin the moves that the policy wants, and go on with those under way.
@@ -226,7 +226,7 @@ class Fleet:
         """
         instance = self.instances[number]
         live = {id_: instance.queues.sequences[id_] for id_ in results}
-        events = self._noted(instance.apply(step, results, now))
+        events = self._note(instance.apply(step, results, now))
         for event in events:
             if isinstance(event, End) and event.reason in ("stop", "length"):
                 if not self._dispatcher.keeps(live[event.id], instance.view(now)):
@@ -246,7 +246,7 @@ class Fleet:
         for id_, migration in [*self._moves.items()]:
             if number in (migration.move.source, migration.move.target):
                 self.abort(id_)
-        return self._noted(self.instances[number].fail(message))
+        return self._note(self.instances[number].fail(message))
 
     def check_pages(self) -> None:
         """Assert the invariants of all pools, and that no request was lost or is in two places.
@@ -275,7 +275,7 @@ class Fleet:
             self._targets[request.id] = route.decode
         return events
 
-    def _noted(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+    def _note(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         for event in events:
             if isinstance(event, End):
                 self._targets.pop(event.id, None)

@@ -236,7 +236,7 @@ class Members:
         plan, steps = self.fleet.start(member.number, self._clock())
         for step in steps:
             note(member.instance, step)
-            self._call(member, member.executor.run, step, then=self._finished(member, step))
+            self._call(member, member.executor.run, step, then=self._finish(member, step))
         if steps:
             self.measure(member)
         elif plan.admit or plan.evict or plan.restore:
@@ -257,7 +257,7 @@ class Members:
         future = member.thread.submit(function, *arguments)
         future.add_done_callback(lambda done: self._post(lambda: end(done)))
 
-    def _finished(self, member: Member, step: Step) -> Callable[[Future[Any]], None]:
+    def _finish(self, member: Member, step: Step) -> Callable[[Future[Any]], None]:
         """Return what takes over a step; an error ends all streams of its instance."""
 
         def finish(done: Future[Any]) -> None:

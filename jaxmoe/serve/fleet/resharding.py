@@ -175,7 +175,7 @@ class Resharder:
     def _change(self, mesh: Any) -> Resharded:
         start_time, numbers = time.perf_counter(), range(len(self._executors()))
         try:
-            moved = [self._moved(number, mesh) for number in numbers]
+            moved = [self._move(number, mesh) for number in numbers]
         except (RuntimeError, ValueError) as error:
             # Frames of the traceback hold the weights of the executor that was not made.
             raise error.with_traceback(None) from None
@@ -187,7 +187,7 @@ class Resharder:
             page_bytes=sum(result.page_bytes for result in changed),
         )
 
-    def _moved(self, number: int, mesh: Any) -> Any:
+    def _move(self, number: int, mesh: Any) -> Any:
         """Change one instance; return what it has cost, None if it has the mesh already."""
         executor = self._executors()[number]
         if executor.mesh == mesh:

@@ -80,7 +80,7 @@ class Endpoint:
         """Whether new requests are refused because the server is about to end."""
 
         def route(path: str, answer: Callable[[Any], Any], method: str = "GET") -> Any:
-            return routing.Route(path, self._guarded(answer), methods=[method])
+            return routing.Route(path, self._guard(answer), methods=[method])
 
         self.app: Any = applications.Starlette(
             routes=[
@@ -114,7 +114,7 @@ class Endpoint:
         self.is_draining = True
         return await asyncio.to_thread(self._served.engine.drain, seconds)
 
-    def _guarded(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _guard(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a route that asks for the key and answers errors in their form."""
 
         async def guarded(request: Any) -> Any:
@@ -206,15 +206,15 @@ class Endpoint:
 
     async def _models(self, request: Any) -> Any:
         del request
-        listed = [self._described(name) for name in self._served.models]
+        listed = [self._describe(name) for name in self._served.models]
         return self._json({"object": "list", "data": listed})
 
     async def _model(self, request: Any) -> Any:
         name = request.path_params["model"]
         self._served.adapter_of(name)
-        return self._json(self._described(name))
+        return self._json(self._describe(name))
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _describe(self, name: str) -> dict[str, Any]:
         """Return the object of a model."""
         served = self._served
         shared = {"object": "model", "created": served.created, "owned_by": "jaxmoe"}

@@ -73,7 +73,7 @@ def read_completion(body: Any, served: Served) -> Asked:
     fields = Fields(body, COMPLETION)
     prompts = _prompts(fields.any("prompt"), served)
     most = fields.integer("logprobs", None, 0)
-    return _asked(fields, served, prompts, most, ("max_tokens",), default=16)
+    return _read_request(fields, served, prompts, most, ("max_tokens",), default=16)
 
 
 def read_chat(body: Any, served: Served) -> Asked:
@@ -101,7 +101,7 @@ def read_chat(body: Any, served: Served) -> Asked:
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
     num_logprobs = most if fields.flag("logprobs") else None
     names = ("max_completion_tokens", "max_tokens")  # the second is the deprecated name
-    request = _asked(fields, served, (prompt,), num_logprobs, names, default=None)
+    request = _read_request(fields, served, (prompt,), num_logprobs, names, default=None)
     ids, texts = chat.ends
     sampling = dataclasses.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *ids))
     return dataclasses.replace(request, sampling=sampling, stop=(*request.stop, *texts))
@@ -125,7 +125,7 @@ def _prompt(value: Any, served: Served) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _asked(
+def _read_request(
     fields: Fields,
     served: Served,
     prompts: tuple[tuple[int, ...], ...],
@@ -206,7 +206,7 @@ def _limit(
     prompts: tuple[tuple[int, ...], ...],
     most: int,
 ) -> int:
-    """Return the largest number of tokens of an answer; see `_asked`.
+    """Return the largest number of tokens of an answer; see `_read_request`.
 
     Args:
         fields: Fields of the body.

@@ -70,11 +70,13 @@ class Fields:
 
     def text(self, name: str, default: str = "") -> str:
         """Return a text."""
-        return self._typed(name, default, lambda value: isinstance(value, str), "a text")
+        return self._check_type(name, default, lambda value: isinstance(value, str), "a text")
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false."""
-        return self._typed(name, default, lambda value: isinstance(value, bool), "true or false")
+        return self._check_type(
+            name, default, lambda value: isinstance(value, bool), "true or false"
+        )
 
     def number(self, name: str, default: float, low: float, high: float = math.inf) -> float:
         """Return a number within bounds."""
@@ -83,7 +85,7 @@ class Fields:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             return is_number and low <= value <= high and math.isfinite(value)
 
-        return float(self._typed(name, default, fits, f"a number {_bounds(low, high)}"))
+        return float(self._check_type(name, default, fits, f"a number {_bounds(low, high)}"))
 
     def integer(self, name: str, default: Any, low: int, high: float = math.inf) -> Any:
         """Return an integer within bounds; the default may be None."""
@@ -91,7 +93,7 @@ class Fields:
         def fits(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
-        return self._typed(name, default, fits, f"an integer {_bounds(low, high)}")
+        return self._check_type(name, default, fits, f"an integer {_bounds(low, high)}")
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """Return a text or a list of texts, none of them empty."""
@@ -102,7 +104,7 @@ class Fields:
             raise wrong(name, f"={_short(value)} must be a text or up to {most} texts, none empty")
         return tuple(texts)
 
-    def _typed(self, name: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
+    def _check_type(self, name: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
         if name not in self._values:
             return default
         value = self._values[name]

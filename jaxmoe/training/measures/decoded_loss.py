@@ -136,7 +136,7 @@ def make_decoded_loss(
 
     compiled = jax.jit(run)
 
-    def checked(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
+    def check(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
         if batch.segment_ids is not None:
             raise ValueError(
                 "held-out rows hold several documents, and a cache holds one: evaluate"
@@ -145,4 +145,4 @@ def make_decoded_loss(
             )
         return compiled(params, router_state, batch)
 
-    return checked
+    return check

@@ -172,13 +172,13 @@ class PartFiles:
     def store(self, number: int, place: int, array: np.ndarray) -> None:
         """Write one array of a part of the current version, at a start."""
         piece = self.layouts[number].pieces[place]
-        with self._mapped(number, self.version, mmap.ACCESS_WRITE) as mapped:
+        with self._map(number, self.version, mmap.ACCESS_WRITE) as mapped:
             np.copyto(piece.of(mapped), array)
 
     def piece(self, number: int, place: int) -> np.ndarray:
         """Return a copy of one array of a part of the current version."""
         piece = self.layouts[number].pieces[place]
-        with self._mapped(number, self.version, mmap.ACCESS_READ) as mapped:
+        with self._map(number, self.version, mmap.ACCESS_READ) as mapped:
             return piece.of(mapped).copy()
 
     def begin(self) -> Pass:
@@ -189,7 +189,7 @@ class PartFiles:
         """Return the arrays of a part of the current version, in a buffer of their own."""
         layout = self.layouts[number]
         buffer = self.buffers.new(layout.length)
-        with self._mapped(number, self.version, mmap.ACCESS_READ) as mapped:
+        with self._map(number, self.version, mmap.ACCESS_READ) as mapped:
             np.copyto(buffer, np.frombuffer(mapped, np.uint8))
         self.bytes_read += layout.size
         return [piece.of(buffer) for piece in layout.pieces]
@@ -200,7 +200,7 @@ class PartFiles:
         layout = self.layouts[number]
         with (
             self.buffers.holding(layout.size),
-            self._mapped(number, self.version + 1, mmap.ACCESS_WRITE) as mapped,
+            self._map(number, self.version + 1, mmap.ACCESS_WRITE) as mapped,
         ):
             for piece, array in zip(layout.pieces, arrays, strict=True):
                 np.copyto(piece.of(mapped), np.asarray(array))
@@ -243,7 +243,7 @@ class PartFiles:
                     os.posix_fallocate(file.fileno(), 0, layout.length)
 
     @contextlib.contextmanager
-    def _mapped(self, number: int, version: int, access: int) -> Iterator[mmap.mmap]:
+    def _map(self, number: int, version: int, access: int) -> Iterator[mmap.mmap]:
         """Map a file; arrays in it must be dropped within the block or with their last use."""
         with self.path(number, version).open("r+b") as file:
             yield mmap.mmap(file.fileno(), 0, access=access)  # unmapped with the last array in it

@@ -369,13 +369,13 @@ class FilesStep:
         if self._step.table is not None:
             params = self._step.table.merged(params, state.params)
         new = Counters(new=counters, old=state.opt_state, is_finite=is_finite)
-        return self._judged(state, prepared, UpdatedParams(None, params, new))
+        return self._judge(state, prepared, UpdatedParams(None, params, new))
 
     def _refused(self, state: TrainState, prepared: Begun) -> tuple[TrainState, StepMetrics]:
         same = Counters(new=state.opt_state, old=state.opt_state, is_finite=jnp.ones((), bool))
-        return self._judged(state, prepared, UpdatedParams(None, state.params, same))
+        return self._judge(state, prepared, UpdatedParams(None, state.params, same))
 
-    def _judged(
+    def _judge(
         self, state: TrainState, prepared: Begun, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
         state, metrics, _ = self._step.guarded(state, prepared.gradients, prepared.clipped, update)

@@ -158,14 +158,14 @@ class Averaging(StepPart):
         slopes = average.get("grads")
         earlier = jax.tree.map(lambda _: None, trained) if slopes is None else slopes
 
-        def moved(row: ParameterSpec, mean: Array, new: Array, slope: Array, last: Any) -> Array:
+        def move(row: ParameterSpec, mean: Array, new: Array, slope: Array, last: Any) -> Array:
             far = new.astype(jnp.float32) - mean
             weight = self.config.weight(row, far, slope.astype(jnp.float32), last)
             # The same sum as in `optax.ema`.
             return weight * new.astype(jnp.float32) + (1.0 - weight) * mean
 
         trees = (average["params"], trained, grads, earlier)
-        state = {"params": jax.tree.map(moved, rows, *trees, is_leaf=_is_row)}
+        state = {"params": jax.tree.map(move, rows, *trees, is_leaf=_is_row)}
         if slopes is not None:
             state["grads"] = jax.tree.map(lambda new: new.astype(jnp.float32), grads)
         return self.with_state(after, state)

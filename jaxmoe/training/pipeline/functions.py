@@ -97,7 +97,7 @@ class PipelinedModel:
         inputs = self._about(micro)
         scans = self.parts.before
         addend = self._embed(self._of(("embedding",)), inputs)
-        stream = self._entered(self._summed(addend), inputs)
+        stream = self._enter(self._sum_up(addend), inputs)
         params = self._of(scan.name for scan in scans)
         stream, sums = self._run(scans, params, stream, inputs, None)
         return stream, EndSums(layers=sums, gradients=None)
@@ -111,8 +111,8 @@ class PipelinedModel:
         def run(params: dict[str, Any], stream: Stream) -> Any:
             return _with_loss(self._run(scans, params, stream, inputs, past))
 
-        entered = partial(self._entered, inputs=inputs)
-        first, pull_begin = jax.vjp(entered, self._summed(addend))
+        entered = partial(self._enter, inputs=inputs)
+        first, pull_begin = jax.vjp(entered, self._sum_up(addend))
         (_, total), pull_back, sums = jax.vjp(run, layers, first, has_aux=True)
         of_layers, gradient = pull_back((gradient, jnp.ones_like(total)))
         (of_embedding,) = pull_embedding(*pull_begin(gradient))
@@ -168,7 +168,7 @@ class PipelinedModel:
             execution=self.execution,
             objective=self.objective,
             has_gradient=self.has_backward,
-            used=self._used,
+            used=self._use,
         )
         sums = EndSums(layers=jax.lax.stop_gradient(sums), gradients=None, head=loss)
         if not self.has_backward:
@@ -204,7 +204,7 @@ class PipelinedModel:
     def _of(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.params[name] for name in names}
 
-    def _used(self, params: dict[str, Any]) -> dict[str, Any]:
+    def _use(self, params: dict[str, Any]) -> dict[str, Any]:
         """Return parameters as products read them: gathered, with gradients of the cut ones."""
         if self.gathered is None:
             return params
@@ -212,18 +212,18 @@ class PipelinedModel:
 
     def _embed(self, params: dict[str, Any], inputs: TokenInputs) -> Stream:
         """Return this stage's addend of the stream before the first layer."""
-        table = self._used({"embedding": params["embedding"]})["embedding"]["weight"]
+        table = self._use({"embedding": params["embedding"]})["embedding"]["weight"]
         first_id = jax.lax.axis_index(ax.STAGE) * table.shape[0]
         ids = inputs.context["tokens"] - first_id.astype(jnp.int32)
         return first_stream(self.model, table, ids, self.execution)
 
-    def _entered(self, stream: Stream, inputs: TokenInputs) -> Stream:
+    def _enter(self, stream: Stream, inputs: TokenInputs) -> Stream:
         """Return the stream as the layers take it."""
         model = self.model
         return model.residual.enter(stream, inputs, model.context, self.execution)[0]
 
     @staticmethod
-    def _summed(stream: Stream) -> Stream:
+    def _sum_up(stream: Stream) -> Stream:
         return replace(stream, x=sum_over(ax.STAGE, stream.x))
 
     def _run(

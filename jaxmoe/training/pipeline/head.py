@@ -108,7 +108,7 @@ def head_loss(
     if chunk >= length:
         total, gradient = part(stream, tokens)
     else:
-        parts = _chunked((stream, tokens), local, placement)
+        parts = _cut_chunks((stream, tokens), local, placement)
         first = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], parts))
 
         def body(total: HeadLoss, of_chunk: tuple[Array, HeadTokens]) -> tuple[HeadLoss, Any]:
@@ -116,7 +116,7 @@ def head_loss(
             return jax.tree.map(operator.add, total, loss), gradient
 
         total, gradient = jax.lax.scan(body, jax.tree.map(zeros_of, first[0]), parts)
-        gradient = None if gradient is None else _joined(gradient, length, placement)
+        gradient = None if gradient is None else _join(gradient, length, placement)
     if total.gradients is None:
         return total, None
     of_norm, of_weight = total.gradients
@@ -146,7 +146,7 @@ def _own_copies(weight: Array, targets: Array, placement: Placement) -> Float[Ar
     return island(weight, targets)
 
 
-def _chunked(tree: Any, local: int, placement: Placement) -> Any:
+def _cut_chunks(tree: Any, local: int, placement: Placement) -> Any:
     """Return [B S ...] arrays as [chunks B c ...]: each device cuts its own positions.
 
     Args:
@@ -166,8 +166,8 @@ def _chunked(tree: Any, local: int, placement: Placement) -> Any:
     return island(tree)
 
 
-def _joined(parts: Array, length: int, placement: Placement) -> Array:
-    """Return the inverse of `_chunked`, for the gradient of a stream of this length."""
+def _join(parts: Array, length: int, placement: Placement) -> Array:
+    """Return the inverse of `_cut_chunks`, for the gradient of a stream of this length."""
     local = length // axis_devices(placement, ax.ACT_SEQ)
 
     def join(parts: Array, *, batch_axes: tuple[str, ...]) -> Array:

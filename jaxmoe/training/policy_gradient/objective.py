@@ -123,16 +123,16 @@ class PolicyGradientConfig(NextTokenConfig):
         if ADVANTAGES not in given.extra:
             return nll * given.weights
         advantages = given.extra[ADVANTAGES]
-        ratio = jnp.exp(_bounded(-nll - given.extra[OLD]))
+        ratio = jnp.exp(_bound(-nll - given.extra[OLD]))
         clipped = jnp.clip(ratio, 1.0 - self.clip_low, 1.0 + self.clip_high)
         losses = -jnp.minimum(ratio * advantages, clipped * advantages)
         if SAMPLER_WEIGHTS in given.extra:
             losses = losses * given.extra[SAMPLER_WEIGHTS]
         if REFERENCE in given.extra:
-            log_ratio = _bounded(given.extra[REFERENCE] + nll)
+            log_ratio = _bound(given.extra[REFERENCE] + nll)
             losses = losses + self.beta * (jnp.exp(log_ratio) - log_ratio - 1.0)
         return losses * given.weights
 
 
-def _bounded(log_ratio: Float[Array, "B S"]) -> Float[Array, "B S"]:
+def _bound(log_ratio: Float[Array, "B S"]) -> Float[Array, "B S"]:
     return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)

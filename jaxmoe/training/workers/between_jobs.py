@@ -169,7 +169,7 @@ def from_bytes(data: bytes, like: Any) -> Any:
     leaves, structure = jax.tree.flatten(like)
     parts, start = [], 0
     for leaf in leaves:
-        dtype, shape = _stored(leaf)
+        dtype, shape = _store(leaf)
         end = start + math.prod(shape) * dtype.itemsize
         array = np.frombuffer(data[start:end], dtype).reshape(shape)
         parts.append(jax.random.wrap_key_data(jnp.asarray(array)) if is_key(leaf) else array)
@@ -188,7 +188,7 @@ def is_finite(message: Any) -> bool:
 
 def num_bytes(like: Any) -> int:
     """Return the size of `to_bytes` of a tree."""
-    stored = map(_stored, jax.tree.leaves(like))
+    stored = map(_store, jax.tree.leaves(like))
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
 
 
@@ -196,7 +196,7 @@ def _plain(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def _stored(leaf: Any) -> tuple[np.dtype, tuple[int, ...]]:
+def _store(leaf: Any) -> tuple[np.dtype, tuple[int, ...]]:
     """Return dtype and shape of a leaf as bytes."""
     if is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, leaf)

@@ -169,7 +169,7 @@ def _combine(
         wide = counted[(...,) + (None,) * (x.ndim - 2)]
         return jnp.where(wide, x, jnp.full((), otherwise, x.dtype))
 
-    def added(x: Array) -> Array:
+    def add(x: Array) -> Array:
         return jnp.sum(chosen(x), axis=(0, 1))
 
     total = jnp.sum(jnp.where(counted, tokens, 0.0))
@@ -178,16 +178,16 @@ def _combine(
     if indicators is not None:
         indicators = replace(
             indicators,
-            sums=jax.tree.map(added, indicators.sums),
-            counts=jax.tree.map(added, indicators.counts),
+            sums=jax.tree.map(add, indicators.sums),
+            counts=jax.tree.map(add, indicators.counts),
             peaks=jax.tree.map(
                 lambda x: jnp.max(chosen(x, -jnp.inf), axis=(0, 1)), indicators.peaks
             ),
         )
     return total, GradientSums(
         grads=None,
-        loss=added(sums.loss * share),
-        losses={name: added(loss * share) for name, loss in sums.losses.items()},
-        statistics=jax.tree.map(added, sums.statistics),
+        loss=add(sums.loss * share),
+        losses={name: add(loss * share) for name, loss in sums.losses.items()},
+        statistics=jax.tree.map(add, sums.statistics),
         indicators=indicators,
     )

@@ -108,13 +108,13 @@ def _fill_last(x: Array, block: int) -> Array:
 def _fill_tokens(tokens: Tokens, block_q: int, block_k: int) -> Tokens:
     """Return [1 or B, L] in whole blocks, or None."""
 
-    def filled(x: Array | None, block: int) -> Array | None:
+    def fill(x: Array | None, block: int) -> Array | None:
         if x is None:
             return None
         return _fill_last((x if x.ndim == 2 else x[None]).astype(jnp.int32), block)
 
     blocks = (block_q, block_k, block_q, block_k)
-    return Tokens(*(filled(x, block) for x, block in zip(tokens, blocks, strict=True)))
+    return Tokens(*(fill(x, block) for x, block in zip(tokens, blocks, strict=True)))
 
 
 def _batch_index(size: int) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ Nothing here depends on a grid, a block or a memory reference: the kernels of th
 of ring/remote_dma/ use it. Products of float32 operands take the exact passes of the MXU, those of
 bfloat16 its native one; all sums are float32.
 
-To add a rule that changes logits: `_capped` and the end of `differentiate_tile`, both in
+To add a rule that changes logits: `_cap` and the end of `differentiate_tile`, both in
 `pallas_kernels/flash_attention/tpu/tiles.py`.
 """
 
@@ -75,7 +75,7 @@ def attend_tile(
         is_visible: Mask; None where every query sees every key.
         rules: Rules with scale and cap.
     """
-    scores = _capped(dot(q, k, ((1,), (1,))), rules)
+    scores = _cap(dot(q, k, ((1,), (1,))), rules)
     if is_visible is not None:
         scores = jnp.where(is_visible, scores, -jnp.inf)
     top = jnp.maximum(state.top, jnp.max(scores, axis=1, keepdims=True))
@@ -124,7 +124,7 @@ def differentiate_tile(
         is_visible: Mask in the shape of the result; None where every query sees every key.
         rules: Rules with scale and cap.
     """
-    scores = _capped(dot(left[0], right[0], ((1,), (1,))), rules)
+    scores = _cap(dot(left[0], right[0], ((1,), (1,))), rules)
     exponents = scores - lse
     if is_visible is not None:
         exponents = jnp.where(is_visible, exponents, -jnp.inf)
@@ -163,6 +163,6 @@ def row(column: Array) -> Array:
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
-def _capped(products: Array, rules: Rules) -> Array:
+def _cap(products: Array, rules: Rules) -> Array:
     scores = rules.scale * products
     return scores if rules.softcap is None else rules.softcap * jnp.tanh(scores / rules.softcap)

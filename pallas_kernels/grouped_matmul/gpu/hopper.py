@@ -93,7 +93,7 @@ def _multiply_kernel(
         operands = (rows_smem, warpgroup), (weights_smem, None)
         return registers.sum_of(shape, ring, first, last, operands, (False, is_turned))
 
-    def scaled(at: Array, column: Array, block: Array, x: Array) -> Array:
+    def scale(at: Array, column: Array, block: Array, x: Array) -> Array:
         x = x.astype(jnp.float32)
         if not blocks:
             return x
@@ -113,7 +113,7 @@ def _multiply_kernel(
             def add(part: Array, sums: Array) -> Array:
                 start = first + part * section
                 block = jax.lax.div(part, jnp.int32(per_block))
-                return sums + scaled(at, column, block, product(start, start + section))
+                return sums + scale(at, column, block, product(start, start + section))
 
             # Rows without a sum have no section: their scales may be NaN.
             zeros = registers.constant(shape, 0.0)

@@ -53,8 +53,8 @@ def _contract_kernel(
 
     def tile_of(index: Array) -> tuple[Array, Array, Array]:
         """Return its group, row and column."""
-        group, tile = _divided(index, per_group)
-        row, column = _divided(tile, tiles.num_columns)
+        group, tile = _divide(index, per_group)
+        row, column = _divide(tile, tiles.num_columns)
         return group, row * TILE, column * columns
 
     def steps_of(group: Array) -> tuple[Array, Array]:
@@ -90,7 +90,7 @@ def _contract_kernel(
                 keep(rows_smem.at[slot, warpgroup], low, high)
 
                 @pl.when(warpgroup == 0)
-                def _shared() -> None:
+                def _share() -> None:
                     keep(others_smem.at[slot], low, high)
 
                 plgpu.commit_smem()
@@ -124,7 +124,7 @@ def _contract_kernel(
     run_tiles(warpgroup, groups * per_group, num_programs, ring, compute, load)
 
 
-def _divided(x: Array, by: int) -> tuple[Array, Array]:
+def _divide(x: Array, by: int) -> tuple[Array, Array]:
     return jax.lax.div(x, jnp.int32(by)), jax.lax.rem(x, jnp.int32(by))
 
 

@@ -87,7 +87,7 @@ def _widened_kernel(
 
         per_block = steps // blocks
 
-        def scaled(block: Array) -> Array:
+        def scale(block: Array) -> Array:
             start = first + block * per_block
             zeros = registers.constant(shape, 0.0)
             sums = jax.lax.fori_loop(start, start + per_block, step, zeros)
@@ -98,7 +98,7 @@ def _widened_kernel(
         out = jax.lax.fori_loop(
             0,
             jax.lax.div(own_steps, per_block),
-            lambda block, sums: scaled(block) if blocks == 1 else sums + scaled(block),
+            lambda block, sums: scale(block) if blocks == 1 else sums + scale(block),
             registers.constant(shape, 0.0),
         )
         for i in range(0, tiles.rows, ROWS):

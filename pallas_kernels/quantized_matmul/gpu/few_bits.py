@@ -77,7 +77,7 @@ def _few_bits_kernel(
         def release(step: Any) -> None:
             registers.free(free.at[slot_of(step, tiles.stages)], has_loaded=has_x or has_w)
 
-        def scaled(slot: Any, part: Any, total: Array) -> Array:
+        def scale(slot: Any, part: Any, total: Array) -> Array:
             total = total.astype(jnp.float32)
             if x_scale_smem is not None:
                 scales = registers.load(x_scale_smem.at[slot, warpgroup_rows], 0)
@@ -95,7 +95,7 @@ def _few_bits_kernel(
                 (product,) = registers.products(
                     shape, (x_smem.at[slot, warpgroup_rows], w_smem.at[slot, part])
                 )
-                moved.append(total + scaled(slot, part, product))
+                moved.append(total + scale(slot, part, product))
             release(step)
             return tuple(moved)
 
@@ -190,9 +190,9 @@ def _call(
         (x, w, *ends, *(table for table in tables if table is not None)),
         (jax.ShapeDtypeStruct((m, n), out_dtype),),
         (
-            _swizzled((stages, tiles.rows, STEP_FEW_BITS), x.dtype),
-            _swizzled((stages, tiles.columns, STEP_FEW_BITS), w.dtype),
-            _swizzled((COMPUTING, 2, ROWS, _PIECE), out_dtype),
+            _swizzle((stages, tiles.rows, STEP_FEW_BITS), x.dtype),
+            _swizzle((stages, tiles.columns, STEP_FEW_BITS), w.dtype),
+            _swizzle((COMPUTING, 2, ROWS, _PIECE), out_dtype),
             plgpu.SMEM((stages, tiles.rows), jnp.float32) if has_x else None,
             plgpu.SMEM((stages, tiles.columns), jnp.float32) if has_w else None,
             plgpu.Barrier(num_arrivals=2 + has_x + has_w, num_barriers=stages),
@@ -205,7 +205,7 @@ def _call(
     return out
 
 
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+def _swizzle(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory in rows of 128 bytes."""
     tile = (8, 128 // jnp.dtype(dtype).itemsize)
     transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128))

@@ -93,7 +93,7 @@ def _widened_kernel(*refs, tiles, is_given, sections, sums, registers):
             slot = jax.lax.rem(step, jnp.int32(tiles.stages))
             registers.free(free.at[slot], has_loaded=has_loaded)
 
-        def scaled(step: Any, total: Array) -> Array:
+        def scale(step: Any, total: Array) -> Array:
             slot = jax.lax.rem(step, jnp.int32(tiles.stages))
             if w_scale_smem is not None:
                 scales = registers.load(w_scale_smem.at[slot, warpgroup], 0)
@@ -129,7 +129,7 @@ def _widened_kernel(*refs, tiles, is_given, sections, sums, registers):
             end = start + count
             inner = add(end, inner, is_last=is_last)
             if is_moved:
-                total = total + scaled(end, inner).astype(sums)
+                total = total + scale(end, inner).astype(sums)
             release(end)
             return total if is_moved else inner
 

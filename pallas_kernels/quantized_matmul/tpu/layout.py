@@ -115,7 +115,7 @@ def lay_out(
     narrow_from = (num_wide or 0) * (filled // (block or filled)) if is_narrow else None
     layout = Layout(
         m=_up(m, _ROWS), k=_up(k // (block_size or k) * filled, LANES), n=n, tile_m=0, tile_k=0,
-        tile_n=0, block=block, multiplied=_multiplied(x), is_integer=is_integer,
+        tile_n=0, block=block, multiplied=_multiply(x), is_integer=is_integer,
         narrow_from=narrow_from, filled=(block_size or k, filled), is_turned=is_turned,
     )  # fmt: skip
     layout = _with_tiles(layout, x, w, out_dtype)
@@ -123,9 +123,9 @@ def lay_out(
         layout = layout._replace(m=m)
     x_factor = Factor(None, None, None)
     if not isinstance(x, jax.ShapeDtypeStruct):
-        values = fill(_filled(_values(x), 1, layout), 0, layout.m)
+        values = fill(_fill(_values(x), 1, layout), 0, layout.m)
         x_factor = Factor(values, _ends(x, m, layout.m), _parts(x, layout, layout.m))
-    right = Factor(_filled(w.values, 0, layout), _ends(w, n, n), _parts(w, layout, n))
+    right = Factor(_fill(w.values, 0, layout), _ends(w, n, n), _parts(w, layout, n))
     return layout, x_factor, right
 
 
@@ -159,7 +159,7 @@ def _ends(a: Any, length: int, filled: int) -> Array | None:
     return fill(row, 1, filled)
 
 
-def _filled(values: Array, axis: int, layout: Layout) -> Array:
+def _fill(values: Array, axis: int, layout: Layout) -> Array:
     """Pad every block, and then k."""
     size, filled = layout.filled
     if size < filled:
@@ -199,7 +199,7 @@ def _values(a: Any) -> Any:
     return a.values if isinstance(a, QuantizedArray) else a
 
 
-def _multiplied(x: Any) -> Any:
+def _multiply(x: Any) -> Any:
     if not isinstance(x, QuantizedArray):
         return x.dtype
     if jnp.issubdtype(x.values.dtype, jnp.integer):

@@ -47,7 +47,7 @@ def advise(cost: Roofline, prompt: int, answer: int) -> Iterator[Advice]:
         answer: Tokens of a usual answer.
     """
     yield from (_page_size(cost, prompt + answer), _batch(cost, prompt, answer))
-    yield from (_preempted(cost, prompt + answer // 2), _weights(cost, prompt + answer))
+    yield from (_preempt(cost, prompt + answer // 2), _weights(cost, prompt + answer))
 
 
 def _page_size(cost: Roofline, length: int) -> Advice:
@@ -93,7 +93,7 @@ def _batch(cost: Roofline, prompt: int, answer: int) -> Advice:
     )
 
 
-def _preempted(cost: Roofline, length: int) -> Advice:
+def _preempt(cost: Roofline, length: int) -> Advice:
     back = length * cost.sizes.kv_bytes / (cost.chip.host_bandwidth * cost.num_chips)
     again = cost.seconds([Part(length)])
     return Advice(

@@ -136,7 +136,7 @@ def pareto_cuts(
         following: dict[int, list[Cut]] = {}
         for end in range(2, count + 1):
             longer = [
-                _joined(first, begin, (sums[end] - sums[begin]) / speed, transfers[begin - 1])
+                _join(first, begin, (sums[end] - sums[begin]) / speed, transfers[begin - 1])
                 for begin in range(1, end)
                 for first in fronts.get(begin, ())
             ]
@@ -146,7 +146,7 @@ def pareto_cuts(
     return _front(cuts)
 
 
-def _joined(first: Cut, begin: int, seconds: float, transfer: float) -> Cut:
+def _join(first: Cut, begin: int, seconds: float, transfer: float) -> Cut:
     """Return a cut with one more stage."""
     return Cut(
         borders=(*first.borders, begin),

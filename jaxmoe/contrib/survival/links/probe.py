@@ -169,7 +169,7 @@ class LinkProbe:
             lambda: jnp.zeros((mesh.size * message_bytes,), jnp.uint8), out_shardings=placed
         )
         self._given = make()
-        self._meet = self._compiled(self._sum)
+        self._meet = self._compile_programs(self._sum)
         self._rounds = [self._alone()]
         for row, of_row in enumerate(sent.values(), 1):
             for pairs in of_row:
@@ -220,18 +220,18 @@ class LinkProbe:
         return run(self._given)
 
     def _alone(self) -> _Round:
-        run = self._compiled(lambda x: x + jnp.uint8(1))
+        run = self._compile_programs(lambda x: x + jnp.uint8(1))
         return _Round(row=0, sources={place: place for place in range(self.mesh.size)}, run=run)
 
     def _round(self, row: int, pairs: Sequence[Pair]) -> _Round:
         names = self.mesh.axis_names
-        run = self._compiled(lambda x: jax.lax.ppermute(x, names, tuple(pairs)))
+        run = self._compile_programs(lambda x: jax.lax.ppermute(x, names, tuple(pairs)))
         return _Round(row=row, sources={target: source for source, target in pairs}, run=run)
 
     def _sum(self, x: jax.Array) -> jax.Array:
         return x[:1] + jax.lax.psum(x[:1], self.mesh.axis_names)
 
-    def _compiled(self, function: Callable[[jax.Array], jax.Array]) -> Any:
+    def _compile_programs(self, function: Callable[[jax.Array], jax.Array]) -> Any:
         # check_vma off: what a sum leaves equal on all devices is given back per device.
         mapped = jax.shard_map(
             function,

@@ -79,7 +79,7 @@ class BaseLayer(StatelessRouter):
         log_scores = jax.nn.log_sigmoid(logits)
         still = jax.lax.stop_gradient(logits)
         if train:
-            is_open = self._balanced(still, inputs)
+            is_open = self._balance(still, inputs)
             best, expert_ids = jax.lax.top_k(jnp.where(is_open, still, -jnp.inf), self.top_k)
             expert_ids = jnp.where(jnp.isneginf(best), self.num_experts, expert_ids)
         else:
@@ -94,7 +94,7 @@ class BaseLayer(StatelessRouter):
             probs=jax.nn.softmax(log_scores, axis=-1),
         )
 
-    def _balanced(self, logits: Float[Array, "T E"], inputs: RouterInputs) -> Bool[Array, "T E"]:
+    def _balance(self, logits: Float[Array, "T E"], inputs: RouterInputs) -> Bool[Array, "T E"]:
         """Return which experts do not reject each token."""
         extent, scope = inputs.extent, self.config.scope
         axes = scope_axes(extent, scope)

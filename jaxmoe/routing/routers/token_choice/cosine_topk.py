@@ -90,8 +90,8 @@ class CosineTopKConfig(TokenChoiceBase):
         low = jnp.einsum("td,dr->tr", x, project, preferred_element_type=jnp.float32)
         cosine = jnp.einsum(
             "tr,re->te",
-            _normalized(low, axis=1),
-            _normalized(experts, axis=0),
+            _normalize(low, axis=1),
+            _normalize(experts, axis=0),
             preferred_element_type=jnp.float32,
         )
         start = math.log(1.0 / self.temperature)
@@ -101,7 +101,7 @@ class CosineTopKConfig(TokenChoiceBase):
         return score_logits(logits, "softmax", groups=self.groups)
 
 
-def _normalized(vectors: Float[Array, "n m"], axis: int) -> Float[Array, "n m"]:
+def _normalize(vectors: Float[Array, "n m"], axis: int) -> Float[Array, "n m"]:
     """Return the vectors scaled to length 1; zero vectors stay zero."""
     # Dividing by the largest entry first keeps the squares from over- and underflowing.
     size = jax.lax.stop_gradient(jnp.abs(vectors).max(axis, keepdims=True))

@@ -45,7 +45,7 @@ class NexusConfig(BatchingConfig):
         """Return the policy for one instance."""
         share = 0.5
 
-        def predicted(view: InstanceView, decode_share: float) -> float:
+        def predict(view: InstanceView, decode_share: float) -> float:
             live = (*view.running, *view.busy)
             singles = [Part(1, sequence.computed) for sequence in live if sequence.left == 1]
             prompts = [
@@ -61,9 +61,9 @@ class NexusConfig(BatchingConfig):
         def plan(view: InstanceView) -> Plan:
             nonlocal share
             if not view.busy:  # both lanes are free: the device can be split anew
-                now = predicted(view, share)
-                best = min(SHARES, key=lambda s: predicted(view, s))
-                if predicted(view, best) < now * (1.0 - self.hysteresis):
+                now = predict(view, share)
+                best = min(SHARES, key=lambda s: predict(view, s))
+                if predict(view, best) < now * (1.0 - self.hysteresis):
                     share = best
             return plan_lanes(view, share, self.budget)
 
