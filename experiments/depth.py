@@ -37,6 +37,7 @@ from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
+from jaxmoe.contrib.layerwise.chain import Chain, layer_calls
 from jaxmoe.contrib.layerwise.depth import (
     FREE,
     DepthMeasures,
@@ -45,14 +46,13 @@ from jaxmoe.contrib.layerwise.depth import (
     measure_depth,
     streams_of,
 )
+from jaxmoe.contrib.layerwise.depth_plot import plot_depth
+from jaxmoe.contrib.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.data import Batch
-from jaxmoe.models.layerwise.chain import Chain, layer_calls
-from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.tracking.depth_plot import plot_depth
 from jaxmoe.training.state import TrainState
 from sharding.distributed import global_batch
 

@@ -40,13 +40,13 @@ from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce, dropped_output, say, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig, part_of_cache
-from jaxmoe.contrib.serving_lab.expert_slots import parse_slots
+from jaxmoe.catalog import choice
 from jaxmoe.data.chat import ConversationError, TemplateName
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.generation.chat import Chat
 from jaxmoe.generation.prompts import read_prompts, write_samples
 from jaxmoe.generation.text import GenerationConfig, Sample
-from jaxmoe.models.layerwise.offload import Offload, parse_window
+from jaxmoe.models.decode import HostPrograms
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
 from jaxmoe.run.provenance.saved import Ends
@@ -120,7 +120,7 @@ class GenerateConfig:
         self.offload()
         part_of_cache(self.reading, self.cache_pages)
 
-    def offload(self) -> Offload | None:
+    def offload(self) -> HostPrograms | None:
         """Return what keeps parameters in host memory; None where all are on the device.
 
         Raises:
@@ -132,8 +132,10 @@ class GenerateConfig:
                 " memory: choose one"
             )
         if self.layers is not None:
-            return parse_window(self.layers)
-        return None if self.experts is None else parse_slots(self.experts)
+            return choice("host_parameters", "window").parse(self.layers).build()
+        if self.experts is not None:
+            return choice("host_parameters", "slots").parse(self.experts).build()
+        return None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -188,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _close(offload: Offload | None) -> None:
+def _close(offload: HostPrograms | None) -> None:
     """Print what was moved, and end the thread that moved it."""
     if offload is not None:
         offload.close()

@@ -35,14 +35,9 @@ from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.data import Batch
-from jaxmoe.models.layerwise.chain import Chain
-from jaxmoe.optional import require
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import load_run
-from jaxmoe.tracking.plots import BLUE, GRAY, ORANGE, figure_of_panels, save_figure
-from jaxmoe.training.layer_paths.router import route_rows, train_router
-from jaxmoe.training.layer_paths.rows import (
+from jaxmoe.contrib.layerwise.chain import Chain
+from jaxmoe.contrib.layerwise.layer_paths.router import route_rows, train_router
+from jaxmoe.contrib.layerwise.layer_paths.rows import (
     REPEAT,
     RUN,
     SKIP,
@@ -50,7 +45,12 @@ from jaxmoe.training.layer_paths.rows import (
     along_paths,
     num_predicted,
 )
-from jaxmoe.training.layer_paths.search import SearchConfig, find_paths
+from jaxmoe.contrib.layerwise.layer_paths.search import SearchConfig, find_paths
+from jaxmoe.data import Batch
+from jaxmoe.optional import require
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.load import load_run
+from jaxmoe.tracking.plots import BLUE, GRAY, ORANGE, figure_of_panels, save_figure
 
 HEADINGS = ("path", "sequences", "nats per token", "layers run", "better", "shorter", "either")
 

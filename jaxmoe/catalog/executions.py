@@ -127,6 +127,17 @@ _CACHE_READING: Final = {
     ),
 }
 
+_HOST_PARAMETERS: Final = {
+    "window": (
+        "jaxmoe.contrib.layerwise.offload:LayerWindowConfig",
+        "A window of layers on the device, the others in host memory (TPI-LLM).",
+    ),
+    "slots": (
+        "jaxmoe.contrib.serving_lab.expert_slots:ExpertSlotsConfig",
+        "Slots on the device, each for one routed expert; all experts in host memory.",
+    ),
+}
+
 _BACKWARD: Final = {
     "micro_batches": (
         "jaxmoe.training.gradients:MicroBatchBackward",
@@ -154,6 +165,7 @@ BASES: Final = {
     "matmul": "jaxmoe.precision:MatmulConfig",
     "tensor_products": "sharding.products.collective:TensorProductsConfig",
     "cache_reading": "sharding.sequence_parallel.reading.readings:CacheReading",
+    "host_parameters": "jaxmoe.models.decode:HostParametersConfig",
     "pipeline": "sharding.pipeline.order:PipelineOrder",
     "placer": "jaxmoe.planning.placement.solution:Placer",
 }
@@ -166,6 +178,7 @@ MEMBERS: Final = {
     "matmul": _MATMUL,
     "tensor_products": _TENSOR_PRODUCTS,
     "cache_reading": _CACHE_READING,
+    "host_parameters": _HOST_PARAMETERS,
     "pipeline": _PIPELINE,
     "placer": _PLACER,
 }

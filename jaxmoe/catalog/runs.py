@@ -101,7 +101,7 @@ _OBJECTIVE: Final = {
         "Predict masked tokens from the rest of the row; needs attention.is_causal False.",
     ),
     "swept_layers": (
-        "jaxmoe.contrib.training.swept_layers:SweptLayersConfig",
+        "jaxmoe.contrib.layerwise.swept_layers:SweptLayersConfig",
         "Predict each token, also from layers that are evaluated in parallel sweeps (SNLP).",
     ),
     "policy_gradient": (

@@ -20,9 +20,11 @@ any mesh.
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,8 +128,7 @@ def stream(
         router_state: State of the routers, stacked over MoE layers; fresh when None.
         execution: How the model is computed.
         at_once: Tokens of one part, at most 64; the first part has one.
-        programs: Makes the programs, such as `LayerWindow` of `jaxmoe.models.layerwise.offload`;
-            the whole model in one when None.
+        programs: Makes the programs, such as `HostPrograms`; the whole model in one when None.
 
     Raises:
         ValueError: As `generate`; raised before the first part.
@@ -207,6 +208,60 @@ class Programs(NamedTuple):
 
 MakePrograms = Callable[[ModelConfig, ExecutionConfig, int, bool, bool], Programs]
 """Function of model, execution, slots of the cache, and whether sampling is greedy and filtered."""
+
+
+class HostPrograms(abc.ABC):
+    """Makes the programs of `stream` for parameters that are in host memory, some or all of them.
+
+    `str` says what was moved.
+    """
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        capacity: int,
+        is_greedy: bool,
+        has_filters: bool,
+    ) -> Programs:
+        """Return the programs for one model, cache size and kind of sampling; see `MakePrograms`.
+
+        Args:
+            model: Layers.
+            execution: How they are computed.
+            capacity: Slots of the cache.
+            is_greedy: Whether the likeliest token is chosen.
+            has_filters: Whether unlikely tokens are left out.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the threads of the last generation, and free what it has on the device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostParametersConfig(abc.ABC):
+    """Base class of the kind `host_parameters`: what is on the device while a model generates."""
+
+    name: ClassVar[str]
+    """Name in the catalogue, with which the text of a flag begins."""
+
+    @classmethod
+    @abc.abstractmethod
+    def parse(cls, text: str) -> HostParametersConfig:
+        """Return the config that the text of a flag describes.
+
+        Args:
+            text: Name and size, such as window:4.
+
+        Raises:
+            ValueError: The text describes none; it says what to write.
+        """
+
+    @abc.abstractmethod
+    def build(self) -> HostPrograms:
+        """Return the programs of one generation after the other."""
 
 
 @functools.lru_cache(maxsize=16)

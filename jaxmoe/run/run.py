@@ -230,7 +230,7 @@ class Run:
             step: Step of the checkpoint; the newest when None.
             reading: Part of the cache that a generated token attends to.
             on_sample: Called with the sample of a single prompt as its text grows.
-            programs: Makes the programs, see `jaxmoe.models.layerwise.offload`.
+            programs: Makes the programs, see `jaxmoe.models.decode.HostPrograms`.
             task: Part of data.mix, by name or number, whose adapter is used; its own when None.
 
         Returns:

@@ -1,7 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
 from jaxmoe.catalog import Registry
-from jaxmoe.contrib.training.swept_layers import SweptLayersConfig as SweptLayersConfig
 from jaxmoe.training.fit import Fit as Fit
 from jaxmoe.training.fit import fit as fit
 from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig as MaskedDiffusionConfig

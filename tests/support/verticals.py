@@ -202,24 +202,17 @@ VERTICALS = {
     ),
     "layerwise": Vertical(
         sources=(
-            "jaxmoe/models/layerwise/*",
-            "jaxmoe/training/layer_paths/*",
             "jaxmoe/contrib/layerwise/*",
-            "jaxmoe/contrib/training/*",
-            "jaxmoe/tracking/depth_plot.py",
             "experiments/depth.py",
             "experiments/layer_paths.py",
         ),
         tests=(
-            "tests/jaxmoe/models/layerwise/*",
-            "tests/jaxmoe/training/test_layer_paths.py",
             "tests/jaxmoe/contrib/layerwise/*",
-            "tests/jaxmoe/contrib/training/*",
             "tests/experiments/test_depth.py",
             "tests/experiments/test_layer_paths.py",
         ),
         smoke=(
-            "tests/jaxmoe/models/layerwise/test_chain.py"
+            "tests/jaxmoe/contrib/layerwise/test_chain.py"
             "::test_a_chain_is_bitwise_the_whole_model[uniform]"
         ),
         sockets=_LAYERS,

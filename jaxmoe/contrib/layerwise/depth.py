@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe.contrib.layerwise.chain import Chain, layer_calls
 from jaxmoe.data import Batch
-from jaxmoe.models.layerwise.chain import Chain, layer_calls
 from sharding.constrain import place_like
 
 FREE: Final = 0.02

@@ -16,13 +16,17 @@ Source: expert caching as in HybriMoE, arXiv 2504.05897; other parameters stay o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.contrib.layerwise import moe_programs
+from jaxmoe.contrib.layerwise.chain import Chain, layer_calls, stack_parameters
+from jaxmoe.contrib.layerwise.offload import Offload, tree_bytes
 from jaxmoe.contrib.serving_lab.caches import (
     ITEM_CACHES,
     BoundedCache,
@@ -34,9 +38,7 @@ from jaxmoe.contrib.serving_lab.caches import (
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.layerwise import moe_programs
-from jaxmoe.models.layerwise.chain import Chain, layer_calls, stack_parameters
-from jaxmoe.models.layerwise.offload import Offload, tree_bytes
+from jaxmoe.models.decode import HostParametersConfig
 from jaxmoe.models.stacks import LayerCall
 
 _EXPERTS = "experts"
@@ -164,19 +166,9 @@ class ExpertSlots(Offload):
         Args:
             size: Slots of the device, each for one expert.
             policy: Which experts leave; the least recently used when None.
-
-        Raises:
-            ValueError: There is no slot, or the policy needs to know all uses.
         """
-        policy = policy or LRUConfig()
-        if size < 1:
-            raise ValueError(f"experts=slots:{size} must have at least one slot: slots:16")
-        if not policy.is_live:
-            raise ValueError(
-                f"experts=slots:{size}:{policy.name} needs the uses to come, or does not store"
-                f" every expert: choose {_live_policies()}"
-            )
-        self.size, self.policy = size, policy
+        self.size = size
+        self.policy = policy or LRUConfig()
         self.store: SlotStore | None = None
         self._other_bytes = 0
 
@@ -213,23 +205,41 @@ class ExpertSlots(Offload):
         """Do nothing: there is no thread."""
 
 
-def parse_slots(text: str) -> ExpertSlots:
-    """Return the slots that a flag names.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSlotsConfig(HostParametersConfig):
+    """Slots on the device, each for one routed expert; all experts in host memory."""
 
-    Args:
-        text: Such as slots:16 or slots:16:lfu.
+    name: ClassVar[str] = "slots"
 
-    Raises:
-        ValueError: The text names no slots, or no policy.
-    """
-    name, _, count = text.partition(":")
-    size, _, policy = count.partition(":")
-    if name != "slots" or not size.isdecimal() or (policy or "lru") not in ITEM_CACHES:
-        raise ValueError(
-            f"experts={text} must be slots:N with the experts on the device, or slots:N:policy with"
-            f" one of {_live_policies()}: slots:16"
-        )
-    return ExpertSlots(int(size), ITEM_CACHES[policy or "lru"]())
+    size: int = 16
+    """Slots on the device."""
+    policy: ItemCacheConfig = LRUConfig()
+    """Which expert leaves when another one needs its slot."""
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"experts=slots:{self.size} must have at least one slot: slots:16")
+        if not self.policy.is_live:
+            raise ValueError(
+                f"experts=slots:{self.size}:{self.policy.name} needs the uses to come, or does not"
+                f" store every expert: choose {_live_policies()}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> ExpertSlotsConfig:
+        """Return the config of slots:N or slots:N:policy; see the base class."""
+        name, _, count = text.partition(":")
+        size, _, policy = count.partition(":")
+        if name != cls.name or not size.isdecimal() or (policy or "lru") not in ITEM_CACHES:
+            raise ValueError(
+                f"experts={text} must be slots:N with the experts on the device, or slots:N:policy"
+                f" with one of {_live_policies()}: slots:16"
+            )
+        return cls(size=int(size), policy=ITEM_CACHES[policy or "lru"]())
+
+    def build(self) -> ExpertSlots:
+        """Return slots without a model."""
+        return ExpertSlots(self.size, self.policy)
 
 
 def _live_policies() -> str:

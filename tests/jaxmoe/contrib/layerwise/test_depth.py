@@ -12,17 +12,17 @@ import pytest
 
 from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
 from jaxmoe.contrib.depth.loop import HyperloopConfig, LoopConfig
+from jaxmoe.contrib.layerwise.chain import Chain, layer_calls
 from jaxmoe.contrib.layerwise.depth import (
     describe_depth,
     map_error,
     measure_depth,
     streams_of,
 )
+from jaxmoe.contrib.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.residual import LadderResidualConfig
-from jaxmoe.models.layerwise.chain import Chain, layer_calls
-from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.models.transformer import forward
 from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import values_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, expert_uses, replay
-from jaxmoe.contrib.serving_lab.expert_slots import ExpertSlots, parse_slots
+from jaxmoe.contrib.serving_lab.expert_slots import ExpertSlots, ExpertSlotsConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.decode import generate, stream
 from jaxmoe.models.sampling import SamplingConfig
@@ -100,14 +100,14 @@ def test_experts_without_computation_and_sampling_in_slots():
 @pytest.mark.parametrize("text", ["slots", "slots:x", "window:4", "slots:4:none"])
 def test_what_are_no_slots_is_refused(text):
     with pytest.raises(ValueError, match=f"experts={text} must be slots:N.* of lru, lfu, scores"):
-        parse_slots(text)
+        ExpertSlotsConfig.parse(text)
 
 
 def test_policies_that_know_the_future_are_refused():
     with pytest.raises(ValueError, match="slots:4:belady needs the uses to come.*lru, lfu, scores"):
-        parse_slots("slots:4:belady")
+        ExpertSlotsConfig.parse("slots:4:belady")
     with pytest.raises(ValueError, match="slots:0 must have at least one slot"):
-        parse_slots("slots:0")
+        ExpertSlotsConfig.parse("slots:0")
 
 
 def test_a_model_without_experts_is_refused():

@@ -20,18 +20,18 @@ import abc
 import concurrent.futures
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmoe.contrib.layerwise.chain import Chain, layer_calls, stack_parameters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import Cache, initial_cache
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.decode import DecodeState, Programs
-from jaxmoe.models.layerwise.chain import Chain, layer_calls, stack_parameters
+from jaxmoe.models.decode import DecodeState, HostParametersConfig, HostPrograms, Programs
 from jaxmoe.models.sampling import choose
 from jaxmoe.models.stacks import LayerCall
 
@@ -100,8 +100,8 @@ class WindowStore:
         self._held.clear()
 
 
-class Offload(abc.ABC):
-    """Makes the programs of `jaxmoe.models.decode.stream` for a chain that `begin` returns."""
+class Offload(HostPrograms):
+    """Makes the programs for a chain that `begin` returns."""
 
     @abc.abstractmethod
     def begin(
@@ -115,10 +115,6 @@ class Offload(abc.ABC):
             params: Parameters as host arrays.
             router_state: State of the routers as host arrays; fresh when None.
         """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """End the threads of the last generation, and free what it has on the device."""
 
     def __call__(
         self,
@@ -187,12 +183,7 @@ class LayerWindow(Offload):
 
         Args:
             size: Layers on the device.
-
-        Raises:
-            ValueError: The window has no layer.
         """
-        if size < 1:
-            raise ValueError(f"layers=window:{size} must have at least one layer: window:4")
         self.size = size
         self.store: WindowStore | None = None
 
@@ -222,19 +213,32 @@ class LayerWindow(Offload):
             self.store.close()
 
 
-def parse_window(text: str) -> LayerWindow:
-    """Return the window that a flag names.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWindowConfig(HostParametersConfig):
+    """A window of layers on the device, the others in host memory (TPI-LLM)."""
 
-    Args:
-        text: Such as window:4.
+    name: ClassVar[str] = "window"
 
-    Raises:
-        ValueError: The text names no window.
-    """
-    name, _, size = text.partition(":")
-    if name != "window" or not size.isdecimal():
-        raise ValueError(f"layers={text} must be window:N with the layers on the device: window:4")
-    return LayerWindow(int(size))
+    size: int = 4
+    """Layers on the device."""
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"layers=window:{self.size} must have at least one layer: window:4")
+
+    @classmethod
+    def parse(cls, text: str) -> LayerWindowConfig:
+        """Return the config of window:N; see the base class."""
+        name, _, size = text.partition(":")
+        if name != cls.name or not size.isdecimal():
+            raise ValueError(
+                f"layers={text} must be window:N with the layers on the device: window:4"
+            )
+        return cls(size=int(size))
+
+    def build(self) -> LayerWindow:
+        """Return a window without a model."""
+        return LayerWindow(self.size)
 
 
 def _decode(

@@ -4,7 +4,7 @@
 
     loss = nll + weight * nll after s sweeps        s drawn from 1 to `sweeps` in each step
 
-`jaxmoe.models.layerwise.layer_parallel` defines a sweep, which evaluates equal layers at once. A
+`jaxmoe.contrib.layerwise.layer_parallel` defines a sweep, which evaluates equal layers at once. A
 model that is trained with it is nearer to its exact output after few of them. A step costs about as
 much as 1 + `sweeps` steps, and the logged training loss includes the further term; the held-out
 loss does not.
@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxmoe.contrib.layerwise.chain import Chain
+from jaxmoe.contrib.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.layerwise.chain import Chain
-from jaxmoe.models.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.training.next_token import NextTokenConfig
 from sharding.constrain import Placement
 

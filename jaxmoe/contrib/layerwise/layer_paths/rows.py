@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.contrib.layerwise.chain import Chain
 from jaxmoe.data import Batch
 from jaxmoe.layers.records import Stream
-from jaxmoe.models.layerwise.chain import Chain
 from jaxmoe.training.cross_entropy import token_nll
 
 SKIP, RUN, REPEAT = range(3)

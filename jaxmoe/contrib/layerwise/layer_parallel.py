@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmoe.contrib.layerwise.chain import Chain, layer_inputs, stack_parameters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.layerwise.chain import Chain, layer_inputs, stack_parameters
 from jaxmoe.models.stacks import LayerCall, LayerStack, Scan
 from sharding import axes as ax
 

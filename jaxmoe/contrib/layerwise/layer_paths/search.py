@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmoe.training.layer_paths.rows import REPEAT, RUN, SKIP
+from jaxmoe.contrib.layerwise.layer_paths.rows import REPEAT, RUN, SKIP
 
 _EXPLORATION, _LENGTH_PENALTY, _RANDOM = 1.8, 3.0, 0.1
 

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.contrib.layerwise.chain import Chain, layer_inputs, layer_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.records import Stream, TokenInputs
-from jaxmoe.models.layerwise.chain import Chain, layer_inputs, layer_of
 from jaxmoe.models.stacks import Layer, LayerCall
 from jaxmoe.routing.telemetry.recording import RECORDED, recorded
 from sharding.assignments import Assignments

@@ -22,9 +22,9 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
+from jaxmoe.contrib.layerwise.chain import Chain
+from jaxmoe.contrib.layerwise.layer_paths.rows import REPEAT, RoutedRows, run_rows
 from jaxmoe.data import Batch
-from jaxmoe.models.layerwise.chain import Chain
-from jaxmoe.training.layer_paths.rows import REPEAT, RoutedRows, run_rows
 
 HIDDEN: Final = 128
 """Hidden units of each network."""

@@ -13,11 +13,11 @@ import pytest
 from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
 from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.contrib.depth.parallel_streams import ParallelStreamsConfig
+from jaxmoe.contrib.layerwise.chain import Chain
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import DenseConfig
 from jaxmoe.layers.mixers import Mamba2Config
 from jaxmoe.models.config import LayerConfig
-from jaxmoe.models.layerwise.chain import Chain
 from jaxmoe.models.transformer import forward
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
 from tests.support.models import FULL, TINY, tokens_for

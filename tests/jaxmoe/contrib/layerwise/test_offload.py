@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.layerwise.offload import LayerWindow, LayerWindowConfig
 from jaxmoe.models.decode import generate, stream
-from jaxmoe.models.layerwise.offload import LayerWindow, parse_window
 from jaxmoe.models.sampling import SamplingConfig
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
 from tests.support.models import FULL
@@ -53,4 +53,4 @@ def test_tokens_of_a_window_are_those_of_the_whole_model(temperature):
 @pytest.mark.parametrize("text", ["window", "window:0", "slots:4", "window:-1", "4"])
 def test_what_is_no_window_is_refused(text):
     with pytest.raises(ValueError, match=f"layers={text} must"):
-        parse_window(text)
+        LayerWindowConfig.parse(text)

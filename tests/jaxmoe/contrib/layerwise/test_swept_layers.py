@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.layerwise.chain import Chain
+from jaxmoe.contrib.layerwise.layer_parallel import sweep_streams
+from jaxmoe.contrib.layerwise.swept_layers import SweptLayersConfig
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
-from jaxmoe.models.layerwise.chain import Chain
-from jaxmoe.models.layerwise.layer_parallel import sweep_streams
 from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params
-from jaxmoe.training import NextTokenConfig, SweptLayersConfig
+from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step

@@ -12,12 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.data import Batch
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.layerwise.chain import Chain
-from jaxmoe.models.transformer import forward
-from jaxmoe.training.cross_entropy import token_nll
-from jaxmoe.training.layer_paths.router import (
+from jaxmoe.contrib.layerwise.chain import Chain
+from jaxmoe.contrib.layerwise.layer_paths.router import (
     class_weights,
     focal_loss,
     new_router,
@@ -25,7 +21,7 @@ from jaxmoe.training.layer_paths.router import (
     route_rows,
     train_router,
 )
-from jaxmoe.training.layer_paths.rows import (
+from jaxmoe.contrib.layerwise.layer_paths.rows import (
     REPEAT,
     RUN,
     SKIP,
@@ -34,7 +30,11 @@ from jaxmoe.training.layer_paths.rows import (
     pooled,
     prompt_mask,
 )
-from jaxmoe.training.layer_paths.search import PathSearch, SearchConfig, find_paths
+from jaxmoe.contrib.layerwise.layer_paths.search import PathSearch, SearchConfig, find_paths
+from jaxmoe.data import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.transformer import forward
+from jaxmoe.training.cross_entropy import token_nll
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
 from tests.support.models import TINY, tokens_for
 
