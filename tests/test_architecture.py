@@ -89,7 +89,7 @@ ORDER = (
         "models",
     ),
     *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
-    *("resilience", "planning", "serve", "rl", "run"),
+    *("resilience", "planning", "serve", "run"),
     "contrib",
 )
 FOLDER_FILES = 22
@@ -150,7 +150,7 @@ REGISTRIES = {
         *("hash", "uniform_random", "forced_balance", "progressive_topk", "moe_plus_plus"),
         *("expert_choice", "soft_moe"),
     },
-    "jaxmoe.rl.rewards:REWARDS": {"arithmetic", "countdown", "match", "python"},
+    "jaxmoe.contrib.rl.rewards:REWARDS": {"arithmetic", "countdown", "match", "python"},
     "jaxmoe.contrib.serving_lab.caches:ITEM_CACHES": {
         *("lru", "lfu", "belady", "scores", "predicted", "window", "category"),
     },

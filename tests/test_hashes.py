@@ -154,7 +154,7 @@ def test_every_registry_of_the_library_is_looked_at():
         "jaxmoe.data.levels:ASSIGNERS": "sequence_parallel/levels",
         "jaxmoe.optim:OPTIMIZERS": "parameterization/ and optimizer/",
         "jaxmoe.precision:MATMULS": "step/",
-        "jaxmoe.rl.rewards:REWARDS": "run/reinforced",
+        "jaxmoe.contrib.rl.rewards:REWARDS": "run/reinforced",
         "jaxmoe.tracking:TRACKERS": "draws",
         "sharding.products.collective:TensorProductsConfig": "execution/",
         "sharding.sequence_parallel:CacheReading": "generated/",

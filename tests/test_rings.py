@@ -17,7 +17,7 @@ from tests.support.source_tree import ROOT
 from tests.support.verticals import VERTICALS, matches, vertical_of
 
 CORE_FILE = "tests/jaxmoe/routing/test_gates.py"
-RL_FILE = "tests/jaxmoe/rl/test_queue.py"
+RL_FILE = "tests/jaxmoe/contrib/rl/test_queue.py"
 CORE = Proof(kind="slow", path=CORE_FILE, commit="a", seconds=30.0)
 RL = Proof(kind="fast", path=RL_FILE, vertical="rl", commit="a", seconds=10.0)
 
@@ -62,7 +62,7 @@ def test_smoke_rows_run_in_the_ring_of_the_core():
         (CORE, {"jaxmoe/routing/gates.py"}, due.OWN),
         (CORE, {"jaxmoe/layers/norms.py", "jaxmoe/routing/README.md"}, None),
         (CORE, {"tests/jaxmoe/routing/test_capacity.py"}, None),
-        (RL, {"jaxmoe/rl/queue.py"}, due.OWN),
+        (RL, {"jaxmoe/contrib/rl/queue.py"}, due.OWN),
         (RL, {"jaxmoe/training/step.py"}, due.SOCKET),
         (RL, {"jaxmoe/routing/gates.py"}, None),
         (Proof(kind="slow", path="tests/faults/test_kills.py"), {"jaxmoe/run/run.py"}, due.SOCKET),

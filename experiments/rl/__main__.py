@@ -43,10 +43,10 @@ from experiments.finetune import (
     with_fitting_optimizer,
 )
 from experiments.pretrain import train
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 from jaxmoe.optim import AdamWConfig
-from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.run.config import PretrainConfig
-from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.stopwatch import process_age
 
 LEARNING_RATE = 1e-4

@@ -105,7 +105,7 @@ _OBJECTIVE: Final = {
         "Predict each token, also from layers that are evaluated in parallel sweeps (SNLP).",
     ),
     "policy_gradient": (
-        "jaxmoe.training.policy_gradient.objective:PolicyGradientConfig",
+        "jaxmoe.contrib.rl.objective:PolicyGradientConfig",
         "Make answers with a high reward likelier (GRPO); needs rollouts, see experiments.rl.",
     ),
 }
@@ -138,21 +138,27 @@ _AVERAGE: Final = {
         "An average with a weight that balances stability and plasticity.",
     ),
 }
+_FEED: Final = {
+    "rollouts": (
+        "jaxmoe.contrib.rl.config:RolloutsConfig",
+        "Answers that the model in training writes, and their rewards.",
+    ),
+}
 _REWARD: Final = {
     "arithmetic": (
-        "jaxmoe.rl.rewards.arithmetic:ArithmeticConfig",
+        "jaxmoe.contrib.rl.rewards.arithmetic:ArithmeticConfig",
         "Calculate with two numbers; 1 for the right number, 0 for anything else.",
     ),
     "countdown": (
-        "jaxmoe.rl.rewards.countdown:CountdownConfig",
+        "jaxmoe.contrib.rl.rewards.countdown:CountdownConfig",
         "Reach a target with given numbers, each used once; 1 for an expression that does.",
     ),
     "match": (
-        "jaxmoe.rl.rewards.match:MatchConfig",
+        "jaxmoe.contrib.rl.rewards.match:MatchConfig",
         "Questions from a file; 1 for an answer that matches that of the file, 0 for others.",
     ),
     "python": (
-        "jaxmoe.rl.rewards.function:PythonConfig",
+        "jaxmoe.contrib.rl.rewards.function:PythonConfig",
         "Questions from a file; the reward of a function of your own.",
     ),
 }
@@ -297,7 +303,8 @@ BASES: Final = {
     "objective": "jaxmoe.training.objective:Objective",
     "gradients": "jaxmoe.training.estimators.base:Gradients",
     "average": "jaxmoe.training.parts.average:Average",
-    "reward": "jaxmoe.rl.rewards.base:RewardBase",
+    "feed": "jaxmoe.training.feed:FeedConfig",
+    "reward": "jaxmoe.contrib.rl.rewards.base:RewardBase",
     "replicas": "jaxmoe.replicas.kind:ReplicasKind",
     "parameterization": "jaxmoe.scaling.parameterization:ParameterizationBase",
     "tracker": "jaxmoe.tracking.tracker:TrackerBase",
@@ -315,6 +322,7 @@ MEMBERS: Final = {
     "objective": _OBJECTIVE,
     "gradients": _GRADIENTS,
     "average": _AVERAGE,
+    "feed": _FEED,
     "reward": _REWARD,
     "replicas": _REPLICAS,
     "parameterization": _PARAMETERIZATION,

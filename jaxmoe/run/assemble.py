@@ -25,7 +25,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, check_mesh, make_plan
 from jaxmoe.training import workers
 from jaxmoe.training.batch_ramp import accumulation_of
-from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
+from jaxmoe.training.feed import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.parts.update import Update
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import Step
@@ -158,7 +158,7 @@ class Assembly:
         """Where the batches come from; nothing is opened yet."""
         config = self.plan.config
         if config.rl is not None:
-            return config.rl.feed(self.plan, self.execution, self.mesh, self.source)
+            return config.rl.build(self.plan, self.execution, self.mesh, self.source)
         kind = LoaderFeed if self.loader.levels is None else LevelFeed
         return kind(
             loader=self.loader,

@@ -30,7 +30,6 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
 from jaxmoe.replicas import ReplicasKind, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
-from jaxmoe.rl.config import RolloutsConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationBase, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerBase
 from jaxmoe.tracking.terminal import ConsoleKind
@@ -39,6 +38,7 @@ from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.estimators import BackpropConfig, Gradients
 from jaxmoe.training.estimators.skipping import Skipping
+from jaxmoe.training.feed import FeedConfig
 from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.parts.average import Average, Averaging
 from jaxmoe.training.parts.base import StepPart
@@ -409,7 +409,7 @@ class PretrainConfig:
     """Initial scale, learning-rate multipliers and forward multipliers by role."""
     base: BasePoint = HYPERP_BASE
     """Sizes at which optimizer.learning_rate was tuned, for parameterisations that transfer it."""
-    rl: RolloutsConfig | None = None
+    rl: FeedConfig | None = None
     """Answers of the model itself to train on, in place of the data; None for the data. See
     experiments.rl."""
     replicas: ReplicasKind = SynchronousConfig()

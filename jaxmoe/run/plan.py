@@ -141,7 +141,7 @@ def by_updates(schedule: Schedule, config: PretrainConfig) -> Schedule:
         schedule: Factor by step.
         config: Configuration of the run.
     """
-    updates = 1 if config.rl is None else config.rl.num_updates
+    updates = 1 if config.rl is None else config.rl.passes * config.rl.updates_per_pass
     return schedule if updates == 1 else lambda count: schedule(jnp.asarray(count) // updates)
 
 
@@ -149,8 +149,8 @@ def _parameterization(config: PretrainConfig) -> Parameterization:
     training, tokens = config.training, config.training.tokens
     batch_tokens = training.batch_size * training.sequence_length
     if config.rl is not None:
-        tokens *= config.rl.epochs
-        batch_tokens //= config.rl.minibatches
+        tokens *= config.rl.passes
+        batch_tokens //= config.rl.updates_per_pass
     budget = Budget(tokens=tokens, batch_tokens=batch_tokens)
     return config.parameterization.build(config.model, budget, config.base)
 
@@ -205,13 +205,8 @@ def _check_batches(config: PretrainConfig, mesh_config: MeshConfig) -> None:
     """Refuse batches that devices and micro-batches do not divide."""
     training = config.training
     parts = mesh_config.batch_shards * training.accumulation
-    if config.rl is not None and training.batch_size % (parts * config.rl.minibatches):
-        raise ValueError(
-            f"rl.prompts x rl.group = {training.batch_size} answers must be divisible by"
-            f" rl.minibatches={config.rl.minibatches} times the {mesh_config.batch_shards} devices"
-            " that share a batch (mesh replica x data x expert) times training.accumulation="
-            f"{training.accumulation}: choose a multiple of {parts * config.rl.minibatches}"
-        )
+    if config.rl is not None:
+        config.rl.check_batches(training, mesh_config.batch_shards)
     if training.batch_size % parts:
         raise ValueError(
             f"training.batch_size={training.batch_size} must be divisible by the"
@@ -233,7 +228,7 @@ def _check_experts(
 ) -> None:
     """Refuse experts that the dispatcher cannot spread, in training or held-out batches."""
     training, config, model = plan.config.training, plan.config, plan.model
-    update_rows = training.batch_size // (1 if config.rl is None else config.rl.minibatches)
+    update_rows = training.batch_size // (1 if config.rl is None else config.rl.updates_per_pass)
     check_dispatcher(
         model.moe,
         execution,

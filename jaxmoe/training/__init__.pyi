@@ -6,6 +6,5 @@ from jaxmoe.training.fit import fit as fit
 from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig as MaskedDiffusionConfig
 from jaxmoe.training.next_token import NextTokenConfig as NextTokenConfig
 from jaxmoe.training.objective import Objective as Objective
-from jaxmoe.training.policy_gradient import PolicyGradientConfig as PolicyGradientConfig
 
 OBJECTIVES: Registry

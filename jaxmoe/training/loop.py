@@ -1,46 +1,35 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`Feed` and `Loop`: where batches come from, and the steps that are taken on them.
+"""`Loop`: the steps that are taken on the batches of a feed.
 
 Metrics stay on the device and are fetched every `report_every` steps, before a hook runs, and at
 the end, so that the host runs ahead of the device. The time of hooks is not training time.
 
 `jaxmoe.run.trainer` makes a loop, takes its steps, and decides what follows its end. A loop asks
-its feed for batches in the order of the steps. `LoaderFeed` reads them from data; a feed whose
-batches depend on the parameters in training, such as `jaxmoe.rl.feed.RolloutFeed`, makes them in
-`train`.
-
-To add a feed: a class derived from `Feed`, and a line in `Assembly.feed` of
-`jaxmoe/run/assemble.py`.
+its feed (`jaxmoe/training/feed.py`) for batches in the order of the steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import ClassVar, Literal, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import jax
-from jax.sharding import Mesh
 
-from jaxmoe.data import Batch, Loader
+from jaxmoe.data import Batch
 from jaxmoe.errors import EndRunError
+from jaxmoe.training.feed import Feed, StepFunction
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.metrics import fetch_metrics
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import DATA, DISPATCH, HOOKS, REPORT, WAIT, Stopwatch
-from sharding.distributed import global_batch
 
 logger = logging.getLogger(__name__)
-
-StepFunction = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-"""A training step, such as `make_train_step` returns; it donates its state."""
-
 
 Status = Literal[
     "done",
@@ -84,113 +73,6 @@ class Report:
         """Training throughput of these steps."""
         tokens = sum(float(metrics.num_tokens) for metrics in self.metrics)
         return tokens / max(self.seconds, 1e-9)
-
-
-class Feed:
-    """Batches of a run. All processes call the methods alike, in this order:
-
-    check      once, before the run directory is taken
-    batch      when a step is compiled
-    begin      before the first step of a loop; `close` after its last
-    batches    once in each loop; a loop after a rollback or on another mesh begins anew
-    train      for each batch
-    after      for each step, before its hooks
-    """
-
-    skips_rows: ClassVar[bool] = True
-    """Whether a run may go back and leave out the rows of refused steps: other rows follow then."""
-
-    @property
-    def num_parts(self) -> int | None:
-        """Number of micro-batches that a batch is made of; None where the run decides."""
-        return None
-
-    def check(self) -> None:
-        """Raise ValueError if the run cannot be trained on this feed."""
-
-    def batch(self, step: int) -> Batch:
-        """Return the batch after a number of steps, or one of its shapes, on the devices."""
-        raise NotImplementedError
-
-    def batches(self, first_step: int) -> Generator[Batch, None, None]:
-        """Yield the batches after a number of steps in order, on the devices."""
-        raise NotImplementedError
-
-    def begin(
-        self,
-        log: Callable[[int, Mapping[str, float]], None],
-        first_state: Callable[[], TrainState],
-    ) -> None:
-        """Open what the batches are made with.
-
-        Args:
-            log: Receives a step, from 1, and numbers of its own.
-            first_state: Returns the state that the run began with.
-        """
-
-    def train(
-        self, step_function: StepFunction, state: TrainState, batch: Batch
-    ) -> tuple[TrainState, StepMetrics]:
-        """Take a step of the run on a batch.
-
-        Args:
-            step_function: Training step.
-            state: State before the step; donated.
-            batch: Batch of `batches`.
-
-        Raises:
-            EndRunError: There is no such batch, and the run ends in order.
-        """
-        return step_function(state, batch)
-
-    def after(self, step: int, metrics: StepMetrics) -> None:
-        """Note that a step was dispatched.
-
-        Args:
-            step: Number of the step, from 1.
-            metrics: Its metrics, on the devices; reading them waits for the step.
-        """
-
-    def close(self) -> None:
-        """Close what `begin` opened; further calls do nothing."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoaderFeed(Feed):
-    """Batches of a loader; rows are read ahead."""
-
-    loader: Loader
-    mesh: Mesh
-    part: tuple[int, int]
-    """Part of each batch that this process reads, and the number of parts."""
-    last_step: int
-    """Total number of steps."""
-
-    def batch(self, step: int) -> Batch:
-        """Return the batch after a number of steps."""
-        index, count = self.part
-        rows = self.loader.batch(step, process_index=index, process_count=count)
-        return global_batch(rows, self.mesh)
-
-    def batches(self, first_step: int) -> Generator[Batch, None, None]:
-        """Yield the batches up to the last step."""
-        index, count = self.part
-        rows = self.loader.iterate(
-            first_step, self.last_step, process_index=index, process_count=count
-        )
-        with contextlib.closing(rows):
-            for batch in rows:
-                yield global_batch(batch, self.mesh)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LevelFeed(LoaderFeed):
-    """Batches of a loader that packs the documents of a step by level."""
-
-    @property
-    def num_parts(self) -> int | None:
-        """Number of micro-batches of a level packing."""
-        return None if self.loader.levels is None else self.loader.levels.micro_batches
 
 
 _LAG = 2

@@ -14,7 +14,7 @@ from experiments.recipes import RECIPES
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data import ChatConfig, FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
-from jaxmoe.training.loop import LoaderFeed
+from jaxmoe.training.feed import LoaderFeed
 
 SMALL = (
     *("--model.num_layers", "1", "--model.embed_dim", "16"),

@@ -88,7 +88,7 @@ KILLED = """
 import os, signal, sys
 from experiments.rl import __main__ as rl
 from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.rl.feed import RolloutFeed
+from jaxmoe.contrib.rl.feed import RolloutFeed
 
 moment = sys.argv.pop(1)
 call, save, number = RolloutFeed.train, CheckpointManager.save, 0

@@ -26,7 +26,7 @@ FAULTY = f"""
 import os, sys, time
 import jax, numpy as np
 from experiments import pretrain
-from jaxmoe.training.loop import LoaderFeed
+from jaxmoe.training.feed import LoaderFeed
 from sharding.distributed import global_batch
 
 def batches(self, first_step):

@@ -17,7 +17,7 @@ import pytest
 
 from jaxmoe.data import Loader
 from jaxmoe.training import gradients as gradients_module
-from jaxmoe.training.loop import LoaderFeed
+from jaxmoe.training.feed import LoaderFeed
 
 # Added to one element of a gradient; added to the loss; times the whole gradient.
 FAULTS = {

@@ -279,18 +279,16 @@ VERTICALS = {
     ),
     "rl": Vertical(
         sources=(
-            "jaxmoe/rl/*",
-            "jaxmoe/training/policy_gradient/*",
+            "jaxmoe/contrib/rl/*",
             "experiments/rl/*",
         ),
         tests=(
-            "tests/jaxmoe/rl/*",
-            "tests/jaxmoe/training/test_policy_gradient.py",
+            "tests/jaxmoe/contrib/rl/*",
             "tests/experiments/test_rl.py",
             "tests/jaxmoe/training/test_replayed_steps.py",
         ),
         smoke=(
-            "tests/jaxmoe/training/test_policy_gradient.py"
+            "tests/jaxmoe/contrib/rl/test_policy_gradient.py"
             "::test_loss_and_gradient_equal_grpo_with_loops[grpo-sequence]"
         ),
         sockets=("jaxmoe/training/loss.py",) + _STEP + _RUN,

@@ -1,6 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every feed promises: shapes that are compiled for, and batches in the order of the steps."""
+"""What every feed promises: shapes that are compiled for, and batches in the order of the steps.
+
+A vertical with a feed imports these tests beside a fixture `feed` of its own.
+"""
 
 import contextlib
 import inspect
@@ -13,45 +16,27 @@ import pytest
 from jaxmoe.data import Loader
 from jaxmoe.data.levels import BucketsConfig
 from jaxmoe.data.synthetic import MarkovConfig
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.rl.config import RolloutsConfig
-from jaxmoe.rl.feed import Learner, RolloutFeed
-from jaxmoe.training import PolicyGradientConfig
-from jaxmoe.training.loop import Feed, LevelFeed, LoaderFeed
+from jaxmoe.training.feed import Feed, LevelFeed, LoaderFeed
 from tests.jaxmoe.data.levels.test_rows import loader_of
-from tests.support.models import TINY
 
 STEPS = 4
 
 
-def _mesh():
+def one_device():
     return jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
 
 
 def _of_loader():
     loader = Loader(MarkovConfig().build(), batch_size=2, sequence_length=8, seed=0)
-    return LoaderFeed(loader=loader, mesh=_mesh(), part=(0, 1), last_step=STEPS)
+    return LoaderFeed(loader=loader, mesh=one_device(), part=(0, 1), last_step=STEPS)
 
 
 def _of_levels():
     loader = loader_of(BucketsConfig())
-    return LevelFeed(loader=loader, mesh=_mesh(), part=(0, 1), last_step=STEPS)
+    return LevelFeed(loader=loader, mesh=one_device(), part=(0, 1), last_step=STEPS)
 
 
-def _of_rollouts():
-    learner = Learner(
-        config=RolloutsConfig(group=2, prompts=2, max_tokens=3),
-        objective=PolicyGradientConfig(),
-        model=TINY,
-        execution=ExecutionConfig(),
-        mesh=_mesh(),
-        length=6,
-        seed=0,
-    )
-    return RolloutFeed(learner, MarkovConfig().build(), every=2, last_step=STEPS)
-
-
-FEEDS = {"loader": _of_loader, "levels": _of_levels, "rollouts": _of_rollouts}
+FEEDS = {"loader": _of_loader, "levels": _of_levels}
 
 
 @pytest.fixture(params=FEEDS)
@@ -100,4 +85,3 @@ def test_levels_say_how_many_parts_a_batch_has():
     feed = _of_levels()
     assert feed.loader.levels is not None
     assert feed.num_parts == feed.loader.levels.micro_batches
-    assert not _of_rollouts().skips_rows

@@ -19,8 +19,9 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.training import loop as loop_module
 from jaxmoe.training.evaluate import Evaluation
+from jaxmoe.training.feed import Feed
 from jaxmoe.training.hooks import EvaluateHook, is_every
-from jaxmoe.training.loop import Feed, Loop
+from jaxmoe.training.loop import Loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
@@ -19,7 +20,6 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.optimizer_files import part_files
 from jaxmoe.training.optimizer_files.part_files import PartFiles
 from jaxmoe.training.optimizer_files.step import OptimizerFilesError, UpdateFromFiles, open_files

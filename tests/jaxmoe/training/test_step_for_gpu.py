@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from jaxmoe.contrib.rl.objective import ADVANTAGES, OLD, REFERENCE, PolicyGradientConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig, KernelsConfig, ServedConfig
 from jaxmoe.layers.mixers import AttentionConfig
@@ -22,8 +23,6 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.serve.device.pages import initial_pools
 from jaxmoe.serve.device.rows import no_limits
 from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
-from jaxmoe.training import PolicyGradientConfig
-from jaxmoe.training.policy_gradient import ADVANTAGES, OLD, REFERENCE
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding.sequence_parallel import PageTables

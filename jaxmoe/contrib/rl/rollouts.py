@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.contrib.rl.batches import Sample
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.contrib.rl.stream import Counts, SampleStore
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import Codec, encode_prompts
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.rl.batches import Sample
-from jaxmoe.rl.config import RolloutsConfig
-from jaxmoe.rl.stream import Counts, SampleStore
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig

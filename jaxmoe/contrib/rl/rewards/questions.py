@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxmoe.contrib.rl.rewards.base import Question, generator
 from jaxmoe.generation.prompts import read_records
-from jaxmoe.rl.rewards.base import Question, generator
 
 _FIELD = "rl.reward.path"
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.rl.config import RolloutsConfig
-from jaxmoe.rl.rewards import (
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.contrib.rl.rewards import (
     REWARDS,
     ArithmeticConfig,
     CountdownConfig,
@@ -21,7 +21,7 @@ from jaxmoe.rl.rewards import (
     Question,
     RewardError,
 )
-from jaxmoe.rl.rewards.expressions import MAX_DEPTH, ExpressionError, parse
+from jaxmoe.contrib.rl.rewards.expressions import MAX_DEPTH, ExpressionError, parse
 
 RECORDS = [{"prompt": f"{n} is ", "answer": f"number {n}"} for n in range(5)]
 FUNCTIONS = """

@@ -6,7 +6,8 @@ A reward is a number from 0 to 1. Answers are compared or parsed; text of the mo
 executed.
 
 To add a task: a config that extends `RewardBase` in a file of its own in this folder, its row
-under `reward` in `jaxmoe/catalog/runs.py`, its property in `tests/jaxmoe/rl/test_rewards.py`.
+under `reward` in `jaxmoe/catalog/runs.py`, its property in
+`tests/jaxmoe/contrib/rl/test_rewards.py`.
 """
 
 from jaxmoe.catalog import Registry

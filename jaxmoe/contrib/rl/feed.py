@@ -25,17 +25,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxmoe.contrib.rl.advantages import k3
+from jaxmoe.contrib.rl.batches import Sample, batch_of, drawn_order
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.contrib.rl.engine_parameters import EngineParameters
+from jaxmoe.contrib.rl.objective import (
+    ADVANTAGES,
+    OLD,
+    REFERENCE,
+    SAMPLER_WEIGHTS,
+    PolicyGradientConfig,
+)
+from jaxmoe.contrib.rl.queue import AnswerQueue
+from jaxmoe.contrib.rl.rollouts import Rollouts, on_one_device
 from jaxmoe.data import Source
 from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError, JaxmoeError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import separator_of
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.rl.batches import Sample, batch_of, drawn_order
-from jaxmoe.rl.config import RolloutsConfig
-from jaxmoe.rl.engine_parameters import EngineParameters
-from jaxmoe.rl.queue import AnswerQueue
-from jaxmoe.rl.rollouts import Rollouts, on_one_device
 from jaxmoe.routing.replay import EXPERTS, why_not_replayed
 from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.tracking.tracker import (
@@ -51,16 +59,8 @@ from jaxmoe.tracking.tracker import (
     STALE,
     TRAIN_SECONDS,
 )
-from jaxmoe.training.loop import Feed, StepFunction
+from jaxmoe.training.feed import Feed, StepFunction
 from jaxmoe.training.loss import token_log_probs
-from jaxmoe.training.policy_gradient import (
-    ADVANTAGES,
-    OLD,
-    REFERENCE,
-    SAMPLER_WEIGHTS,
-    PolicyGradientConfig,
-    k3,
-)
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from sharding.distributed import global_batch

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.rl.weight_sync import apply, update
+from jaxmoe.contrib.rl.weight_sync import apply, update
 from jaxmoe.tracking.tracker import SYNC_BYTES, SYNC_SHARE
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxmoe.rl.engine_parameters import EngineParameters
-from jaxmoe.rl.weight_sync import (
+from jaxmoe.contrib.rl.engine_parameters import EngineParameters
+from jaxmoe.contrib.rl.weight_sync import (
     BUCKET_BYTES,
     UPDATE_BYTES,
     UpdateError,

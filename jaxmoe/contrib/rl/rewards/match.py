@@ -8,8 +8,8 @@ import dataclasses
 import re
 from typing import ClassVar, Literal
 
-from jaxmoe.rl.rewards.base import Question, RewardBase, Task
-from jaxmoe.rl.rewards.questions import check_path, epochs_of, read_questions
+from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, Task
+from jaxmoe.contrib.rl.rewards.questions import check_path, epochs_of, read_questions
 
 Compare = Literal["exact", "regex"]
 

@@ -17,15 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.contrib.rl.advantages import answer_weights, group_advantages
+from jaxmoe.contrib.rl.objective import ADVANTAGES, OLD, PolicyGradientConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.routing.replay import EXPERTS
-from jaxmoe.training.policy_gradient import (
-    ADVANTAGES,
-    OLD,
-    PolicyGradientConfig,
-    answer_weights,
-    group_advantages,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

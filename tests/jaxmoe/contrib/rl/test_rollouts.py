@@ -13,14 +13,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.rl.batches import Sample, batch_of
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.contrib.rl.feed import Learner
+from jaxmoe.contrib.rl.objective import PolicyGradientConfig
+from jaxmoe.contrib.rl.rollouts import Rollouts
 from jaxmoe.data.batch import validate_batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.rl.batches import Sample, batch_of
-from jaxmoe.rl.config import RolloutsConfig
-from jaxmoe.rl.feed import Learner
-from jaxmoe.rl.rollouts import Rollouts
 from jaxmoe.scaling.initialize import init_params
-from jaxmoe.training import PolicyGradientConfig
 from jaxmoe.training.loss import token_log_probs
 from tests.support.models import TINY
 
@@ -88,7 +88,7 @@ def test_updates_have_each_prompt_once_a_pass_and_the_weights_of_their_own_answe
     rows = np.arange(12, dtype=np.float32)[:, None] * np.ones((1, 5), np.float32)
     whole = dataclasses.replace(whole, extra=whole.extra | {"row": rows})
     cut = learner(epochs=2, minibatches=3)
-    assert cut.config.num_updates == 6
+    assert cut.config.passes * cut.config.updates_per_pass == 6
     updates = list(cut.updates(samples, whole, (SEED, 7)))
     orders = [update.extra["row"][:, 0].astype(int).tolist() for update in updates]
     passes = [sum(orders[:3], []), sum(orders[3:], [])]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.rl.stream import Counts, SampleStore, StoreClosedError
+from jaxmoe.contrib.rl.stream import Counts, SampleStore, StoreClosedError
 
 COLUMNS = ("question", "answers", "rewards")
 STEPS = st.sampled_from(["submit", "draw", "score", "fill", "take", "advance"])

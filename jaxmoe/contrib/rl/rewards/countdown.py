@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxmoe.rl.rewards.base import Question, RewardBase, Task, check_operators, generator
-from jaxmoe.rl.rewards.expressions import ExpressionError, parse
+from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, Task, check_operators, generator
+from jaxmoe.contrib.rl.rewards.expressions import ExpressionError, parse
 
 _MOST_NUMBERS = 8
 _LARGEST = 10**6

@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.rl.advantages import answer_weights, group_advantages, k3
+from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.optim import adamw
 from jaxmoe.routing import METHODS, LoadBalanceConfig
 from jaxmoe.scaling.initialize import init_params
-from jaxmoe.training import OBJECTIVES, PolicyGradientConfig
+from jaxmoe.training import OBJECTIVES
 from jaxmoe.training.cross_entropy import token_nll
 from jaxmoe.training.loss import forward_and_nll, token_log_probs
 from jaxmoe.training.objective import TokenGiven
-from jaxmoe.training.policy_gradient import answer_weights, group_advantages, k3
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 

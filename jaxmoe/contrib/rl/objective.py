@@ -40,14 +40,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.data.batch import Batch
-from jaxmoe.training.next_token import NextTokenConfig
-from jaxmoe.training.objective import TokenGiven
-from jaxmoe.training.policy_gradient.advantages import (
+from jaxmoe.contrib.rl.advantages import (
     LARGEST_LOG_RATIO,
     AdvantageName,
     AggregationName,
 )
+from jaxmoe.data.batch import Batch
+from jaxmoe.training.next_token import NextTokenConfig
+from jaxmoe.training.objective import TokenGiven
 
 ADVANTAGES, OLD, REFERENCE = "advantages", "old_log_probs", "reference_log_probs"
 SAMPLER_WEIGHTS = "sampler_weights"

@@ -4,7 +4,7 @@
 
 import pytest
 
-from jaxmoe.rl.queue import AnswerQueue
+from jaxmoe.contrib.rl.queue import AnswerQueue
 
 
 def drawn_by(queue, first, last):

@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from jaxmoe.rl.rewards.base import Question, RewardBase, RewardError, Task
-from jaxmoe.rl.rewards.questions import check_path, epochs_of, read_questions
+from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, RewardError, Task
+from jaxmoe.contrib.rl.rewards.questions import check_path, epochs_of, read_questions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.rl.rewards.base import Question, RewardBase, Task, check_operators, generator
+from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, Task, check_operators, generator
 
 _MOST_DIGITS = 18
 

@@ -5,22 +5,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jax.sharding import Mesh
 
-from jaxmoe import rl
+from jaxmoe.contrib import rl
+from jaxmoe.contrib.rl.rewards import ArithmeticConfig, RewardBase
 from jaxmoe.data import Source
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.rl.rewards import ArithmeticConfig, RewardBase
+from jaxmoe.run.config import PretrainConfig, TrainingConfig
+from jaxmoe.training.feed import FeedConfig
 
 OldName = Literal["trainer", "engine"]
 SyncName = Literal["copy", "exact", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutsConfig:
+class RolloutsConfig(FeedConfig):
     """Answers that the model in training writes, and their rewards."""
+
+    name: ClassVar[str] = "rollouts"
 
     reward: RewardBase = ArithmeticConfig()
     """Prompts, and the reward of an answer."""
@@ -104,21 +108,19 @@ class RolloutsConfig:
         return self.prompts * self.group
 
     @property
-    def num_updates(self) -> int:
-        """Optimiser updates of a step."""
-        return self.epochs * self.minibatches
+    def passes(self) -> int:
+        """Passes over the answers of a step."""
+        return self.epochs
 
-    def feed(
+    @property
+    def updates_per_pass(self) -> int:
+        """Updates of a pass."""
+        return self.minibatches
+
+    def build(
         self, plan: Any, execution: ExecutionConfig, mesh: Mesh, source: Source
     ) -> rl.RolloutFeed:
-        """Return where the batches of a run come from; nothing is opened yet.
-
-        Args:
-            plan: `jaxmoe.run.plan.Plan`, of whose run these are the rollouts.
-            execution: Execution with the mesh resolved.
-            mesh: Devices.
-            source: Tokens of prompts and answers.
-        """
+        """Return where the batches of a run come from; see the base class."""
         return rl.RolloutFeed(
             rl.Learner.of(plan, execution, mesh),
             source,
@@ -126,11 +128,22 @@ class RolloutsConfig:
             last_step=plan.config.training.steps,
         )
 
-    def check_run(self, config: Any) -> None:
+    def check_batches(self, training: TrainingConfig, batch_shards: int) -> None:
+        """Refuse answers that devices, micro-batches and updates do not divide."""
+        multiple = batch_shards * training.accumulation * self.minibatches
+        if training.batch_size % multiple:
+            raise ValueError(
+                f"rl.prompts x rl.group = {training.batch_size} answers must be divisible by"
+                f" rl.minibatches={self.minibatches} times the {batch_shards} devices"
+                " that share a batch (mesh replica x data x expert) times training.accumulation="
+                f"{training.accumulation}: choose a multiple of {multiple}"
+            )
+
+    def check_run(self, config: PretrainConfig) -> None:
         """Refuse a run without an objective that reads answers, and what needs rows of data.
 
         Args:
-            config: `jaxmoe.run.config.PretrainConfig`, of which these are the rollouts.
+            config: Run of which these are the rollouts.
 
         Raises:
             ValueError: Names the fields.

@@ -1,0 +1,4 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+from jaxmoe.contrib.rl.feed import Learner as Learner
+from jaxmoe.contrib.rl.feed import RolloutFeed as RolloutFeed

@@ -1,4 +1,0 @@
-# Copyright 2026 The jaxmoe authors
-# SPDX-License-Identifier: Apache-2.0
-from jaxmoe.rl.feed import Learner as Learner
-from jaxmoe.rl.feed import RolloutFeed as RolloutFeed

@@ -1,0 +1,188 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Socket `Feed`: where the batches of a run come from.
+
+`LoaderFeed` reads them from data; a feed whose batches depend on the parameters in training makes
+them in `train`. `jaxmoe.training.loop.Loop` asks for batches in the order of the steps.
+
+To add a feed: a class derived from `Feed`, a config derived from `FeedConfig` that builds it, and
+its row under `feed` in `jaxmoe/catalog/runs.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, ClassVar
+
+from jax.sharding import Mesh
+
+from jaxmoe.data import Batch, Loader, Source
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import StepMetrics
+from sharding.distributed import global_batch
+
+StepFunction = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+"""A training step, such as `make_train_step` returns; it donates its state."""
+
+
+class Feed:
+    """Batches of a run. All processes call the methods alike, in this order:
+
+    check      once, before the run directory is taken
+    batch      when a step is compiled
+    begin      before the first step of a loop; `close` after its last
+    batches    once in each loop; a loop after a rollback or on another mesh begins anew
+    train      for each batch
+    after      for each step, before its hooks
+    """
+
+    skips_rows: ClassVar[bool] = True
+    """Whether a run may go back and leave out the rows of refused steps: other rows follow then."""
+
+    @property
+    def num_parts(self) -> int | None:
+        """Number of micro-batches that a batch is made of; None where the run decides."""
+        return None
+
+    def check(self) -> None:
+        """Raise ValueError if the run cannot be trained on this feed."""
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch after a number of steps, or one of its shapes, on the devices."""
+        raise NotImplementedError
+
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """Yield the batches after a number of steps in order, on the devices."""
+        raise NotImplementedError
+
+    def begin(
+        self,
+        log: Callable[[int, Mapping[str, float]], None],
+        first_state: Callable[[], TrainState],
+    ) -> None:
+        """Open what the batches are made with.
+
+        Args:
+            log: Receives a step, from 1, and numbers of its own.
+            first_state: Returns the state that the run began with.
+        """
+
+    def train(
+        self, step_function: StepFunction, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, StepMetrics]:
+        """Take a step of the run on a batch.
+
+        Args:
+            step_function: Training step.
+            state: State before the step; donated.
+            batch: Batch of `batches`.
+
+        Raises:
+            EndRunError: There is no such batch, and the run ends in order.
+        """
+        return step_function(state, batch)
+
+    def after(self, step: int, metrics: StepMetrics) -> None:
+        """Note that a step was dispatched.
+
+        Args:
+            step: Number of the step, from 1.
+            metrics: Its metrics, on the devices; reading them waits for the step.
+        """
+
+    def close(self) -> None:
+        """Close what `begin` opened; further calls do nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FeedConfig(abc.ABC):
+    """Base class of the configs of feeds: batches that a run makes itself, in place of its data."""
+
+    name: ClassVar[str]
+    """Name in the catalogue, in config files and on the command line."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of training over the rows of a step."""
+        return 1
+
+    @property
+    def updates_per_pass(self) -> int:
+        """Updates of the optimiser in each pass, each with an equal part of the rows."""
+        return 1
+
+    def check_run(self, config: Any) -> None:
+        """Refuse a run that cannot be trained on these batches.
+
+        Args:
+            config: Run of which this is the feed, a `jaxmoe.run.config.PretrainConfig`.
+
+        Raises:
+            ValueError: Names the fields.
+        """
+        del config
+
+    def check_batches(self, training: Any, batch_shards: int) -> None:
+        """Refuse rows of a step that devices, micro-batches and updates do not divide.
+
+        Args:
+            training: `training` of the run: rows of a step, and its micro-batches.
+            batch_shards: Devices that share a batch.
+
+        Raises:
+            ValueError: Names the fields.
+        """
+        del training, batch_shards
+
+    @abc.abstractmethod
+    def build(self, plan: Any, execution: ExecutionConfig, mesh: Mesh, source: Source) -> Feed:
+        """Return the feed; nothing is opened yet.
+
+        Args:
+            plan: `jaxmoe.run.plan.Plan` of the run.
+            execution: Execution with the mesh resolved.
+            mesh: Devices.
+            source: Data of the run, and its tokens.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderFeed(Feed):
+    """Batches of a loader; rows are read ahead."""
+
+    loader: Loader
+    mesh: Mesh
+    part: tuple[int, int]
+    """Part of each batch that this process reads, and the number of parts."""
+    last_step: int
+    """Total number of steps."""
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch after a number of steps."""
+        index, count = self.part
+        rows = self.loader.batch(step, process_index=index, process_count=count)
+        return global_batch(rows, self.mesh)
+
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """Yield the batches up to the last step."""
+        index, count = self.part
+        rows = self.loader.iterate(
+            first_step, self.last_step, process_index=index, process_count=count
+        )
+        with contextlib.closing(rows):
+            for batch in rows:
+                yield global_batch(batch, self.mesh)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LevelFeed(LoaderFeed):
+    """Batches of a loader that packs the documents of a step by level."""
+
+    @property
+    def num_parts(self) -> int | None:
+        """Number of micro-batches of a level packing."""
+        return None if self.loader.levels is None else self.loader.levels.micro_batches

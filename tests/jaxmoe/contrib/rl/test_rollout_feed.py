@@ -1,0 +1,37 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The feed of answers keeps what every feed promises."""
+
+import pytest
+
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.contrib.rl.feed import Learner, RolloutFeed
+from jaxmoe.contrib.rl.objective import PolicyGradientConfig
+from jaxmoe.data.synthetic import MarkovConfig
+from jaxmoe.execution import ExecutionConfig
+from tests.jaxmoe.training.test_feed import (  # noqa: F401
+    STEPS,
+    one_device,
+    test_a_later_step_has_the_same_batch_wherever_a_loop_begins,
+    test_it_can_be_closed_without_a_step,
+    test_the_batch_that_is_compiled_for_has_the_shapes_of_all,
+)
+from tests.support.models import TINY
+
+
+@pytest.fixture
+def feed():
+    learner = Learner(
+        config=RolloutsConfig(group=2, prompts=2, max_tokens=3),
+        objective=PolicyGradientConfig(),
+        model=TINY,
+        execution=ExecutionConfig(),
+        mesh=one_device(),
+        length=6,
+        seed=0,
+    )
+    return RolloutFeed(learner, MarkovConfig().build(), every=2, last_step=STEPS)
+
+
+def test_refused_rows_are_not_left_out(feed):
+    assert not feed.skips_rows
