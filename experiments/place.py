@@ -46,16 +46,8 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.planning.placement import (
-    PLACERS,
-    ExFlowConfig,
-    Placer,
-    RoutingTrace,
-    Solution,
-    load_trace,
-    token_tables,
-)
-from jaxmoe.planning.placement.measures import (
+from jaxmoe.contrib.placement import PLACERS, ExFlowConfig, Placer, Solution, token_tables
+from jaxmoe.contrib.placement.measures import (
     crossings,
     device_loads,
     flows,
@@ -63,7 +55,8 @@ from jaxmoe.planning.placement.measures import (
     local_share,
     pair_traffic,
 )
-from jaxmoe.planning.placement.relocate import relocate
+from jaxmoe.contrib.placement.relocate import relocate
+from jaxmoe.routing.telemetry.trace import RoutingTrace, load_trace
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run

@@ -129,7 +129,7 @@ REGISTRIES = {
     "jaxmoe.layers.residual:RESIDUALS": {"standard", "ladder", "hyper"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor", "sgd"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
-    "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
+    "jaxmoe.contrib.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
     "jaxmoe.precision:MATMULS": {"full", "halo"},
     "jaxmoe.routing:BIASES": {"loss_free", "bip", "quantile"},
     "jaxmoe.routing:BALANCERS": {

@@ -29,7 +29,7 @@ AREAS = {
     "jaxmoe.layers.mixers:MIXERS": "mixer/",
     "jaxmoe.layers.residual:RESIDUALS": "residual/",
     "jaxmoe.optim.schedules:SCHEDULES": "schedule/",
-    "jaxmoe.planning.placement:PLACERS": "placer/",
+    "jaxmoe.contrib.placement:PLACERS": "placer/",
     "jaxmoe.replicas:REPLICAS": "replicas/",
     "jaxmoe.routing:BALANCERS": "balancer/",
     "jaxmoe.routing:BIASES": "bias/",

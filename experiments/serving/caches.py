@@ -47,7 +47,7 @@ from jaxmoe.contrib.serving_lab.caches.hybrid_split import SplitCosts, split_exp
 from jaxmoe.contrib.serving_lab.simulation import ModelSizes
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.planning.placement import RoutingTrace, load_trace
+from jaxmoe.routing.telemetry.trace import RoutingTrace, load_trace
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.measures import record_run

@@ -69,15 +69,15 @@ _PIPELINE: Final = {
 
 _PLACER: Final = {
     "exflow": (
-        "jaxmoe.planning.placement.exflow:ExFlowConfig",
+        "jaxmoe.contrib.placement.exflow:ExFlowConfig",
         "Minimises crossings between adjacent layers.",
     ),
     "moetuner": (
-        "jaxmoe.planning.placement.moetuner:MoETunerConfig",
+        "jaxmoe.contrib.placement.moetuner:MoETunerConfig",
         "Equalises the loads of the devices first, then minimises the busiest pair of devices.",
     ),
     "expert_grouping": (
-        "jaxmoe.planning.placement.grouping:ExpertGroupingConfig",
+        "jaxmoe.contrib.placement.grouping:ExpertGroupingConfig",
         "Places experts that the same token ids choose on the same device.",
     ),
 }
@@ -167,7 +167,7 @@ BASES: Final = {
     "cache_reading": "sharding.sequence_parallel.reading.readings:CacheReading",
     "host_parameters": "jaxmoe.models.decode:HostParametersConfig",
     "pipeline": "sharding.pipeline.order:PipelineOrder",
-    "placer": "jaxmoe.planning.placement.solution:Placer",
+    "placer": "jaxmoe.contrib.placement.solution:Placer",
 }
 
 MEMBERS: Final = {

@@ -12,7 +12,7 @@ For `evaluate --routing detailed`:
 
 A domain is a language of the synthetic mixture; other data have none. A routing trace is of the
 forward pass of an evaluation on the current mesh, until there are `MOST_TOKENS` tokens; the file
-format is in `jaxmoe/planning/placement/trace.py`. For `--cache_pages` decoded tokens are
+format is in `jaxmoe/routing/telemetry/trace.py`. For `--cache_pages` decoded tokens are
 measured with a part of the cache and with all of it.
 """
 
@@ -37,13 +37,13 @@ from jaxmoe.models.cache import bytes_read, num_slots
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import cache_length
 from jaxmoe.models.transformer import forward
-from jaxmoe.planning.placement import RoutingTrace
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.telemetry import load
 from jaxmoe.routing.telemetry.congestion import fit_congestion
 from jaxmoe.routing.telemetry.detailed import coactivation, domain_information, mutual_information
 from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.load import describe_precision
 from jaxmoe.training import NextTokenConfig

@@ -8,8 +8,8 @@
     position[l, e]    position of expert e: the inverse of `order`
 
 The weights of a layer are split over the mesh axis `expert` in the order of positions, so a
-placement is applied by permuting them (`jaxmoe/planning/placement/relocate.py`). The solvers are in
-`jaxmoe/planning/placement/`.
+placement is applied by permuting them (`jaxmoe/contrib/placement/relocate.py`). The solvers are in
+`jaxmoe/contrib/placement/`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from experiments import place, pretrain
 from experiments.doctor.devices import tiny_config
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.planning.placement import save_trace
+from jaxmoe.routing.telemetry.trace import save_trace
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run

@@ -22,7 +22,6 @@ from experiments.studies.routers.trial import earlier_logits_hold
 from experiments.studies.study import StoppedError
 from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.planning.placement import load_trace
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import (
     METHODS,
@@ -32,6 +31,7 @@ from jaxmoe.routing import (
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
 )
+from jaxmoe.routing.telemetry.trace import load_trace
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training.state import TrainState

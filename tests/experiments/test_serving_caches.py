@@ -11,7 +11,7 @@ import pytest
 
 from experiments.serving.__main__ import main
 from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES
-from jaxmoe.planning.placement import save_trace
+from jaxmoe.routing.telemetry.trace import save_trace
 from tests.support.traces import planted
 
 

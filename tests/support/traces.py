@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from jaxmoe.planning.placement import RoutingTrace
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 
 
 def planted(

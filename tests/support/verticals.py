@@ -264,16 +264,15 @@ VERTICALS = {
     ),
     "placement": Vertical(
         sources=(
-            "jaxmoe/planning/placement/*",
+            "jaxmoe/contrib/placement/*",
             "experiments/place.py",
         ),
         tests=(
-            "tests/jaxmoe/planning/test_placement.py",
-            "tests/jaxmoe/planning/test_relocate.py",
+            "tests/jaxmoe/contrib/placement/*",
             "tests/experiments/test_place.py",
         ),
         smoke=(
-            "tests/jaxmoe/planning/test_placement.py"
+            "tests/jaxmoe/contrib/placement/test_placement.py"
             "::test_a_planted_structure_is_found_and_holds_for_other_tokens[0]"
         ),
     ),

@@ -41,10 +41,10 @@ from jaxmoe.data import Batch, normalized_mutual_information
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.planning.placement import save_trace
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
+from jaxmoe.routing.telemetry.trace import save_trace
 from jaxmoe.run.measures import record_trace
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, Objective

@@ -14,11 +14,11 @@ import pytest
 
 from experiments.doctor.devices import tiny_config
 from jaxmoe import make_train_step
+from jaxmoe.contrib.placement import token_tables
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_layout
 from jaxmoe.models.transformer import Transformer
-from jaxmoe.planning.placement import token_tables
 from jaxmoe.routing import (
     CapacityConfig,
     ExpertChoiceConfig,

@@ -11,7 +11,6 @@ import pytest
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
-from jaxmoe.planning.placement import RoutingTrace, load_trace, save_trace
 from jaxmoe.routing import (
     ExpertChoiceConfig,
     HashConfig,
@@ -20,6 +19,7 @@ from jaxmoe.routing import (
     SoftMoEConfig,
 )
 from jaxmoe.routing.telemetry.recording import recorded
+from jaxmoe.routing.telemetry.trace import RoutingTrace, load_trace, save_trace
 from jaxmoe.run.measures import record_trace
 from sharding.distributed import global_batch
 from tests.support.meshes import MESHES, mesh_named

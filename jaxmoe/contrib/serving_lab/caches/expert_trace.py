@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxmoe.contrib.serving_lab.caches.base import Item, Use
-from jaxmoe.planning.placement import RoutingTrace
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 
 
 def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use]:

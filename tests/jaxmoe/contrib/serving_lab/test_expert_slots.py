@@ -16,9 +16,9 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.decode import generate, stream
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.planning.placement import RoutingTrace
 from jaxmoe.routing import ZeroComputationConfig
 from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
 from tests.support.models import FULL
 

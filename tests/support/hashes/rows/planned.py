@@ -34,8 +34,8 @@ PLANS = {
 def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
     from experiments.recipes import RECIPES
+    from jaxmoe.contrib.placement import PLACERS
     from jaxmoe.models.presets import PRESETS
-    from jaxmoe.planning.placement import PLACERS
 
     for name, flags in PLANS.items():
         yield f"plan/{name}", functools.partial(_plan, flags)
@@ -92,7 +92,7 @@ def _recipe(name: str, directory: pathlib.Path) -> dict[str, str]:
 
 
 def _placer(name: str, directory: pathlib.Path) -> dict[str, str]:
-    from jaxmoe.planning.placement import PLACERS
+    from jaxmoe.contrib.placement import PLACERS
     from tests.support.traces import planted
 
     trace = planted(0, num_layers=3, num_experts=8, num_groups=4, num_tokens=256)

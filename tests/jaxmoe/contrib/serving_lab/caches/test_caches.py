@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, Use, expert_uses, replay
-from jaxmoe.planning.placement import RoutingTrace
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from tests.support.traces import planted
 
 traces = st.lists(st.integers(0, 6), min_size=1, max_size=40)

@@ -33,16 +33,16 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from jaxmoe.planning.placement.integer_program import (
+from jaxmoe.contrib.placement.integer_program import (
     Rows,
     follow_layers,
     minimise,
     relative_gap,
     sums,
 )
-from jaxmoe.planning.placement.measures import flows, imbalance, pair_traffic
-from jaxmoe.planning.placement.solution import Placer, Solution, check_time_limit
-from jaxmoe.planning.placement.trace import RoutingTrace
+from jaxmoe.contrib.placement.measures import flows, imbalance, pair_traffic
+from jaxmoe.contrib.placement.solution import Placer, Solution, check_time_limit
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement, check_devices
 
 Flow = Int[np.ndarray, "M P P"]

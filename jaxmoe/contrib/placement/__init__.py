@@ -4,9 +4,9 @@
 
     trace = load_trace("trace.npz")
     solution = PLACERS["exflow"]().solve(trace, num_devices=8)
-    state = jaxmoe.planning.placement.relocate.relocate(model, state, solution.placement)
+    state = jaxmoe.contrib.placement.relocate.relocate(model, state, solution.placement)
 
-To add a solver: a config that extends `Placer` in a file of its own in `jaxmoe/planning/placement`,
+To add a solver: a config that extends `Placer` in a file of its own in `jaxmoe/contrib/placement`,
 and its row under `placer` in `jaxmoe/catalog/executions.py`.
 """
 

@@ -32,7 +32,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmoe.planning.placement.integer_program import (
+from jaxmoe.contrib.placement.integer_program import (
     Rows,
     assign_evenly,
     follow_layers,
@@ -40,9 +40,9 @@ from jaxmoe.planning.placement.integer_program import (
     relative_gap,
     sums,
 )
-from jaxmoe.planning.placement.measures import Devices, crossings
-from jaxmoe.planning.placement.solution import Placer, Solution, check_time_limit
-from jaxmoe.planning.placement.trace import RoutingTrace
+from jaxmoe.contrib.placement.measures import Devices, crossings
+from jaxmoe.contrib.placement.solution import Placer, Solution, check_time_limit
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement, check_devices
 
 Affinity = Int[np.ndarray, "M E E"]

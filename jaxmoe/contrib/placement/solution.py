@@ -8,7 +8,7 @@ import abc
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.planning.placement.trace import RoutingTrace
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement
 
 

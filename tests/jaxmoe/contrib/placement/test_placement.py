@@ -12,25 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.place import compare, speculative_devices
-from jaxmoe.planning.placement import (
+from jaxmoe.contrib.placement import (
     PLACERS,
     ExFlowConfig,
     ExpertGroupingConfig,
     MoETunerConfig,
-    RoutingTrace,
     integer_program,
 )
-from jaxmoe.planning.placement import exflow as exflow_solver
-from jaxmoe.planning.placement.grouping import cluster_ids, grouping_cost
-from jaxmoe.planning.placement.integer_program import follow_layers
-from jaxmoe.planning.placement.measures import (
+from jaxmoe.contrib.placement import exflow as exflow_solver
+from jaxmoe.contrib.placement.grouping import cluster_ids, grouping_cost
+from jaxmoe.contrib.placement.integer_program import follow_layers
+from jaxmoe.contrib.placement.measures import (
     crossings,
     flows,
     imbalance,
     local_share,
     pair_traffic,
 )
-from jaxmoe.planning.placement.moetuner import cluster_by_load, label_devices
+from jaxmoe.contrib.placement.moetuner import cluster_by_load, label_devices
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement
 from tests.support.traces import planted
 

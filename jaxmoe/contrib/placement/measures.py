@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmoe.planning.placement.trace import RoutingTrace
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement
 
 Devices = Int[np.ndarray, "L E"]

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmoe.contrib.placement.relocate import relocate, relocate_params, relocate_router_state
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward, initial_router_state
 from jaxmoe.optim import adamw, muonh
-from jaxmoe.planning.placement.relocate import relocate, relocate_params, relocate_router_state
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState

@@ -31,10 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmoe.planning.placement.integer_program import assign_evenly
-from jaxmoe.planning.placement.measures import experts_devices, homes
-from jaxmoe.planning.placement.solution import Placer, Solution
-from jaxmoe.planning.placement.trace import RoutingTrace
+from jaxmoe.contrib.placement.integer_program import assign_evenly
+from jaxmoe.contrib.placement.measures import experts_devices, homes
+from jaxmoe.contrib.placement.solution import Placer, Solution
+from jaxmoe.routing.telemetry.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement, check_devices
 from sharding.expert_parallel.token_shuffle import TokenTables
 
