@@ -189,16 +189,9 @@ VERTICALS = {
         sockets=_ENGINE,
     ),
     "foreign_models": Vertical(
-        sources=(
-            "jaxmoe/training/fit.py",
-            "sharding/foreign.py",
-        ),
-        tests=(
-            "tests/jaxmoe/training/test_fit.py",
-            "tests/sharding/test_foreign.py",
-        ),
-        smoke="tests/sharding/test_foreign.py::test_one_sum_per_block[2-llama]",
-        sockets=_STEP,
+        sources=("jaxmoe/contrib/foreign_models/*",),
+        tests=("tests/jaxmoe/contrib/foreign_models/*",),
+        smoke="tests/jaxmoe/contrib/foreign_models/test_specs.py::test_one_sum_per_block[2-llama]",
     ),
     "layerwise": Vertical(
         sources=(

@@ -23,7 +23,7 @@ Names and shapes do not show how many heads a matrix [inputs, heads * width] has
 devices, heads are cut: correct but slow), that such matrices are stacked, or that a table is not
 one of tokens. Use `overrides` for those.
 
-To add a name: an entry in OUTPUTS, INPUTS, ROWS or WHOLE of sharding/foreign.py.
+To add a name: an entry in OUTPUTS, INPUTS, ROWS or WHOLE.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.training import fit
+from jaxmoe.contrib.foreign_models.fit import fit
 from tests.support.foreign_models import FOREIGN, VOCAB
 
 STEPS = 3
@@ -175,5 +175,5 @@ def test_several_processes_are_refused(monkeypatch):
 
 def test_example_in_the_docstring():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = doctest.testmod(sys.modules["jaxmoe.training.fit"])
+        found = doctest.testmod(sys.modules["jaxmoe.contrib.foreign_models.fit"])
     assert found.attempted == 4 and found.failed == 0

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxmoe.contrib.foreign_models.specs import foreign_mesh, foreign_specs
 from jaxmoe.planning.hlo import collectives
-from sharding.foreign import foreign_mesh, foreign_specs
 from sharding.mesh import named_shardings
 from tests.support.collective_counts import counts
 from tests.support.foreign_models import FOREIGN

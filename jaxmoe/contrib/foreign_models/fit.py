@@ -6,9 +6,8 @@
     loss(params, batch)      a mean over the batch
     predict(params, batch)   a pytree of arrays [B ...]
 
-None of them mentions devices. `fit` makes the mesh, the partition specs (`sharding/foreign.py`),
-the jitted step, the order of the examples and the predictions; the losses equal those of one
-device.
+None of them mentions devices. `fit` makes the mesh, the partition specs (`specs.py`), the jitted
+step, the order of the examples and the predictions; the losses equal those of one device.
 
 It saves no checkpoint, cannot resume and runs in one process. For these, and for mixtures of
 experts, use `jaxmoe.run.Run` or `experiments.pretrain`.
@@ -26,8 +25,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmoe.contrib.foreign_models.specs import foreign_mesh, foreign_specs
 from sharding.axes import DATA, TENSOR
-from sharding.foreign import foreign_mesh, foreign_specs
 from sharding.mesh import named_shardings
 
 
@@ -85,7 +84,7 @@ def fit(
         steps: Number of updates.
         batch_size: Examples per step; a multiple of the devices that share the batch.
         tensor: Devices that share each layer.
-        overrides: Partition specs by pattern; see `sharding.foreign.foreign_specs`.
+        overrides: Partition specs by pattern; see `foreign_specs`.
         seed: Seed of the order of the examples.
         devices: Devices of the mesh; all when None.
 
