@@ -10,8 +10,9 @@ them.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,30 @@ serialization.register_serialization_state(
         order=state["order"],
     ),
 )
+
+
+class StoredArray(abc.ABC):
+    """Leaf of a state whose values lie outside the memory of this process until they are read.
+
+    It has the shape, dtype, sharding, `is_deleted` and `__array__` of an array, so that it is saved
+    as any other leaf. A second copy of it is never made, and no device holds a replica.
+    """
+
+    place: ClassVar[str]
+    """Where the values are, as messages say it."""
+
+    @abc.abstractmethod
+    def is_deleted(self) -> bool:
+        """Return whether a later step has replaced the values."""
+
+
+def without_stored(tree: Any) -> Any:
+    """Return a state with None in place of its stored arrays.
+
+    Args:
+        tree: State.
+    """
+    return jax.tree.map(lambda leaf: None if isinstance(leaf, StoredArray) else leaf, tree)
 
 
 def is_key(leaf: Any) -> bool:

@@ -88,11 +88,11 @@ _UPDATE: Final = {
         "The whole state at once, on the device.",
     ),
     "parts": (
-        "jaxmoe.training.optimizer_parts:UpdateInParts",
+        "jaxmoe.contrib.offload.optimizer_parts:UpdateInParts",
         "Part after part, of a state in host memory.",
     ),
     "files": (
-        "jaxmoe.training.optimizer_files.step:UpdateFromFiles",
+        "jaxmoe.contrib.offload.files_step:UpdateFromFiles",
         "Part after part, of a state in files.",
     ),
 }

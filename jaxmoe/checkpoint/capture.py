@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxmoe.training.optimizer_files.array import FileArray
+from jaxmoe.state_tree import StoredArray
 
 
 def reason_against(state: Any) -> str:
@@ -35,9 +35,11 @@ def reason_against(state: Any) -> str:
     Args:
         state: Tree of arrays.
     """
-    if any(isinstance(leaf, FileArray) for leaf in jax.tree.leaves(state)):
-        return "arrays are in files"
-    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    leaves = jax.tree.leaves(state)
+    for leaf in leaves:
+        if isinstance(leaf, StoredArray):
+            return f"arrays are in {leaf.place}"
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     needed: dict[jax.Device, int] = {}
     for array in arrays:
         device = min(array.sharding.addressable_devices, key=lambda device: device.id)

@@ -14,8 +14,8 @@ the layers of a micro-batch, a micro-batches, and k parts of the L layers of a s
                              2 W (1 + 1 / k)      update        W          parameters
     remat offload            a A                                a A
 
-A loop of the update fetches its last part twice (`jaxmoe/training/optimizer_parts.py`), a pass
-through streamed layers the first (`jaxmoe/models/streamed_scan.py`). Gradients have the dtype of
+A loop of the update fetches its last part twice (`Update.fetches`), a pass through streamed layers
+the first (`jaxmoe/models/streamed_scan.py`). Gradients have the dtype of
 parameters. The forward pass of `accumulated_balance` two_pass is not counted.
 
 To add a reason: a line in `host_traffic`, in `jaxmoe/planning/host_link.py`.
@@ -34,7 +34,7 @@ from jaxmoe.planning.abstract_step import StepPlan, abstract_state
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.training.optimizer_parts import Module, OwnedState, modules_of
+from jaxmoe.training.parts.update import state_owners, update_of
 from jaxmoe.training.state import layers_on_host
 
 
@@ -78,16 +78,16 @@ def _state(plan: StepPlan) -> Iterator[HostTraffic]:
         return
     state = abstract_state(plan, plan.mesh)
     trained = plan.table.trained(state.params)
-    owned = OwnedState.of(state.opt_state, trained)
-    modules = modules_of(plan.model, trained, execution.optimizer_parts)
-    extra = {module.name: _fetches(plan, module) for module in modules}
+    leaves = jax.tree.leaves(state.opt_state)
+    owners = state_owners(state.opt_state, trained)
+    fetches = update_of(execution).fetches(plan.model, trained, execution)
     moments = {
-        module.name: _bytes([owned.leaves[place] for place in owned.places(module.name)])
-        for module in modules
+        name: _bytes([leaf for leaf, owner in zip(leaves, owners, strict=True) if owner == name])
+        for name in fetches
     }
     yield HostTraffic(
         reason="moments",
-        to_device=sum(moments[name] * extra[name] for name in moments),
+        to_device=sum(moments[name] * fetches[name] for name in moments),
         to_host=sum(moments.values()),
     )
     away = layers_on_host(plan.model, execution)
@@ -109,16 +109,9 @@ def _state(plan: StepPlan) -> Iterator[HostTraffic]:
     )
     yield HostTraffic(
         reason="update of layers",
-        to_device=sum(2 * layers[name] * extra.get(name, 0.0) for name in away),
+        to_device=sum(2 * layers[name] * fetches.get(name, 0.0) for name in away),
         to_host=once,
     )
-
-
-def _fetches(plan: StepPlan, module: Module) -> float:
-    """Return how often the update brings the state of a module to the device."""
-    is_loop = plan.execution.optimizer_memory == "host" and plan.execution.updates_in_parts
-    parts = module.parts or 1
-    return 1 + 1 / parts if is_loop and parts > 1 else 1.0
 
 
 def _inputs(plan: StepPlan) -> Iterator[HostTraffic]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jaxmoe.fingerprints import fingerprints
-from jaxmoe.training.optimizer_files.array import on_devices
+from jaxmoe.state_tree import without_stored
 from jaxmoe.training.state import TrainState
 
 
@@ -25,4 +25,4 @@ class ReplicaHook:
 
     def run(self, step: int, state: TrainState) -> None:
         """Raise ReplicasDifferError, naming devices and arrays, if replicas differ."""
-        fingerprints(on_devices(state))
+        fingerprints(without_stored(state))

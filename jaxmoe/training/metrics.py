@@ -56,7 +56,7 @@ class StepMetrics:
     `jaxmoe/training/workers/step.py`."""
     disk: dict[str, Any] = struct.field(default_factory=dict)
     """Bytes of optimiser state that were read and written, and seconds of its update, where it lies
-    in files; see `jaxmoe/training/optimizer_files/step.py`."""
+    in files; see `jaxmoe/contrib/offload/files_step.py`."""
 
 
 def fetch_metrics(metrics: Sequence[StepMetrics]) -> tuple[StepMetrics, ...]:

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import pretrain
 from experiments.cli.flags import ExitCode
-from jaxmoe.training.optimizer_files.part_files import PartFiles
+from jaxmoe.contrib.offload.part_files import PartFiles
 from tests.support.runs import flags, logged_losses, saved_leaves
 
 STEPS, EVERY = 4, 2

@@ -240,20 +240,16 @@ VERTICALS = {
         sockets=_STEP,
     ),
     "offload": Vertical(
-        sources=(
-            "jaxmoe/contrib/offload/*",
-            "jaxmoe/training/optimizer_files/*",
-            "jaxmoe/training/optimizer_parts.py",
-        ),
+        sources=("jaxmoe/contrib/offload/*",),
         tests=(
-            "tests/jaxmoe/training/test_optimizer_*.py",
+            "tests/jaxmoe/contrib/offload/*",
             "tests/faults/test_optimizer_files.py",
         ),
         smoke=(
-            "tests/jaxmoe/training/test_optimizer_parts.py"
+            "tests/jaxmoe/contrib/offload/test_optimizer_parts.py"
             "::test_an_update_in_parts_is_that_of_the_whole[adamw]"
         ),
-        sockets=_STEP,
+        sockets=("jaxmoe/training/parts/update.py",) + _STEP,
     ),
     "placement": Vertical(
         sources=(

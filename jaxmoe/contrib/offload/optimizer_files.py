@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxmoe.contrib.offload.files_step import UpdateFromFiles, open_files
+from jaxmoe.contrib.offload.part_files import PartFiles
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
 from jaxmoe.run.supervision import Supervision
-from jaxmoe.training.optimizer_files.part_files import PartFiles
-from jaxmoe.training.optimizer_files.step import UpdateFromFiles, open_files
 
 
 class OptimizerFiles(RunPart):

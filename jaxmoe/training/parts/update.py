@@ -3,6 +3,7 @@
 """Socket `Update`: how a step updates parameters and the state of its optimiser.
 
     check(step)                     refuses a step whose optimiser cannot be updated so
+    fetches(model, params, ...)     how often the state of a module comes to the device
     jitted(step)                    the step as one program, or as several
     update(step, state, inputs)     new parameters and state; the guard keeps or refuses all of it
 
@@ -13,17 +14,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.catalog import choice
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import FiniteTransformation
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.training.accumulation import GradientSums
@@ -146,6 +150,19 @@ class Update(abc.ABC):
         """
 
     @abc.abstractmethod
+    def fetches(
+        self, model: ModelConfig, params: Any, execution: ExecutionConfig
+    ) -> Mapping[str, float]:
+        """Return how often a step brings the state of each module to the device, on average over
+        its arrays, by the first name of the paths of its parameters.
+
+        Args:
+            model: Model that is trained.
+            params: Nested dict of the trained parameters, or of their shapes.
+            execution: Where parameters and state lie.
+        """
+
+    @abc.abstractmethod
     def update(
         self, step: Step, state: TrainState, inputs: Inputs
     ) -> tuple[Any, Any, UpdatedState]:
@@ -173,6 +190,12 @@ class WholeUpdate(Update):
                 f" updates it in {step.execution.update}: leave update out"
             )
 
+    def fetches(
+        self, model: ModelConfig, params: Any, execution: ExecutionConfig
+    ) -> Mapping[str, float]:
+        """Return 1 for each module; see the base class."""
+        return dict.fromkeys(trained_modules(params), 1.0)
+
     def jitted(self, step: Step) -> CheckedStep:
         """Return the step as one program; see the base class."""
         return one_program(step)
@@ -188,6 +211,45 @@ class WholeUpdate(Update):
         )
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), inputs.params, updates)
         return updates, params, WholeState(new=opt_state, old=fetched, execution=step.execution)
+
+
+def trained_modules(params: Any) -> tuple[str, ...]:
+    """Return the first names of the paths of trained parameters, in their order.
+
+    Args:
+        params: Nested dict; a module without leaves is frozen.
+    """
+    return tuple(name for name, module in params.items() if jax.tree.leaves(module))
+
+
+def state_owners(opt_state: Any, params: Any) -> list[str | None]:
+    """Return the module to which each leaf of an optimiser state belongs; None for counters.
+
+    Args:
+        opt_state: State of the optimiser, or its shapes.
+        params: Nested dict of the trained parameters, or of their shapes.
+
+    Raises:
+        ValueError: An array belongs to no parameter.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(opt_state)
+    names = set(traverse_util.flatten_dict(params))
+    return [_owner(path, leaf, names) for path, leaf in paths]
+
+
+def _owner(path: Any, leaf: Any, names: set[tuple[str, ...]]) -> str | None:
+    """Return the first name of the parameter whose path ends the path of a state's array."""
+    keys = tuple(getattr(entry, "key", None) for entry in path)
+    for start in range(len(keys)):
+        if keys[start:] in names:
+            return keys[start]
+    if not leaf.ndim:
+        return None
+    raise ValueError(
+        f"execution.optimizer_parts needs to know the parameter of each array of the optimizer's"
+        f" state, and {jax.tree_util.keystr(path)} of shape {leaf.shape} belongs to none: set"
+        " execution.optimizer_parts to 1"
+    )
 
 
 def one_program(step: Step) -> CheckedStep:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -27,23 +27,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxmoe.data.batch import Batch
-from jaxmoe.errors import EndRunError
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.scaling.initialize import lay_out
-from jaxmoe.training.estimators.base import StepGradients
-from jaxmoe.training.guard import all_finite, select
-from jaxmoe.training.metrics import StepMetrics
-from jaxmoe.training.optimizer_files.array import FileArray
-from jaxmoe.training.optimizer_files.part_files import PartFiles, PartLayout, Pass
-from jaxmoe.training.optimizer_parts import (
+from jaxmoe.contrib.offload.file_array import FileArray
+from jaxmoe.contrib.offload.optimizer_parts import (
     Module,
     OwnedState,
     UpdateInParts,
     check_layerwise,
     modules_of,
 )
-from jaxmoe.training.parts.update import Clipped, Inputs, Update, UpdatedParams, UpdatedState
+from jaxmoe.contrib.offload.part_files import PartFiles, PartLayout, Pass
+from jaxmoe.data.batch import Batch
+from jaxmoe.errors import EndRunError
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.scaling.initialize import lay_out
+from jaxmoe.training.estimators.base import StepGradients
+from jaxmoe.training.guard import all_finite, select
+from jaxmoe.training.metrics import StepMetrics
+from jaxmoe.training.parts.update import (
+    Clipped,
+    Inputs,
+    Update,
+    UpdatedParams,
+    UpdatedState,
+    trained_modules,
+)
 from jaxmoe.training.state import CheckedStep, TrainState
 from sharding.constrain import place_like
 
@@ -155,6 +163,12 @@ class UpdateFromFiles(Update):
         """Refuse an optimiser that does not promise to treat each layer by itself."""
         check_layerwise(step.execution, step.optimizer)
 
+    def fetches(
+        self, model: ModelConfig, params: Any, execution: ExecutionConfig
+    ) -> Mapping[str, float]:
+        """Return 1 for each module; see the base class."""
+        return dict.fromkeys(trained_modules(params), 1.0)
+
     def update(
         self, step: Step, state: TrainState, inputs: Inputs
     ) -> tuple[Any, Any, UpdatedState]:
@@ -207,7 +221,7 @@ class FilesStep:
             raise ValueError(
                 "execution.optimizer_memory=files needs the files of the state: give"
                 " make_train_step update=UpdateFromFiles(files=open_files(...)), both of"
-                " jaxmoe.training.optimizer_files.step, or set execution.optimizer_memory to host"
+                " jaxmoe.contrib.offload.files_step, or set execution.optimizer_memory to host"
             )
         files, since = self._files, time.perf_counter()
         opt_state = self._in_files(state)

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.offload import part_files
+from jaxmoe.contrib.offload.files_step import OptimizerFilesError, UpdateFromFiles, open_files
+from jaxmoe.contrib.offload.part_files import PartFiles
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -20,9 +23,6 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.optimizer_files import part_files
-from jaxmoe.training.optimizer_files.part_files import PartFiles
-from jaxmoe.training.optimizer_files.step import OptimizerFilesError, UpdateFromFiles, open_files
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step
 from sharding import MeshConfig

@@ -27,13 +27,12 @@ others, and only the results of the module are used: the compiler removes the re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import traverse_util
 from jaxtyping import Array, Bool, Int
 
 from jaxmoe.execution import ExecutionConfig
@@ -41,7 +40,14 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import LayerwiseTransformation
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.host_arrays import is_on_host
-from jaxmoe.training.parts.update import Inputs, Update, UpdatedState, one_program
+from jaxmoe.training.parts.update import (
+    Inputs,
+    Update,
+    UpdatedState,
+    one_program,
+    state_owners,
+    trained_modules,
+)
 from jaxmoe.training.state import CheckedStep, TrainState
 
 if TYPE_CHECKING:
@@ -97,9 +103,7 @@ def modules_of(model: ModelConfig, params: Any, number: int) -> tuple[Module, ..
         number: Least number of parts of each scan; a scan has at most one for each layer.
     """
     lengths, modules = {scan.name: scan.length for scan in model.scans}, []
-    for name, module in params.items():
-        if not jax.tree.leaves(module):  # frozen
-            continue
+    for name in trained_modules(params):
         length = lengths.get(name)
         if length is None:
             modules.append(Module(name))
@@ -118,6 +122,14 @@ class UpdateInParts(Update):
     def check(self, step: Step) -> None:
         """Refuse an optimiser that does not promise to treat each layer by itself."""
         check_layerwise(step.execution, step.optimizer)
+
+    def fetches(
+        self, model: ModelConfig, params: Any, execution: ExecutionConfig
+    ) -> Mapping[str, float]:
+        """Return 1 and, for a module of several parts, one part more; see the base class."""
+        modules = modules_of(model, params, execution.optimizer_parts)
+        numbers = {module.name: module.parts or 1 for module in modules}
+        return {name: 1 + 1 / number if number > 1 else 1.0 for name, number in numbers.items()}
 
     def jitted(self, step: Step) -> CheckedStep:
         """Return the step as one program; see the base class."""
@@ -221,10 +233,8 @@ class OwnedState:
         Raises:
             ValueError: An array belongs to no parameter.
         """
-        paths, structure = jax.tree_util.tree_flatten_with_path(opt_state)
-        names = set(traverse_util.flatten_dict(params))
-        owners = [_owner(path, leaf, names) for path, leaf in paths]
-        return cls([leaf for _, leaf in paths], owners, structure)
+        leaves, structure = jax.tree.flatten(opt_state)
+        return cls(leaves, state_owners(opt_state, params), structure)
 
     def places(self, owner: str | None) -> list[int]:
         """Return the places of the leaves of a module, or of the counters for None."""
@@ -380,18 +390,3 @@ class OwnedModule:
 def _stand_in(leaf: Array) -> Array:
     """Return zeros on the device for an array that is not read."""
     return jnp.zeros_like(jax.device_put(leaf, _DEVICE))
-
-
-def _owner(path: Any, leaf: Any, names: set[tuple[str, ...]]) -> str | None:
-    """Return the first name of the parameter whose path ends the path of a state's array."""
-    keys = tuple(getattr(entry, "key", None) for entry in path)
-    for start in range(len(keys)):
-        if keys[start:] in names:
-            return keys[start]
-    if not leaf.ndim:
-        return None
-    raise ValueError(
-        f"execution.optimizer_parts needs to know the parameter of each array of the optimizer's"
-        f" state, and {jax.tree_util.keystr(path)} of shape {leaf.shape} belongs to none: set"
-        " execution.optimizer_parts to 1"
-    )

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.contrib.offload.optimizer_parts import Module, update_in_parts
 from jaxmoe.optim import adamw
-from jaxmoe.training.optimizer_parts import Module, update_in_parts
 from tests.support.tpus import described_tpus
 
 LAYERS, WIDTH, MIB = 64, 1024, 2**20

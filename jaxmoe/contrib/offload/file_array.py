@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from jaxmoe.training.optimizer_files.part_files import PartFiles
+from jaxmoe.contrib.offload.part_files import PartFiles
+from jaxmoe.state_tree import StoredArray
 
 
-class FileArray:
+class FileArray(StoredArray):
     """Array in files; a leaf of a state between two steps. It is read when it is converted.
 
     A step that is accepted replaces the values: the array is then deleted, as one that was donated.
@@ -22,6 +23,8 @@ class FileArray:
         where: Number of each part, and the place of the array in it.
         like: Shape, dtype and sharding in memory.
     """
+
+    place: ClassVar[str] = "files"
 
     def __init__(self, files: PartFiles, where: tuple[tuple[int, int], ...], like: Any):
         self._files, self._where, self._version = files, where, files.version
@@ -67,8 +70,3 @@ class FileArray:
         parts = [self._files.piece(number, place) for number, place in self._where]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return array if dtype is None else array.astype(dtype, copy=False)
-
-
-def on_devices(tree: Any) -> Any:
-    """Return a state without the arrays that lie in files, in whose place there is None."""
-    return jax.tree.map(lambda leaf: None if isinstance(leaf, FileArray) else leaf, tree)
