@@ -61,6 +61,12 @@ _DETAILS: Final = {
         "The losses of all choices of sizes on the first held-out batch, a row for each budget.",
     ),
 }
+_SUBSET: Final = {
+    "clusters": (
+        "jaxmoe.contrib.ensembles.partition:ClusterPartConfig",
+        "One of several clusters of similar documents (c-BTM).",
+    ),
+}
 _OPTIMIZER: Final = {
     "adamw": ("jaxmoe.optim.adamw:AdamWConfig", "AdamW for every role."),
     "muon": ("jaxmoe.optim.muon:MuonConfig", "Muon for matrices, AdamW for all else."),
@@ -298,6 +304,7 @@ BASES: Final = {
     "assign": "jaxmoe.data.levels.plan:Assigner",
     "skipping": "jaxmoe.training.estimators.skipping:Skipping",
     "details": "jaxmoe.run.measures:Details",
+    "subset": "jaxmoe.data.subset:SubsetConfig",
     "optimizer": "jaxmoe.optim.groups:Optimizer",
     "schedule": "jaxmoe.optim.schedules:ScheduleBase",
     "objective": "jaxmoe.training.objective:Objective",
@@ -317,6 +324,7 @@ MEMBERS: Final = {
     "assign": _ASSIGN,
     "skipping": _SKIPPING,
     "details": _DETAILS,
+    "subset": _SUBSET,
     "optimizer": _OPTIMIZER,
     "schedule": _SCHEDULE,
     "objective": _OBJECTIVE,

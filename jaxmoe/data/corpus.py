@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.partition import Partition, PartitionedConfig, part_of_documents
 from jaxmoe.data.source import Row, Split
+from jaxmoe.data.subset import PartitionedConfig, Subset, subset_of
 from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from pallas_kernels.array_types import Int, Shaped
 
@@ -64,8 +64,8 @@ class CorpusConfig(PartitionedConfig):
             documents["validation" if held_out else "train"].append(document)
         if self.partition is not None:
             train = documents["train"]
-            partition, numbers = part_of_documents(
-                self.partition, lambda n: np.frombuffer(train[n], np.uint8), len(train)
+            partition, numbers = subset_of(self.partition).of_documents(
+                lambda n: np.frombuffer(train[n], np.uint8), len(train)
             )
             documents["train"] = [train[number] for number in numbers]
         joined: dict[Split, bytes] = {
@@ -86,7 +86,7 @@ class Corpus:
     joined: dict[Split, Shaped[np.ndarray, " length"]]
     num_documents: dict[Split, int]
     sha256: dict[Split, str]
-    partition: Partition | None = None
+    partition: Subset | None = None
     """Part to which the training documents belong, if they are partitioned."""
 
     @property

@@ -12,7 +12,7 @@ $XDG_CACHE_HOME/jaxmoe/data/<key>:
     sizes.npy      bytes of text of each document; -1 where the record was already token ids
     facts.json     format, sizes and sha256 of what was read, and the number of skipped records
     slots-*.npy    the packing of a split into rows of one length (see `packing.py`)
-    parts-*.npz    centroids of a partition, and the part of each document (see `partition.py`)
+    parts-*.npz    centroids of a partition, and the part of each document (see `subset.py`)
 
 The key is a hash of the request: names, sizes and modification times of the files, tokenizer,
 fields. The directory is written under a temporary name and renamed, so that it is always whole;

@@ -21,11 +21,11 @@ from jaxmoe.data.batch import DataError
 from jaxmoe.data.documents import cache_key, plan_documents, writing_to
 from jaxmoe.data.held_out import train_texts
 from jaxmoe.data.packing import BestFit, Concatenated
-from jaxmoe.data.partition import Partition, part_of_documents
 from jaxmoe.data.reading.collection import Collection
 from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import Row, Split
 from jaxmoe.data.store import DocumentSet, Store
+from jaxmoe.data.subset import Subset, subset_of
 from jaxmoe.data.text_only import encode_document
 from jaxmoe.data.tokenizer import Tokenizer
 from pallas_kernels.array_types import Int, Shaped
@@ -85,11 +85,8 @@ def build_sources(
         partition = None
         if config.partition is not None:
             train = documents["train"]
-            partition, numbers = part_of_documents(
-                config.partition,
-                train.document,
-                len(train.lengths),
-                file=store.directory / f"parts-{fraction}-{config.partition.split('/')[1]}.npz",
+            partition, numbers = subset_of(config.partition).of_documents(
+                train.document, len(train.lengths), file=store.directory / f"parts-{fraction}"
             )
             documents["train"] = train.members(numbers)
         sources[name] = PackedSource(
@@ -168,7 +165,7 @@ class PackedSource:
         facts: dict[str, dict[str, Any]],
         directories: dict[Split, pathlib.Path],
         seed: int,
-        partition: Partition | None = None,
+        partition: Subset | None = None,
     ):
         self._kind, self._config, self.tokenizer = kind, config, tokenizer
         self.documents, self._facts, self._seed = documents, facts, seed
@@ -340,7 +337,7 @@ class PackedSource:
         fraction = self._config.validation_fraction if len(self._facts) == 1 else 0.0
         part = ""
         if split == "train" and self.partition is not None:
-            part = f"{self.partition.part + 1}of{self.partition.clusters.num_parts}-"
+            part = f"{self.partition.label}-"
         if documents.weights is not None:
             part += f"{self._config.long_documents}-"
         file_name = f"slots-{split}-{fraction}-{part}{sequence_length}.npy"

@@ -41,8 +41,8 @@ import numpy as np
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.order import frozen_generator
-from jaxmoe.data.partition import Partition, PartitionedConfig, PartRows, partition_of_rows
 from jaxmoe.data.source import Row, SourceKind, Split
+from jaxmoe.data.subset import PartitionedConfig, RowNumbers, Subset, subset_of
 from pallas_kernels.array_types import Float, Int, Shaped
 
 _FLOOR = 0.01
@@ -171,9 +171,9 @@ class SyntheticSource:
     config: MarkovConfig | LanguageMixtureConfig
     seed: int
     chains: tuple[Chain, ...]
-    partition: Partition | None = None
+    partition: Subset | None = None
     """Part to which the rows of the train split belong, if they are partitioned."""
-    part_rows: PartRows | None = None
+    part_rows: RowNumbers | None = None
     """Rows of the train split in that part."""
 
     @property
@@ -207,8 +207,8 @@ class SyntheticSource:
         Raises:
             DataError: There are fewer different rows than parts.
         """
-        partition = partition_of_rows(part, functools.partial(self._draw, "train", 0))
-        rows = PartRows(partition, functools.partial(self._draw, "train", self.seed))
+        partition = subset_of(part).of_rows(functools.partial(self._draw, "train", 0))
+        rows = partition.rows(functools.partial(self._draw, "train", self.seed))
         return dataclasses.replace(self, partition=partition, part_rows=rows)
 
     def _draw(

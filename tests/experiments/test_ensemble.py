@@ -13,10 +13,10 @@ import pytest
 
 from experiments import ensemble, pretrain
 from experiments.doctor.devices import tiny_config
+from jaxmoe.contrib.ensembles.clusters import Clusters
 from jaxmoe.contrib.ensembles.evaluate import evaluate_ensemble
 from jaxmoe.contrib.ensembles.members import checked_partition, open_members
 from jaxmoe.data import LanguageMixtureConfig, MarkovConfig
-from jaxmoe.data.clusters import Clusters
 from jaxmoe.run import Run
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory

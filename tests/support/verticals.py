@@ -116,20 +116,17 @@ VERTICALS = {
     "ensembles": Vertical(
         sources=(
             "jaxmoe/contrib/ensembles/*",
-            "jaxmoe/data/clusters.py",
-            "jaxmoe/data/partition.py",
+            "experiments/ensemble.py",
         ),
         tests=(
             "tests/jaxmoe/contrib/ensembles/*",
             "tests/experiments/test_ensemble.py",
-            "tests/jaxmoe/data/test_clusters.py",
-            "tests/jaxmoe/data/test_partition.py",
         ),
         smoke=(
             "tests/jaxmoe/contrib/ensembles/test_ensemble.py"
             "::test_the_mixture_equals_sums_of_probabilities[1-parts0]"
         ),
-        sockets=("jaxmoe/data/loader.py",) + _RUN,
+        sockets=("jaxmoe/data/loader.py", "jaxmoe/data/subset.py") + _RUN,
     ),
     "estimators": Vertical(
         sources=("jaxmoe/contrib/estimators/*",),

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import jax
 
+from jaxmoe.contrib.ensembles.partition import Partition
 from jaxmoe.data import Source
-from jaxmoe.data.partition import Partition
 from jaxmoe.disk import replace_file
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from jaxmoe.configs import varying_fields
+from jaxmoe.contrib.ensembles.clusters import Clusters
 from jaxmoe.contrib.ensembles.kept_partition import partition_of
 from jaxmoe.contrib.ensembles.mixture import make_token_nll
+from jaxmoe.contrib.ensembles.partition import Partition
 from jaxmoe.data import Batch, evaluation_batches
-from jaxmoe.data.clusters import Clusters
-from jaxmoe.data.partition import Partition
 from jaxmoe.run.assemble import Assembly, entropy_floor
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory

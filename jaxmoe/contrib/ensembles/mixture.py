@@ -4,7 +4,7 @@
 
     p(y | x) = sum_k p(k | x) p_k(y | x),   p(k | x) = softmax(-|e - c_k|^2 / T)
 
-with e the features of the text so far and c_k the centroids of the parts (`data/clusters.py`). Only
+with e the features of the text so far and c_k the centroids of the parts (`clusters.py`). Only
 the likeliest models of each token are used, one or two. Everything is in logarithms, in float64 on
 the host; a model contributes the loss of each target, not its logits.
 
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmoe.contrib.ensembles.clusters import prefix_features, squared_distances
 from jaxmoe.data.batch import Batch
-from jaxmoe.data.clusters import prefix_features, squared_distances
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.documents import BadRecords
 from jaxmoe.data.packing import Long, Packing
-from jaxmoe.data.partition import PartitionedConfig
+from jaxmoe.data.subset import PartitionedConfig
 from jaxmoe.data.text_only import TextOnly, copied
 from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from jaxmoe.disk import cache_directory

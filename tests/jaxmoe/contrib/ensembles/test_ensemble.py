@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.ensembles.clusters import Clusters, document_features
 from jaxmoe.contrib.ensembles.evaluate import TEMPERATURES, evaluate_ensemble
 from jaxmoe.contrib.ensembles.members import Member, Members
 from jaxmoe.contrib.ensembles.mixture import (
@@ -15,9 +16,8 @@ from jaxmoe.contrib.ensembles.mixture import (
     part_distances,
     part_log_probs,
 )
+from jaxmoe.contrib.ensembles.partition import Partition
 from jaxmoe.data import Batch
-from jaxmoe.data.clusters import Clusters, document_features
-from jaxmoe.data.partition import Partition
 
 PARTS, LENGTH, ROWS = 3, 12, 4
 VOCABULARY = np.arange(30).reshape(PARTS, 10)

@@ -25,12 +25,12 @@ import io
 import os
 import pathlib
 import zipfile
-from collections.abc import Callable
 
 import numpy as np
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.order import frozen_generator
+from jaxmoe.data.subset import Document
 from pallas_kernels.array_types import Float, Int, Shaped
 
 NUM_BUCKETS = 256
@@ -45,9 +45,6 @@ _RESTARTS, _ITERATIONS = 8, 50
 _DECIMALS = 6
 _CHUNK = 4096
 """Documents whose features are in memory at a time."""
-
-Document = Callable[[int], Shaped[np.ndarray, " S"]]
-"""Function from the number of a document to its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -3,15 +3,8 @@
 """Trains on one part of the documents: `--data.partition 3/8` is the third of eight.
 
 The training documents are clustered (`clusters.py`), and a run reads those of one cluster; the
-parts are disjoint and together everything. Held-out documents are not partitioned, so that runs on
-different parts are evaluated on the same text. A partition depends on the data and the number of
-parts, not on `training.seed`. Runs on all parts are an ensemble: `experiments/ensemble.py`.
-
-`partition` is a field of the configs whose sources know single documents. A source that wraps
-another would see rows, in which documents are packed side by side or joined end to end.
-
-To partition another source: its config inherits `PartitionedConfig`, its `build` selects documents
-with `part_of_documents`, and the source has the attribute `partition`.
+parts are disjoint and together everything. Runs on all parts are an ensemble:
+`experiments/ensemble.py`.
 """
 
 from __future__ import annotations
@@ -23,20 +16,19 @@ import pathlib
 import re
 import threading
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxmoe.data.batch import DataError
-from jaxmoe.data.clusters import (
+from jaxmoe.contrib.ensembles.clusters import (
     Clusters,
-    Document,
     assign_documents,
     document_features,
     fit_documents,
 )
-from jaxmoe.data.source import SourceKind
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.subset import Document, DrawRow, RowNumbers, Subset, SubsetConfig
 from pallas_kernels.array_types import Int
 
 logger = logging.getLogger(__name__)
@@ -49,25 +41,8 @@ _MOST_MISSES = 2**16
 """Rows of other parts in a row after which a part counts as empty."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionedConfig(SourceKind):
-    """Field of all sources whose documents can be partitioned."""
-
-    partition: str | None = None
-    """Part of the training documents to train on, such as 3/8: the third of eight clusters of
-    similar documents. Held-out documents stay whole. All of them when None."""
-
-    def __post_init__(self):
-        self.check_partition()
-
-    def check_partition(self) -> None:
-        """Raise a ValueError for a part that does not exist."""
-        if self.partition is not None:
-            parse_part(self.partition)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Partition:
+class Partition(Subset):
     """Part of the documents that a source trains on."""
 
     part: int
@@ -82,9 +57,57 @@ class Partition:
         """Return part and sha256 of the centroids as JSON values."""
         return {"part": str(self), "centroids": self.clusters.digest()}
 
+    @property
+    def label(self) -> str:
+        """Part and number of parts."""
+        return f"{self.part + 1}of{self.clusters.num_parts}"
+
     def describe(self) -> str:
         """Return which part it is."""
         return f"part {self.part + 1} of {self.clusters.num_parts}"
+
+    def rows(self, draw: DrawRow) -> PartRows:
+        """Return the rows of the part; see the base class."""
+        return PartRows(self, draw)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterPartConfig(SubsetConfig):
+    """One of several clusters of similar documents (c-BTM)."""
+
+    name: ClassVar[str] = "clusters"
+
+    part: int = 0
+    """Number of the part, from 0."""
+    num_parts: int = 1
+    """Number of parts."""
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterPartConfig:
+        """Return the config of PART/PARTS; see the base class."""
+        part, num_parts = parse_part(text)
+        return cls(part=part, num_parts=num_parts)
+
+    def of_documents(
+        self, document: Document, num_documents: int, *, file: pathlib.Path | None = None
+    ) -> tuple[Partition, Int[np.ndarray, " members"]]:
+        """Return the part, and its documents; centroids and parts are cached beside the file."""
+        if file is not None:
+            file = file.with_name(f"{file.name}-{self.num_parts}.npz")
+        cached = _read(file, num_documents, self.num_parts)
+        if cached is None:
+            clusters = fit_documents(document, num_documents, self.num_parts)
+            parts = assign_documents(clusters, document, num_documents)
+            _write(file, clusters, parts)
+        else:
+            clusters, parts = cached
+        return Partition(part=self.part, clusters=clusters), np.flatnonzero(parts == self.part)
+
+    def of_rows(self, draw: DrawRow) -> Partition:
+        """Return the part of an unlimited source, fitted on its first rows."""
+        rows = [draw(number, _FITTED_TOKENS) for number in range(_FITTED_ROWS)]
+        clusters = fit_documents(rows.__getitem__, len(rows), self.num_parts)
+        return Partition(part=self.part, clusters=clusters)
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -109,47 +132,7 @@ def parse_part(text: str) -> tuple[int, int]:
     return part - 1, num_parts
 
 
-def part_of_documents(
-    text: str, document: Document, num_documents: int, *, file: pathlib.Path | None = None
-) -> tuple[Partition, Int[np.ndarray, " members"]]:
-    """Return a partition, and the numbers of the documents in its part.
-
-    Args:
-        text: The part, as in `3/8`.
-        document: Tokens of each training document.
-        num_documents: Number of training documents.
-        file: File that caches centroids and parts, if any.
-
-    Raises:
-        DataError: There are fewer documents than parts.
-    """
-    part, num_parts = parse_part(text)
-    found = _read(file, num_documents, num_parts)
-    if found is None:
-        clusters = fit_documents(document, num_documents, num_parts)
-        parts = assign_documents(clusters, document, num_documents)
-        _write(file, clusters, parts)
-    else:
-        clusters, parts = found
-    return Partition(part=part, clusters=clusters), np.flatnonzero(parts == part)
-
-
-def partition_of_rows(text: str, draw: Callable[[int, int], np.ndarray]) -> Partition:
-    """Return the partition of an unlimited source whose rows are documents.
-
-    Args:
-        text: The part, as in `3/8`.
-        draw: Function from row number and S to the tokens of a row, the same for every seed.
-
-    Raises:
-        DataError: There are fewer different rows than parts.
-    """
-    part, num_parts = parse_part(text)
-    rows = [draw(number, _FITTED_TOKENS) for number in range(_FITTED_ROWS)]
-    return Partition(part=part, clusters=fit_documents(rows.__getitem__, len(rows), num_parts))
-
-
-class PartRows:
+class PartRows(RowNumbers):
     """Numbers of the rows of an unlimited source that belong to one part, in order.
 
     The n-th is found by drawing all rows before it, once: a run that resumes draws the rows of all
@@ -160,7 +143,7 @@ class PartRows:
         draw: Function from row number and S to the tokens of a row.
     """
 
-    def __init__(self, partition: Partition, draw: Callable[[int, int], np.ndarray]):
+    def __init__(self, partition: Partition, draw: DrawRow):
         self._partition, self._draw = partition, draw
         self._found: dict[int, list[int]] = {}
         self._drawn: dict[int, int] = {}

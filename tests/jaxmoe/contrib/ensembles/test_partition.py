@@ -8,6 +8,8 @@ import json
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.ensembles import partition as partitions
+from jaxmoe.contrib.ensembles.partition import PartRows, parse_part
 from jaxmoe.data import (
     DataError,
     FilesConfig,
@@ -15,9 +17,7 @@ from jaxmoe.data import (
     Loader,
     MixtureConfig,
 )
-from jaxmoe.data import partition as partitions
 from jaxmoe.data.corpus import CorpusConfig
-from jaxmoe.data.partition import PartRows, parse_part
 
 WORDS = ("alpha beta gamma delta", "one two three four", "noir vert bleu jaune")
 

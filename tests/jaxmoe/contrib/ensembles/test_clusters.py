@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxmoe.data import DataError
-from jaxmoe.data.clusters import (
+from jaxmoe.contrib.ensembles.clusters import (
     MOST_TOKENS,
     NUM_BUCKETS,
     Clusters,
@@ -17,6 +16,7 @@ from jaxmoe.data.clusters import (
     fit_documents,
     prefix_features,
 )
+from jaxmoe.data import DataError
 
 
 def hashed(key):
