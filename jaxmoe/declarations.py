@@ -24,8 +24,7 @@ from flax import struct
 from jaxtyping import Array
 
 from sharding import axes as ax
-from sharding.products.low_rank import Awaited, LowRank
-from sharding.products.mixtures import Mix
+from sharding.products.low_rank import Awaited, LowRank, Mix
 from sharding.products.quantized import Packed, Weight
 
 Role = Literal[

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.adapters import folded
+from jaxmoe.adapters import Adapter, folded
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.assemble import Assembly, describe_devices
@@ -21,7 +21,6 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.saved import copy_tokenizer, new_run, saved_config
 from jaxmoe.training.parts.adapter_rule import AdapterRule
-from jaxmoe.training.parts.average import Averaging
 from jaxmoe.training.state import TrainState
 
 
@@ -56,7 +55,8 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
     with jax.set_mesh(assembly.mesh):
         given_params = state.params
         if bits is not None:
-            given_params = adapter.within(given_params, layers, bits)
+            chosen = _within(adapter, bits)
+            given_params = chosen.begun(given_params, layers, jax.random.key(0))
         params = jax.jit(lambda params: folded(params, adapter, layers))(given_params)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
@@ -81,6 +81,17 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
     return f"{adapter.words}: added to the weights\nstep {step} of {source} is in {target}"
 
 
+def _within(adapter: Adapter, bits: float) -> Any:
+    """Return an adapter with another mean of the bits of its layers."""
+    if "mean_bits" not in adapter.late_fields:
+        raise ValueError(
+            f"fold_bits={bits:g} chooses the bits of layers, which adapter:{adapter.name} does not"
+            " train for: leave it out"
+        )
+    changes: dict[str, Any] = {"mean_bits": bits}
+    return dataclasses.replace(adapter, **changes)
+
+
 def write_converted(
     target: pathlib.Path,
     source: RunDirectory,
@@ -93,7 +104,7 @@ def write_converted(
     """Write the run directory, with the data position and the tokenizer of the source."""
     manifest = read_manifest(source.checkpoints_directory / str(step))
     # Of the training, as the state of the optimiser is.
-    left_out = (Averaging.name, AdapterRule.name)
+    left_out = {AdapterRule.name, *(part.name for part in config.training.step_parts)}
     parts = {name: part for name, part in state.parts.items() if name not in left_out}
     state = dataclasses.replace(state, parts=parts)
     with new_run(target, config) as unfinished:

@@ -10,7 +10,7 @@ A config has `table(base)`: the parameter table of the adapted model, with the r
 the groups of those that are not trained. Initialisation, optimisers, sharding and checkpoints read
 the table.
 
-To add an adapter: a file in jaxmoe/adapters with its config, a row under `adapter` in
+To add an adapter: a file in jaxmoe/contrib/adapters with its config, a row under `adapter` in
 jaxmoe/catalog/layers.py, a row of ADAPTERS in tests/jaxmoe/adapters/test_adapters.py.
 """
 

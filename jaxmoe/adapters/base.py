@@ -3,13 +3,12 @@
 """Defines what every adapter has: the table of the adapted model, its targets, and hooks.
 
     begun(params, layers, key)         parameters before the first step
-    drawn(params, layers, key)         parameters of one training step, random ones drawn
-    used(params)                       parameters as the layers read them
-    rewrite(params, shared, part)      parameters of one layer as it reads them
+    prepare(params, layers, key)       parameters as the layers read them, with draws in training
+    rewrite(params, shared, part)      parameters of one layer as it computes with them
+    mix(own, half, placement, train)   what each token has of additions in half a layer
     losses(params, placement)          {name: scalar} that a step adds to the loss
     first_state(params, table, key)    its state before the first step
     after_step(state, grads, given)    the training state after an accepted update
-    within(params, layers, budget)     parameters of a smaller model, for `convert --fold`
 
 Each is a no-op by default and leaves the compiled program as it is.
 """
@@ -26,7 +25,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Role
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.view import check_view
+from jaxmoe.layers.view import ParameterView, check_view
 from jaxmoe.parameters import FROZEN, ParameterSpec, ParameterTable
 from sharding.constrain import Placement
 from sharding.rules import LogicalAxisRules
@@ -138,11 +137,12 @@ class StepGiven(NamedTuple):
     """Layout rules."""
 
 
-class Adapter(abc.ABC):
-    """Base class of the configs of adapters."""
+class Adapter(ParameterView, abc.ABC):
+    """Base class of the configs of adapters; `rewrite` and `mix` are those of `ParameterView`."""
 
     __slots__ = ()
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     """Key in the registry."""
     has_factors: ClassVar[bool] = False
@@ -150,39 +150,17 @@ class Adapter(abc.ABC):
     `LoraConfig` has them."""
     has_view: ClassVar[bool] = False
     """Whether it has `rewrite`, see `jaxmoe/adapters/view.py`."""
-    has_mixing: ClassVar[bool] = False
-    """Whether it makes several additions to a matrix and mixes them for each token; it is then a
-    `jaxmoe.layers.mixing.Mixing`."""
     has_after_step: ClassVar[bool] = False
     """Whether it has `first_state` and `after_step`."""
-    makes_matrices: ClassVar[bool] = False
-    """Whether the table lacks matrices, which `rewrite` makes."""
     moves_base: ClassVar[bool] = False
     """Whether `after_step` changes frozen parameters: checkpoints then hold all parameters."""
-
-    @property
-    def passes(self) -> int:
-        """Number of passes over each row of a step, whose draws of additions are compared: see
-        `jaxmoe.training.repeated`."""
-        return 1
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether a new run may begin with the adapter of another: its own parameters, beside those
-        of an unchanged model, are all that was trained."""
-        trains_arrays = self.has_factors or self.has_mixing
-        return trains_arrays and not (self.has_after_step or self.moves_base)
-
-    def at_task(self, task: int) -> Any:
-        """Return the adapter with a task for rows that have none.
-
-        Args:
-            task: Number of the task.
-
-        Raises:
-            ValueError: It has no tasks, or not this one.
-        """
-        raise ValueError(f"task={task}: adapter:{self.name} has no tasks: leave it out")
+    can_go_on: ClassVar[bool] = False
+    """Whether a new run may begin with the adapter of another: its own parameters, beside those of
+    an unchanged model, are all that was trained."""
+    late_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be changed once it is trained: `task` of rows that have none, `mean_bits`."""
+    backward: ClassVar[str | None] = None
+    """Member of `jaxmoe.training.estimators.backward` around that of the execution, by name."""
 
     def note_on(self, steps: int) -> str | None:
         """Return what a user should know about a run of some steps; None for nothing.
@@ -235,14 +213,17 @@ class Adapter(abc.ABC):
                     f" step, which must be on the device: set execution.{field} to device"
                 )
 
-    def used(self, params: Any) -> Any:
+    def prepare(self, params: Any, layers: Layers, key: Array | None = None) -> Any:
         """Return the parameters with those that the layers read (`:down`, `:up`, `:scale`).
 
         The forward pass calls it first, of training and of inference; gradients go through it.
 
         Args:
             params: Parameters of the adapted model, nested dicts.
+            layers: See `table`.
+            key: PRNG key of a training step, the same for all its micro-batches; None otherwise.
         """
+        del layers, key
         return params
 
     def losses(self, params: Any, placement: Placement) -> dict[str, Float[Array, ""]]:
@@ -305,32 +286,6 @@ class Adapter(abc.ABC):
         del grads, given
         return state
 
-    def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
-        """Return the parameters that one layer, or one module outside the layers, computes with.
-
-        They may have factors (`:down`, `:up`, `:scale`), with which the products multiply. What is
-        not rewritten is returned as it came, so that a second call changes nothing.
-
-        Args:
-            params: Parameters of the part, nested dicts, with the adapter's own beside the matrices
-                (`q:name` beside `q`).
-            shared: Own parameters at the root of the model's, by name.
-            part: Path of the stack of the layer, or name of the module.
-        """
-        del shared, part
-        return params
-
-    def drawn(self, params: Any, layers: Layers, key: Array) -> Any:
-        """Return the parameters of one training step, with those drawn that are random.
-
-        Args:
-            params: Parameters of the adapted model, nested dicts.
-            layers: See `table`.
-            key: PRNG key of the step, the same for all its micro-batches.
-        """
-        del layers, key
-        return params
-
     def begun(self, params: Any, layers: Layers, key: Array) -> Any:
         """Return the parameters before the first step, with own ones that depend on the base.
 
@@ -342,25 +297,7 @@ class Adapter(abc.ABC):
         del layers, key
         return params
 
-    def within(self, params: Any, layers: Layers, budget: float) -> Any:
-        """Return the parameters of the member of a family of models that a budget has room for.
 
-        Args:
-            params: Parameters of the adapted model, nested dicts.
-            layers: See `table`.
-            budget: Mean of the bits of the adapted layers.
-
-        Raises:
-            ValueError: The adapter trains no family of models, or none is so small.
-        """
-        del params, layers
-        raise ValueError(
-            f"fold_bits={budget:g} chooses the bits of layers, which adapter:{self.name} does not"
-            " train for: leave it out"
-        )
-
-
-Tree = dict[str, Any]
 Layers = tuple[tuple[str, tuple[int, ...]], ...]
 """Pairs (path of a stack of layers, numbers of its layers)."""
 

@@ -42,14 +42,14 @@ def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> 
 
     Args:
         params: Parameters of an adapted model, nested dicts of floating arrays.
-        adapter: Adapter whose `used` and view are applied first; None for plain factors.
+        adapter: Adapter whose `prepare` and view are applied first; None for plain factors.
         layers: Numbers of the layers of each stack, by the path of the stack.
 
     Raises:
         ValueError: Additions are mixed for each token.
     """
     if adapter is not None:
-        params = viewed_everywhere(adapter, adapter.used(params), layers)
+        params = viewed_everywhere(adapter, adapter.prepare(params, layers), layers)
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     without_factors = {path: value for path, value in flat.items() if not is_factor(path)}
     if mixed := [path for path in flat if path.endswith(":downs")]:

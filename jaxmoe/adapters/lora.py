@@ -28,6 +28,7 @@ class LoraConfig(FactorsConfig):
 
     name: ClassVar[str] = "lora"
     has_factors: ClassVar[bool] = True
+    can_go_on: ClassVar[bool] = True
 
     is_rank_stabilized: bool = False
     """Whether the addition is multiplied with alpha / sqrt(rank) instead."""

@@ -10,8 +10,8 @@ layers read. So table, optimisers, sharding and checkpoints treat them as all ot
 hands each layer its own. `forward` applies the rewriting after that of a `View` that is given, so
 that estimators perturb own parameters too.
 
-An adapter of this form defines `table`, `rewrite` and `has_view = True`; `drawn` for random values
-of a step, and `begun` for initial values that depend on the model's. The factor form
+An adapter of this form defines `table`, `rewrite` and `has_view = True`; `prepare` for values that
+all layers need, and `begun` for initial values that depend on the model's. The factor form
 (`sharding/products/low_rank.py`) is cheaper where an addition is of low rank: here the gradient of
 a whole matrix is formed for one layer at a time.
 """
@@ -24,8 +24,8 @@ from typing import Any
 
 import jax
 
-from jaxmoe.adapters.base import Adapter, Layers, Tree
-from jaxmoe.layers.view import View, view_outside
+from jaxmoe.adapters.base import Adapter, Layers
+from jaxmoe.layers.view import Tree, View, view_outside
 
 
 def adapted_view(

@@ -152,7 +152,7 @@ _BACKWARD: Final = {
         "One micro-batch after the other, with probes of the dense matrices.",
     ),
     "repeated": (
-        "jaxmoe.training.repeated.rows:RepeatedBackward",
+        "jaxmoe.contrib.adapters.repeated:RepeatedBackward",
         "Several passes over each row, which an adapter compares.",
     ),
 }

@@ -139,7 +139,7 @@ _ADAPTER: Final = {
         "Train some of the model's own parameters.",
     ),
     "adalora": (
-        "jaxmoe.adapters.adalora:AdaLoraConfig",
+        "jaxmoe.contrib.adapters.adalora:AdaLoraConfig",
         "Low-rank additions whose ranks shrink where they matter least.",
     ),
     "switch_lora": (
@@ -159,7 +159,7 @@ _ADAPTER: Final = {
         "Weights in 2, 3 or 4 bits by layer, drawn in each step.",
     ),
     "task_lora": (
-        "jaxmoe.adapters.task_lora:TaskLoraConfig",
+        "jaxmoe.contrib.adapters.task_lora:TaskLoraConfig",
         "One LoRA for each part of data:mixture; all else is frozen.",
     ),
     "lora_mixer": (

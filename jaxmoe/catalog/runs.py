@@ -136,11 +136,11 @@ _GRADIENTS: Final = {
 }
 _AVERAGE: Final = {
     "fixed": (
-        "jaxmoe.training.parts.average:FixedAverageConfig",
+        "jaxmoe.contrib.adapters.average:FixedAverageConfig",
         "An average with a fixed weight of new parameters.",
     ),
     "balanced": (
-        "jaxmoe.training.parts.average:BalancedAverageConfig",
+        "jaxmoe.contrib.adapters.average:BalancedAverageConfig",
         "An average with a weight that balances stability and plasticity.",
     ),
 }

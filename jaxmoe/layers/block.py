@@ -26,7 +26,6 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards import FeedForwardBase
 from jaxmoe.layers.indicators import observe_branch
 from jaxmoe.layers.mixers import MixerBase
-from jaxmoe.layers.mixing import Losses, MixingInputs
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.records import (
     FeedForwardOutputs,
@@ -39,6 +38,7 @@ from jaxmoe.layers.records import (
     Stream,
     TokenInputs,
 )
+from jaxmoe.layers.view import HalfInputs, Losses
 
 STREAM: Final = "stream"
 """Checkpoint name of a block's input, for remat policies."""
@@ -115,7 +115,7 @@ class Block(nn.Module):
         x, memory = self._mixer_residual.read(stream)
         cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
         normed = self._mixer_norm(x)
-        mix, losses = self._mixed("mixer", normed, layer, tokens)
+        mix, losses = self._additions("mixer", normed, layer, tokens)
         tokens = dataclasses.replace(tokens, mix=mix)
         layer = dataclasses.replace(layer, carry=stream.carry)
         y, outputs = self._mixer(normed, tokens, cache, layer)
@@ -146,7 +146,7 @@ class Block(nn.Module):
         residual = self._feed_forward_residual
         x, memory = residual.read(stream)
         normed = self._feed_forward_norm(x)
-        mix, losses = self._mixed("feed_forward", normed, layer, tokens)
+        mix, losses = self._additions("feed_forward", normed, layer, tokens)
         routing = dataclasses.replace(_routing_inputs(stream, layer, tokens), mix=mix)
         y, outputs = self._feed_forward(normed, routing)
         outputs = dataclasses.replace(outputs, losses=outputs.losses | losses)
@@ -154,21 +154,19 @@ class Block(nn.Module):
         stream = residual.write(stream, memory, y, self.context.multipliers.residual)
         return stream, self._observe(outputs, "feed_forward", y, tokens)
 
-    def _mixed(
+    def _additions(
         self, half: Half, normed: Array, layer: LayerInputs, tokens: TokenInputs
     ) -> tuple[Any, Losses]:
-        """Return how an adapter mixes its additions in a half, and the losses of its gates."""
-        mixing = self.context.mixing
-        if mixing is None:
+        """Return what each token has of additions to the matrices of a half, and losses."""
+        view = self.context.view
+        if view is None:
             return None, {}
         key = layer.key
         if key is not None:
             key = jax.random.fold_in(key, get_args(Half).index(half))
-        given = MixingInputs(
-            x=normed, token_mask=tokens.token_mask, context=tokens.context, key=key
-        )
+        inputs = HalfInputs(x=normed, token_mask=tokens.token_mask, context=tokens.context, key=key)
         placement = self.execution.placement
-        return mixing.mix(own_of(self, half), given, placement, train=self.train)
+        return view.mix(own_of(self, half), inputs, placement, train=self.train)
 
     def _observe(self, outputs: Any, name: str, y: Array, tokens: TokenInputs) -> Any:
         """Return the outputs of a half with the indicators of its branch, if they are detailed."""

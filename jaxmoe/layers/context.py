@@ -13,9 +13,9 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.carry import Carry
-from jaxmoe.layers.mixing import Mixing
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rows import RowTransform
+from jaxmoe.layers.view import ParameterView
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 
@@ -440,8 +440,8 @@ class LayerContext:
     """Whether a mixer or a feed-forward needs rows in the order of their tokens."""
     residual: Residual = StandardResidualConfig()
     """How halves of layers read the residual stream and write to it."""
-    mixing: Mixing | None = None
-    """Adapter whose additions are mixed for each token."""
+    view: ParameterView | None = None
+    """The model's own view of its parameters: its adapter."""
 
 
 def heads_of(mixer: Any) -> AttentionHeads | None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.layers.indicators import Indicators
 from jaxmoe.routing import RouterStatistics
-from sharding.products.mixtures import Mix
+from sharding.products.low_rank import Mix
 
 Half = Literal["mixer", "feed_forward"]
 """A half of a layer."""

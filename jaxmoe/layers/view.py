@@ -1,6 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites the parameters of a model where they are used, one layer at a time.
+"""Socket `ParameterView`: the parameters that a part of a model computes with.
+
+    rewrite(params, shared, part)        parameters of a layer, or of a module outside the layers
+    mix(own, half, placement, train)     what each token has of several additions to matrices
+
+A `ParameterView` belongs to a model: its adapter. A `View` is made for one call, by estimators and
+probes:
 
     rewrite(parameters of one part, own parameters of the view there, name of part) -> parameters
 
@@ -18,16 +24,22 @@ a `View`: see `jaxmoe/adapters/view.py`.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import jax
 from flax import linen as nn
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Key
 
 from jaxmoe.execution import ExecutionConfig
+from sharding.constrain import Placement
+from sharding.products.low_rank import Mix
 
 Tree = dict[str, Any]
+Losses = dict[str, Float[Array, ""]]
 Rewrite = Callable[[Tree, Any, str], Tree]
 """(parameters of a part, own parameters of the view for the part, name of the part) -> parameters
 that the part computes with. The name is that of a module below the root, such as `layers` or
@@ -40,6 +52,63 @@ VIEWING: Final = "viewing"
 """Checkpoint name of parameters before they are rewritten."""
 VIEWED: Final = "viewed"
 """Checkpoint name of rewritten parameters."""
+
+
+# Not checked at run time: tree functions also fill records with shapes and specs.
+@typing.no_type_check
+@struct.dataclass
+class HalfInputs:
+    """What the mix of the tokens in half a layer may depend on."""
+
+    x: Float[Array, "B S D"]
+    """Normed input of the half."""
+    token_mask: Bool[Array, "B S"]
+    """False for padding."""
+    context: dict[str, Array]
+    """Further [B S] arrays: `index`, the number of each token in the batch, and those of
+    `ParameterView.reads` that the batch has."""
+    key: Key[Array, ""] | None
+    """PRNG key of this half of the layer and step; None without noise."""
+
+
+class ParameterView:
+    """What a model's own view of its parameters does; each method is neutral by default."""
+
+    __slots__ = ()
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Names of arrays of `Batch.extra` that `mix` finds in `HalfInputs.context`."""
+
+    def rewrite(self, params: Tree, shared: Tree, part: str) -> Tree:
+        """Return the parameters that one layer, or one module outside the layers, computes with.
+
+        They may have factors (`:down`, `:up`, `:scale`), with which the products multiply. What is
+        not rewritten is returned as it came, so that a second call changes nothing.
+
+        Args:
+            params: Parameters of the part, nested dicts, with the view's own beside the matrices
+                (`q:name` beside `q`).
+            shared: Own parameters at the root of the model's, by name.
+            part: Path of the stack of the layer, or name of the module.
+        """
+        del shared, part
+        return params
+
+    def mix(
+        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
+    ) -> tuple[Mix | None, Losses]:
+        """Return what each token has of the additions to the matrices of half a layer, and weighted
+        losses of the layer to add in training.
+
+        Args:
+            own: Parameters `<half>:<name>` of this half, by name, without a dimension of layers;
+                empty where there are none.
+            half: Input of the half.
+            placement: Layout rules.
+            train: Whether the step is of training.
+        """
+        del own, half, placement, train
+        return None, {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxmoe.adapters.base import Adapter
 from jaxmoe.execution import ExecutionConfig
@@ -226,7 +226,6 @@ class ModelConfig:
 @functools.lru_cache(maxsize=64)
 def _context(model: ModelConfig) -> LayerContext:
     kinds = model.kinds
-    adapter: Any = model.adapter
     return LayerContext(
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
@@ -239,7 +238,7 @@ def _context(model: ModelConfig) -> LayerContext:
         ),
         keeps_order=any(kind.feed_forward.keeps_order or kind.mixer.is_recurrent for kind in kinds),
         residual=model.residual,
-        mixing=adapter if adapter is not None and adapter.has_mixing else None,
+        view=model.adapter,
     )
 
 

@@ -191,9 +191,8 @@ def forward(
     """
     adapter, used = model.adapter, params
     if adapter is not None:
-        if given.get("train") and (key := given.get("key")) is not None:
-            used = adapter.drawn(used, model.layer_numbers, key)
-        used = adapter.used(used)
+        key = given.get("key") if given.get("train") else None
+        used = adapter.prepare(used, model.layer_numbers, key)
         if adapter.has_view:
             used, view = adapted_view(adapter, used, view, [scan.name for scan in model.scans])
     variables = {"params": used} | ({} if whole is None else {WHOLE: whole})

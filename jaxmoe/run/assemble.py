@@ -192,7 +192,7 @@ def _with_tasks(plan: Plan, source: Source) -> Source:
         ValueError: The adapter has fewer tasks than the mixture has parts, or rows are packed anew.
     """
     adapter: Any = plan.model.adapter
-    if adapter is None or not adapter.has_mixing or "task" not in adapter.reads:
+    if adapter is None or "task" not in adapter.reads:
         return source
     if plan.config.data.packs_levels:
         raise ValueError(

@@ -40,7 +40,7 @@ from jaxmoe.training.estimators import BackpropConfig, Gradients
 from jaxmoe.training.estimators.skipping import Skipping
 from jaxmoe.training.feed import FeedConfig
 from jaxmoe.training.guard import check_ratio
-from jaxmoe.training.parts.average import Average, Averaging
+from jaxmoe.training.parts.average import Average
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 
@@ -219,7 +219,7 @@ class TrainingConfig:
         """Parts of a step beside gradients, update and guard."""
         if self.average is None:
             return ()
-        return (Averaging(config=self.average, steps=self.steps),)
+        return (self.average.step_part(self.steps),)
 
     def step_options(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of `jaxmoe.training.step.Step` that the config decides.

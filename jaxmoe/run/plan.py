@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import optax
@@ -47,6 +48,19 @@ class Plan:
         """Return the peak learning rate of one parameter, which the schedule multiplies."""
         return self.config.optimizer.peak_rate(row)
 
+    @functools.cached_property
+    def _plain_table(self) -> ParameterTable:
+        """Parameter table of the model without an adapter."""
+        return parameter_table(dataclasses.replace(self.model, adapter=None))
+
+    @property
+    def has_base(self) -> bool:
+        """Whether an adapter has all parameters of a model beside its own."""
+        if self.model.adapter is None:
+            return False
+        paths = {row.path for row in self.table}
+        return all(row.path in paths for row in self._plain_table)
+
     @property
     def kept_steps(self) -> tuple[int, ...]:
         """Steps whose checkpoints are saved and kept: the last before the decay of a schedule."""
@@ -77,9 +91,7 @@ class Plan:
         training = self.config.training
         left_out = 0.0 if training.skipping is None else training.skipping.share_left_out
         length = training.sequence_length
-        table, adapter = self.table, self.model.adapter
-        if adapter is not None and adapter.makes_matrices:
-            table = parameter_table(dataclasses.replace(self.model, adapter=None))
+        table = self.table if self.model.adapter is None or self.has_base else self._plain_table
         backward = flops_per_token(self.model, table, length, left_out=left_out)
         return backward * (training.gradients.num_passes / 3.0)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmoe.adapters import check_together, together
+from jaxmoe.adapters import ADAPTERS
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -388,15 +388,16 @@ def _adapt(
             f"adapters: run.directory={path} must be a model without an adapter at its newest"
             " checkpoint: name the run that the adapters were trained on, and leave run.step out"
         )
+    joint: Any = ADAPTERS["task_lora"]
     by_name, chats = {}, dict[str, ChatFormat | None]()
     for name, directory in adapters.items():
-        check_together(name, saved_config(directory).model.adapter)
+        joint.check_together(name, saved_config(directory).model.adapter)
         assembly, state, _ = load_run(
             directory, None, MeshConfig(data=-1), needs_data=False, initial=path
         )
         by_name[name] = assembly.plan.model.adapter, jax.device_get(state.params)
         chats[name] = _chat(assembly, RunDirectory(directory), template)
-    adapter, params = together(params, by_name)
+    adapter, params = joint.together(params, by_name)
     return dataclasses.replace(model, adapter=adapter), params, chats
 
 

@@ -289,8 +289,8 @@ def batch_context(model: ModelConfig, batch: Batch) -> dict[str, Array]:
     Raises:
         ValueError: The batch has recorded experts that the model cannot replay.
     """
-    mixing = model.context.mixing
-    names = (EXPERTS,) if mixing is None else (EXPERTS, *mixing.reads)
+    view = model.context.view
+    names = (EXPERTS,) if view is None else (EXPERTS, *view.reads)
     context = {name: batch.extra[name] for name in names if name in batch.extra}
     if EXPERTS in context:
         check_replayed(model, context[EXPERTS])

@@ -8,12 +8,13 @@ W is a floating matrix or a quantised one. The gradient of A and B needs no arra
 Where the inputs of W are cut, those of A are, and x A is a part of a sum, as x W is; where its
 outputs are cut, those of B are.
 
-With `mix`, A [*I n r] and B [n r *O] are the factors of n additions, which are mixed for each
-token (`sharding/products/mixtures.py`); such a matrix has no batch dimensions.
+With a `Mix`, A [*I n r] and B [n r *O] are the factors of n additions, and the mix says what a
+token has of them; such a matrix has no batch dimensions.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 import typing
@@ -25,9 +26,46 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.backend import Implementation
-from sharding.products.mixtures import Mix
 
 Axes = tuple[str | None, ...]
+Dims = tuple[int, ...]
+
+
+class Mix(abc.ABC):
+    """What each token has of n additions to a matrix: arrays [B S ...], as a pytree."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def for_matrix(self, inputs: Dims, outputs: Dims) -> Mix:
+        """Return the mix for a matrix.
+
+        Args:
+            inputs: Sizes of its input dimensions.
+            outputs: Sizes of its output dimensions.
+
+        Raises:
+            ValueError: It does not fit the matrix.
+        """
+
+    @abc.abstractmethod
+    def axes(self, inputs: Axes, outputs: Axes) -> Mix:
+        """Return the logical axes of all parts.
+
+        Args:
+            inputs: Logical axes of the inputs of the matrix.
+            outputs: Logical axes of its outputs.
+        """
+
+    @abc.abstractmethod
+    def added(self, x: Array, down: Array, up: Array) -> Array:
+        """Return the additions for the activations of one device, f32.
+
+        Args:
+            x: Activations [B S *I].
+            down: A [*I n r], in the dtype of the activations.
+            up: B [n r *O].
+        """
 
 
 @jax.tree_util.register_dataclass

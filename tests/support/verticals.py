@@ -40,26 +40,10 @@ _RUN = ("jaxmoe/run/run.py", "jaxmoe/run/trainer.py", "jaxmoe/run/config.py")
 _ENGINE = ("jaxmoe/serve/engine.py", "jaxmoe/serve/instance.py", "jaxmoe/serve/plan.py")
 
 VERTICALS = {
-    "adapter_members": Vertical(
-        sources=(
-            "jaxmoe/contrib/adapters/*",
-            "jaxmoe/adapters/adalora.py",
-            "jaxmoe/adapters/mixed.py",
-            "jaxmoe/training/parts/average.py",
-            "jaxmoe/adapters/task_lora.py",
-            "jaxmoe/adapters/sparse.py",
-            "jaxmoe/adapters/moments.py",
-            "jaxmoe/layers/mixing.py",
-            "sharding/products/mixtures.py",
-            "jaxmoe/training/repeated/*",
-        ),
+    "adapters": Vertical(
+        sources=("jaxmoe/contrib/adapters/*",),
         tests=(
             "tests/jaxmoe/contrib/adapters/*",
-            "tests/jaxmoe/adapters/test_adalora.py",
-            "tests/jaxmoe/training/parts/test_average.py",
-            "tests/jaxmoe/adapters/test_mixed.py",
-            "tests/jaxmoe/adapters/test_hooks.py",
-            "tests/sharding/test_mixtures.py",
             "tests/experiments/test_finetune_mixtures.py",
         ),
         smoke=(
@@ -68,7 +52,10 @@ VERTICALS = {
         ),
         sockets=(
             "jaxmoe/adapters/base.py",
+            "jaxmoe/adapters/factors.py",
             "jaxmoe/adapters/lora.py",
+            "jaxmoe/layers/view.py",
+            "sharding/products/low_rank.py",
         )
         + _STEP,
     ),

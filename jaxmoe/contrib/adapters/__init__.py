@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Members of the unions of `jaxmoe.adapters`."""
+"""Adapters beside LoRA, additions that differ from token to token, and averages of parameters."""

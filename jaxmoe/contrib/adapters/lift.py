@@ -26,11 +26,12 @@ from flax import traverse_util
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxmoe.adapters.base import Adapter, Layers, State, TargetsConfig, Tree, frozen
+from jaxmoe.adapters.base import Adapter, Layers, State, TargetsConfig, frozen
 from jaxmoe.adapters.factors import TRAINED, own_row
-from jaxmoe.adapters.sparse import dense, largest_places
+from jaxmoe.contrib.adapters.sparse import dense, largest_places
 from jaxmoe.declarations import Declaration, fold_path
 from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.view import Tree
 from jaxmoe.parameters import FROZEN, ParameterSpec, ParameterTable
 from sharding import axes as ax
 from sharding.constrain import lie_at, place_at, place_like, surroundings

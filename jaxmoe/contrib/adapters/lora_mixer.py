@@ -25,13 +25,13 @@ from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.adapters.factors import TRAINED
-from jaxmoe.adapters.mixed import Made, MixedAdapter
+from jaxmoe.contrib.adapters.mixed import Made, MixedAdapter
+from jaxmoe.contrib.adapters.mixtures import Gates
 from jaxmoe.declarations import Declaration
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.mixing import Losses, MixingInputs
+from jaxmoe.layers.view import HalfInputs, Losses
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.products.mixtures import Gates
 from sharding.products.tensor_parallel import Product, along_stream
 
 _STREAM = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
@@ -93,16 +93,16 @@ class LoraMixerConfig(MixedAdapter):
         return {"gates": (router, TRAINED)}
 
     def mix(
-        self, own: dict[str, Array], given: MixingInputs, placement: Placement, *, train: bool
+        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Gates | None, Losses]:
         """Return the gates of the tokens, and in training their losses; see `MixedAdapter`."""
         if not own:
             return None, {}
-        x, router = given.x.astype(jnp.float32), own["gates"].astype(jnp.float32)
+        x, router = half.x.astype(jnp.float32), own["gates"].astype(jnp.float32)
         product = Product("bsd,dn->bsn", router, (None, None), _STREAM, jnp.float32)
         gates = jax.nn.softmax(along_stream(x, {"gates": product}, placement)["gates"])
         if train:
-            return Gates(values=gates[:, :, None]), self.losses_of(gates, given.token_mask)
+            return Gates(values=gates[:, :, None]), self.losses_of(gates, half.token_mask)
 
         def chosen(gates: Array, *, batch_axes: tuple[str, ...]) -> Array:
             del batch_axes

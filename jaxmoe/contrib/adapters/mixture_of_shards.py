@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from jaxmoe.adapters.base import Layers
 from jaxmoe.adapters.factors import (
@@ -115,8 +115,9 @@ class MixtureOfShardsConfig(FactorsConfig):
         scales = (self.scale_of(row),) * len(is_adapted)
         return factor_rows(row, self.rank_of(row), scales, rules)[2:]
 
-    def used(self, params: Any) -> Any:
-        """Return the parameters with factors in place of the pools; see `Adapter.used`."""
+    def prepare(self, params: Any, layers: Layers, key: Array | None = None) -> Any:
+        """Return the parameters with factors in place of the pools; see `Adapter.prepare`."""
+        del layers, key
         flat = by_path(params)
         groups: dict[str, list[tuple[str, int]]] = {}
         for path in sorted(path.removesuffix(":scale") for path in flat if path.endswith(":scale")):

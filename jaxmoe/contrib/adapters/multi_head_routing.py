@@ -29,13 +29,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.adapters.factors import TRAINED
-from jaxmoe.adapters.mixed import Made, MixedAdapter, task_ids
+from jaxmoe.contrib.adapters.mixed import Made, MixedAdapter, task_ids
+from jaxmoe.contrib.adapters.mixtures import Gates
 from jaxmoe.declarations import Declaration
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.mixing import Losses, MixingInputs
+from jaxmoe.layers.view import HalfInputs, Losses
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.products.mixtures import Gates
 
 _ROWS: Final = (ax.ACT_BATCH, ax.ACT_SEQ)
 
@@ -47,6 +47,7 @@ class MultiHeadRoutingConfig(MixedAdapter):
 
     name: ClassVar[str] = "multi_head_routing"
     reads: ClassVar[tuple[str, ...]] = ("task",)
+    late_fields: ClassVar[tuple[str, ...]] = ("task",)
 
     tasks: int = 4
     """Tasks, at least as many as data.mix has parts."""
@@ -102,18 +103,18 @@ class MultiHeadRoutingConfig(MixedAdapter):
         return {"logits": (logits, dataclasses.replace(TRAINED, learning_rate_multiplier=rate))}
 
     def mix(
-        self, own: dict[str, Array], given: MixingInputs, placement: Placement, *, train: bool
+        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Gates | None, Losses]:
         """Return the weights of the tokens' tasks; see `MixedAdapter`."""
         if self.trains == "average":
-            shape = (*given.token_mask.shape, 1, self.members)
+            shape = (*half.token_mask.shape, 1, self.members)
             equal = placement.place(jnp.full(shape, 1.0 / self.members), (*_ROWS, None, None))
             return Gates(values=equal, is_paired=False), {}
         if not own:
             return None, {}
-        is_drawn = train and given.key is not None
-        key = given.key if is_drawn else {}
-        length = jnp.int32(given.token_mask.shape[1])
+        is_drawn = train and half.key is not None
+        key = half.key if is_drawn else {}
+        length = jnp.int32(half.token_mask.shape[1])
 
         def weigh(ids, index, logits, key, *, batch_axes):
             del batch_axes
@@ -127,7 +128,7 @@ class MultiHeadRoutingConfig(MixedAdapter):
             out_axes=(*_ROWS, None, None),
         )
         logits = own["logits"].astype(jnp.float32)
-        rows, ids = given.context["index"], task_ids(given, self.task)
+        rows, ids = half.context["index"], task_ids(half, self.task)
         values = island(ids, rows, logits, key)
         return Gates(values=values, is_paired=False), {}
 

@@ -29,10 +29,11 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.adapters.base import Layers, Tree
+from jaxmoe.adapters.base import Layers
 from jaxmoe.adapters.factors import FactorsConfig, factor_rows, own_row
 from jaxmoe.declarations import Declaration
 from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.view import Tree
 from jaxmoe.parameters import ParameterSpec
 from sharding import axes as ax
 from sharding.rules import LogicalAxisRules
@@ -50,6 +51,7 @@ class QuantisedChoicesConfig(FactorsConfig):
 
     name: ClassVar[str] = "quantised_choices"
     has_view: ClassVar[bool] = True
+    late_fields: ClassVar[tuple[str, ...]] = ("mean_bits",)
 
     mean_bits: float = 3.0
     """Largest mean of the bits of the adapted layers outside of training, from 2 to 4."""
@@ -93,20 +95,17 @@ class QuantisedChoicesConfig(FactorsConfig):
                 flat[f"{path}:{name}"] = factor
         return traverse_util.unflatten_dict(flat, sep="/")
 
-    def drawn(self, params: Any, layers: Layers, key: Array) -> Any:
-        """Return the parameters with the bits of one training step."""
+    def prepare(self, params: Any, layers: Layers, key: Array | None = None) -> Any:
+        """Return the parameters with the bits of one training step; see `Adapter.prepare`."""
+        if key is None:
+            return params
         number = len(self._numbers(layers))
         bits = draw_bits(jax.random.fold_in(key, _STREAM_OF_BITS), number)
         return self._with_bits(params, layers, bits)
 
     def begun(self, params: Any, layers: Layers, key: Array) -> Any:
-        """Return the parameters with the bits of evaluation."""
+        """Return the parameters with the bits of least squared error within `mean_bits`."""
         del key
-        return self.within(params, layers, self.mean_bits)
-
-    def within(self, params: Any, layers: Layers, budget: float) -> Any:
-        """Return the parameters with the bits of least squared error; see `Adapter.within`."""
-        check_bits("fold_bits", budget)
         numbers = self._numbers(layers)
         errors = jnp.zeros((len(numbers), len(_CHOICES)))
         flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
@@ -119,7 +118,7 @@ class QuantisedChoicesConfig(FactorsConfig):
         gains = errors[:, :-1] - errors[:, 1:]
         gains = jax.lax.cummin(gains, axis=1)  # a further bit never helps more than the one before
         order = jnp.argsort(jnp.argsort(-gains.reshape(-1)))
-        more = int((budget - _FEWEST) * len(numbers) + 1e-6)
+        more = int((self.mean_bits - _FEWEST) * len(numbers) + 1e-6)
         return self._with_bits(params, layers, _fill(order, jnp.int32(more)))
 
     def _numbers(self, layers: Layers) -> list[int]:

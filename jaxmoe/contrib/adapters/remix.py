@@ -9,7 +9,7 @@
     log q(J) = sum_j log q_J(j) - log(1 - q_J(1) - ... - q_J(j-1))
 
 No gradient goes through a constant weight: P is trained by REINFORCE with the mean of M = `draws`
-passes as baseline (`jaxmoe.training.repeated`), A and B by the gradients of the drawn additions. A
+passes as baseline (`repeated.py`), A and B by the gradients of the drawn additions. A
 draw is that of the k largest of log q plus Gumbel noise, in their order.
 
 The paper prints both weights: `weight` chooses. L is the cross-entropy of a row, whose tokens share
@@ -30,14 +30,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmoe.adapters.base import Adapter
 from jaxmoe.adapters.factors import TRAINED
-from jaxmoe.adapters.mixed import Made, MixedAdapter
+from jaxmoe.contrib.adapters.mixed import Made, MixedAdapter
+from jaxmoe.contrib.adapters.mixtures import Gates
+from jaxmoe.contrib.adapters.repeated import ADVANTAGE
 from jaxmoe.declarations import Declaration
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.mixing import ADVANTAGE, Losses, MixingInputs
+from jaxmoe.layers.view import HalfInputs, Losses
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.products.mixtures import Gates
 from sharding.products.tensor_parallel import Product, along_stream
 
 _ROWS: Final = (ax.ACT_BATCH, ax.ACT_SEQ)
@@ -51,6 +52,7 @@ class RemixConfig(MixedAdapter):
 
     name: ClassVar[str] = "remix"
     reads: ClassVar[tuple[str, ...]] = (ADVANTAGE,)
+    backward: ClassVar[str | None] = "repeated"
 
     members: int = 8
     """Additions to each matrix."""
@@ -63,11 +65,6 @@ class RemixConfig(MixedAdapter):
     draws: int = 4
     """Draws of the additions that a step compares to train the router, with a pass over its rows
     for each; at least 2."""
-
-    @property
-    def passes(self) -> int:
-        """Number of passes over each row of a step."""
-        return self.draws
 
     @property
     def share(self) -> float:
@@ -102,16 +99,16 @@ class RemixConfig(MixedAdapter):
         return {"router": (router, TRAINED)}
 
     def mix(
-        self, own: dict[str, Array], given: MixingInputs, placement: Placement, *, train: bool
+        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Gates | None, Losses]:
         """Return the additions of the tokens, and in training the loss of their draw."""
         if not own:
             return None, {}
-        x = jax.lax.stop_gradient(given.x.astype(jnp.float32))
+        x = jax.lax.stop_gradient(half.x.astype(jnp.float32))
         router = own["router"].astype(jnp.float32)
         product = Product("bsd,dn->bsn", router, (None, None), _STREAM, jnp.float32)
         logits = along_stream(x, {"router": product}, placement)["router"]
-        is_drawn = train and given.key is not None
+        is_drawn = train and half.key is not None
         count = self.top_k if self.weight == "mean" else math.sqrt(self.top_k)
 
         def choose(
@@ -127,25 +124,25 @@ class RemixConfig(MixedAdapter):
             in_axes=(_STREAM, _ROWS, () if is_drawn else {}),
             out_axes=((*_ROWS, None, None), _ROWS),
         )
-        key = given.key if is_drawn else {}
-        values, logs = island(logits, given.context["index"], key)
+        key = half.key if is_drawn else {}
+        values, logs = island(logits, half.context["index"], key)
         losses: Losses = {}
-        if is_drawn and ADVANTAGE in given.context:
-            losses = {"adapter_router": router_loss(logs, given.context[ADVANTAGE], given)}
+        if is_drawn and ADVANTAGE in half.context:
+            losses = {"adapter_router": router_loss(logs, half.context[ADVANTAGE], half)}
         return Gates(values=jax.lax.stop_gradient(values)), losses
 
 
 def router_loss(
-    logs: Float[Array, "B S"], advantage: Float[Array, "B S"], given: MixingInputs
+    logs: Float[Array, "B S"], advantage: Float[Array, "B S"], half: HalfInputs
 ) -> Float[Array, ""]:
     """Return the sum of advantage times log q(J), whose gradient is the estimate.
 
     Args:
         logs: log q of the draw of each token.
-        advantage: See `jaxmoe.training.repeated`.
-        given: Input of the half, for its padding.
+        advantage: See `repeated.py`.
+        half: Input of the half, for its padding.
     """
-    mask: Bool[Array, "B S"] = given.token_mask
+    mask: Bool[Array, "B S"] = half.token_mask
     return jnp.sum(jnp.where(mask, jax.lax.stop_gradient(advantage) * logs, 0.0))
 
 

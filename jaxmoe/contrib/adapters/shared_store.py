@@ -25,10 +25,11 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jaxtyping import Array, Float, UInt32
 
-from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, Tree
+from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig
 from jaxmoe.declarations import Declaration
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.view import Tree
 from jaxmoe.parameters import FROZEN, Hyperparameters, ParameterSpec, ParameterTable
 from sharding import axes as ax
 from sharding.rules import LogicalAxisRules
@@ -47,7 +48,6 @@ class SharedStoreConfig(Adapter):
 
     name: ClassVar[str] = "shared_store"
     has_view: ClassVar[bool] = True
-    makes_matrices: ClassVar[bool] = True
 
     compression: float = 4.0
     """Weights per cell; 1 has as many cells as weights."""
@@ -108,8 +108,9 @@ class SharedStoreConfig(Adapter):
             first += row.size
         return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
 
-    def used(self, params: Any) -> Any:
+    def prepare(self, params: Any, layers: Layers, key: Array | None = None) -> Any:
         """Return the parameters with cells whose gradients are divided by their uses."""
+        del layers, key
         flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
         marks = [(path, marks) for path, marks in flat.items() if MARK in path]
         total = sum(marks.size // (DIGITS + 1) * math.prod(_shape(path)) for path, marks in marks)

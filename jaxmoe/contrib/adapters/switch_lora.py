@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from jaxmoe.adapters.base import STATE, State, StepGiven
 from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, by_path, factor_rows, nested
-from jaxmoe.adapters.moments import without_moments
+from jaxmoe.contrib.adapters.moments import without_moments
 from jaxmoe.declarations import fold_path
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs

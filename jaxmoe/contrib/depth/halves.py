@@ -21,9 +21,9 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block, sum_losses, where_kept
 from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
-from jaxmoe.layers.mixing import Losses
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.layers.rows import ExecutionRows
+from jaxmoe.layers.view import Losses
 from sharding import axes as ax
 from sharding.constrain import Placement
 

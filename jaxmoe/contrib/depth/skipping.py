@@ -29,7 +29,6 @@ from jaxmoe.contrib.depth.paths import Order, choose_paths
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.training.balance import takes_two_passes
 from jaxmoe.training.estimators.backprop import BackpropConfig
-from jaxmoe.training.estimators.backward import num_passes
 from jaxmoe.training.estimators.base import LayerPaths
 from jaxmoe.training.estimators.skipping import Skipping
 from sharding import axes as ax
@@ -206,10 +205,10 @@ class PartialBackprop(BackpropConfig):
         """Refuse what layers cannot be left out of; see `SkippingConfig.check`."""
         # Named: a class with slots is a copy, which super() without arguments does not find.
         BackpropConfig.check(self, step)
-        if num_passes(step.model) > 1:
-            assert step.model.adapter is not None  # without one there is one pass
+        adapter = step.model.adapter
+        if adapter is not None and adapter.backward is not None:
             raise ValueError(
-                f"adapter:{step.model.adapter.name} trains a router by the losses of several draws,"
+                f"adapter:{adapter.name} trains a router by the losses of several draws,"
                 " and training.skipping changes them: set training.skipping to None"
             )
         self.skipping.check(step)

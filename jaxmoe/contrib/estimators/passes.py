@@ -24,7 +24,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.accumulation import GradientSums, MicroBatch, split_rows
-from jaxmoe.training.estimators.backward import backward_of, num_passes
+from jaxmoe.training.estimators.backward import backward_of
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.state import TrainState
 
@@ -81,9 +81,10 @@ def check_forward(step: Step, name: str) -> None:
             parameters in host memory, or detailed telemetry.
     """
     execution, start = step.execution, f"training.gradients:{name} has no backward pass"
-    if num_passes(step.model) > 1 and step.model.adapter is not None:
+    adapter = step.model.adapter
+    if adapter is not None and adapter.backward is not None:
         raise ValueError(
-            f"adapter:{step.model.adapter.name} trains a router by the losses of several draws, and"
+            f"adapter:{adapter.name} trains a router by the losses of several draws, and"
             f" {start}: set training.gradients to backprop"
         )
     if execution.mesh.stage > 1:

@@ -148,7 +148,7 @@ class Chain:
             )
             model = dataclasses.replace(model, adapter=None)
         elif model.adapter is not None:
-            params = model.adapter.used(params)
+            params = model.adapter.prepare(params, model.layer_numbers)
         execution = dataclasses.replace(execution.declaring(), telemetry="brief")
         store = ResidentLayers(params) if store is None else store
         fields = {"params": params, "router_state": state, "store": store, "experts": experts}

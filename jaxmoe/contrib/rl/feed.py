@@ -197,7 +197,7 @@ class RolloutFeed(Feed):
         if learner.config.replay:
             if (reason := why_not_replayed(learner.model)) is not None:
                 raise ValueError(f"rl.replay=True: {reason}; or set it to False")
-        if adapter is not None and adapter.passes > 1:
+        if adapter is not None and adapter.backward is not None:
             raise ValueError(
                 f"model.adapter:{adapter.name} draws its additions anew in each training pass, and"
                 " rl compares a pass with the answers of the engine: choose another adapter"

@@ -242,7 +242,10 @@ def on_task(model: ModelConfig, data: SourceKind, task: str | None) -> ModelConf
         tasks_text = f", or by name one of {', '.join(names)}" if names else ""
         raise ValueError(f"task={task} is unknown: give the number of a task{tasks_text}")
     number = names.index(task) if task in names else int(task)
-    return dataclasses.replace(model, adapter=model.adapter.at_task(number))
+    if "task" not in model.adapter.late_fields:
+        raise ValueError(f"task={number}: adapter:{model.adapter.name} has no tasks: leave it out")
+    changes: dict[str, Any] = {"task": number}
+    return dataclasses.replace(model, adapter=dataclasses.replace(model.adapter, **changes))
 
 
 def on_data(

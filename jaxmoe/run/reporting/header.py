@@ -42,8 +42,7 @@ def print_header(
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
-    is_adapted = model.adapter is not None and not model.adapter.makes_matrices
-    command = "finetune" if is_adapted else "pretrain"
+    command = "finetune" if plan.has_base else "pretrain"
     lines = (
         f"jaxmoe {command}  {name}  {directory.path}  ({resumed})",
         f"devices  {_mesh_text(assembly)}",
@@ -124,7 +123,7 @@ def _adapter_lines(plan: Plan) -> list[str]:
         f"adapter  {adapter.words}: {len(sizes)} arrays, {format_count(sum(sizes))} parameters"
         f" trained, {sum(sizes) * width / 1e6:.2f} MB, {sum(sizes) / table.total:.1%} of all"
     )
-    return [counts] if adapter.makes_matrices else [base, counts]
+    return [base, counts] if plan.has_base else [counts]
 
 
 def _data_text(assembly: Assembly) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.training.estimators.backward import backward_of, num_passes
+from jaxmoe.training.estimators.backward import backward_of
 from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.state import TrainState
@@ -37,6 +37,6 @@ class BackpropConfig(Gradients):
 
     def describe(self, step: Step) -> str | None:
         """Return the passes of a step, if the adapter compares several."""
-        if (passes := num_passes(step.model)) == 1:
+        if (passes := backward_of(step).passes(step)) == 1:
             return None
         return f"{passes} passes over each row, after as many without a gradient"

@@ -4,11 +4,11 @@
 
     check(step)                        refusals, before anything is traced
     sums(step, state, rows, whole)     gradients, losses and statistics of all micro-batches
+    passes(step)                       passes over each row that have a gradient
 
 `ExecutionConfig.backward` names the member: micro-batches one after the other, or a pipeline over
 `stage`. An optimiser whose update reads more than gradients names its own
-(`MeasuringTransformation.backward`). A model whose adapter compares several passes over each row
-has `repeated` around it.
+(`MeasuringTransformation.backward`). An adapter may name a member that lies around it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import abc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxmoe.catalog import choice
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import backward_name
 from jaxmoe.training.accumulation import GradientSums, Rows
 from jaxmoe.training.state import TrainState
@@ -54,14 +53,14 @@ class Backward(abc.ABC):
             whole: Gathered parameters, with a layout that gathers them once a step; None otherwise.
         """
 
+    def passes(self, step: Step) -> int:
+        """Return the passes over each row of a step that have a gradient.
 
-def num_passes(model: ModelConfig) -> int:
-    """Return the passes over each row of a step that the adapter of a model compares.
-
-    Args:
-        model: What is trained.
-    """
-    return 1 if model.adapter is None else model.adapter.passes
+        Args:
+            step: Model and execution.
+        """
+        del step
+        return 1
 
 
 def backward_of(step: Step) -> Backward:
@@ -72,6 +71,7 @@ def backward_of(step: Step) -> Backward:
     """
     name = backward_name(step.optimizer) or step.execution.backward
     backward: Backward = choice("backward", name)()
-    if num_passes(step.model) == 1:
+    adapter = step.model.adapter
+    if adapter is None or adapter.backward is None:
         return backward
-    return choice("backward", "repeated")(backward)
+    return choice("backward", adapter.backward)(backward)

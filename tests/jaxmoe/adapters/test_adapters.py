@@ -100,7 +100,7 @@ def rows_of(table, in_short):
 
 def members(table):
     """Return names for `pytest.mark.parametrize`; adapters of the vertical are marked as such."""
-    vertical = pytest.mark.vertical("adapter_members")
+    vertical = pytest.mark.vertical("adapters")
     return [pytest.param(n, marks=() if n in ("lora", "select") else vertical) for n in table]
 
 
@@ -128,7 +128,11 @@ def loss_and_gradients(model, execution, params, ids, *, is_folded=False):
     def loss(trained):
         whole = table.merged(trained, params)
         plain = adapted(model, None)
-        used, given = (plain, folded(model.adapter.used(whole))) if is_folded else (model, whole)
+        used, given = (
+            (plain, folded(model.adapter.prepare(whole, model.layer_numbers)))
+            if is_folded
+            else (model, whole)
+        )
         return jnp.mean(forward(used, execution, given, ids).logits ** 2)
 
     return jax.value_and_grad(loss)(table.trained(params))

@@ -11,7 +11,7 @@ import pytest
 from flax import traverse_util
 
 from jaxmoe.adapters import LiftConfig, TargetsConfig, folded
-from jaxmoe.adapters.sparse import dense, largest_places, low_rank_approximation
+from jaxmoe.contrib.adapters.sparse import dense, largest_places, low_rank_approximation
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params, parameter_table

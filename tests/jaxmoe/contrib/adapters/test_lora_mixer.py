@@ -14,7 +14,7 @@ from flax import traverse_util
 from jaxmoe.adapters import LoraMixerConfig
 from jaxmoe.contrib.adapters.lora_mixer import largest
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.mixing import MixingInputs
+from jaxmoe.layers.view import HalfInputs
 from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training.state import state_around
@@ -26,7 +26,7 @@ CONFIG = LoraMixerConfig(members=4, rank=2, anchor=0.1)
 
 
 def gates_of(config, *, train):
-    given = MixingInputs(
+    given = HalfInputs(
         x=jax.random.normal(jax.random.key(0), (2, 3, 8)),
         token_mask=jnp.ones((2, 3), bool),
         context={},

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxmoe.adapters import MultiHeadRoutingConfig
+from jaxmoe.contrib.adapters.mixtures import Gates
 from jaxmoe.contrib.adapters.multi_head_routing import task_weights
 from jaxmoe.scaling.initialize import parameter_table
 from sharding.products.low_rank import LowRank
-from sharding.products.mixtures import Gates
 from tests.support.models import WIDE
 
 TASKS, COUNT, RANK, INPUTS, OUTPUTS = 3, 4, 2, 8, 12

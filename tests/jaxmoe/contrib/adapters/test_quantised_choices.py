@@ -39,6 +39,12 @@ def drawn_params():
     return traverse_util.unflatten_dict(params, sep="/")
 
 
+def within(params, bits):
+    """Parameters with the bits of least error, of a mean of some bits."""
+    adapter = dataclasses.replace(CHOICES, mean_bits=bits)
+    return adapter.begun(params, LAYERS, jax.random.key(0))
+
+
 def bits_of(params):
     """Bits of each layer, the same for all its matrices."""
     found = {}
@@ -60,7 +66,7 @@ def test_a_step_trains_the_factors_of_the_drawn_bits_alone():
         return jnp.mean(forward(MODEL, ExecutionConfig(), whole, IDS, **given).logits ** 2)
 
     grads = flat(jax.jit(jax.grad(loss))(table.trained(params)))
-    drawn = flat(CHOICES.drawn(params, LAYERS, given["key"]))
+    drawn = flat(CHOICES.prepare(params, LAYERS, given["key"]))
     assert len(set(bits_of(traverse_util.unflatten_dict(drawn, sep="/")))) > 1
     for path in [path for path in grads if path.endswith((":downs", ":ups"))]:
         bits = drawn[f"{path.rpartition(':')[0]}:bits"]
@@ -83,7 +89,7 @@ def test_the_mean_of_the_bits_is_uniform():
 
 @pytest.mark.parametrize("budget", [2.0, 3.4])
 def test_a_member_equals_its_folded_weights(budget):
-    params = CHOICES.within(drawn_params(), LAYERS, budget)
+    params = within(drawn_params(), budget)
     assert sum(bits_of(params)) == {2.0: 6, 3.4: 10}[budget]
     plain = jax.jit(lambda params: folded(params, CHOICES, LAYERS))(params)
     found = jax.jit(lambda p: forward(MODEL, ExecutionConfig(), p, IDS).logits)(params)
@@ -96,7 +102,7 @@ def test_searched_bits_have_the_least_error_of_all():
     held, errors = flat(params), np.zeros((3, 5))
     fold = jax.jit(lambda params: folded(params, CHOICES, LAYERS))
     for bits in (2, 3, 4):
-        rounded = flat(fold(CHOICES.within(params, LAYERS, bits)))
+        rounded = flat(fold(within(params, bits)))
         for path, value in rounded.items():
             stack = [own for stack, own in LAYERS if path.startswith(f"{stack}/")]
             for place, layer in enumerate(stack[0] if stack else ()):
@@ -106,7 +112,7 @@ def test_searched_bits_have_the_least_error_of_all():
         for bits in itertools.product((2, 3, 4), repeat=3)
         if sum(bits) == 8
     }
-    found = tuple(bits_of(CHOICES.within(params, LAYERS, 2.7)))
+    found = tuple(bits_of(within(params, 2.7)))
     assert totals[found] <= min(totals.values()) * (1 + 1e-5)
 
 

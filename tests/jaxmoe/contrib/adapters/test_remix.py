@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.adapters import RemixConfig
 from jaxmoe.contrib.adapters.remix import draw, log_prob
+from jaxmoe.contrib.adapters.repeated import ADVANTAGE, advantages
 from jaxmoe.contrib.estimators.spsa import SPSAConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.mixing import ADVANTAGE, MixingInputs
+from jaxmoe.layers.view import HalfInputs
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.loss import forward_and_row_nll
-from jaxmoe.training.repeated import advantages
 from jaxmoe.training.state import state_around
 from jaxmoe.training.step import Step, make_train_step
 from sharding import MeshConfig
@@ -75,7 +75,7 @@ def test_inference_takes_the_largest_and_training_draws(weight, each):
     index = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
 
     def gates(key, train):
-        given = MixingInputs(
+        given = HalfInputs(
             x=x, token_mask=jnp.ones((2, 3), bool), context={"index": index}, key=key
         )
         found, losses = config.mix(own, given, ExecutionConfig().placement, train=train)

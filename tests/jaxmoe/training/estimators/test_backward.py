@@ -8,11 +8,11 @@ import pytest
 
 from jaxmoe import catalog
 from jaxmoe.contrib.adapters.remix import RemixConfig
+from jaxmoe.contrib.adapters.repeated import RepeatedBackward
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.training.estimators.backward import backward_of
 from jaxmoe.training.gradients import MicroBatchBackward
 from jaxmoe.training.pipeline.gradients import PipelineBackward
-from jaxmoe.training.repeated import RepeatedBackward
 from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.pipeline import InterleavedConfig

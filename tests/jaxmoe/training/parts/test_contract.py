@@ -15,10 +15,10 @@ import optax
 import pytest
 
 from jaxmoe.adapters import AdaLoraConfig
+from jaxmoe.contrib.adapters.average import Averaging, BalancedAverageConfig
 from jaxmoe.optim import adamw
 from jaxmoe.training import parts
 from jaxmoe.training.parts.adapter_rule import AdapterRule
-from jaxmoe.training.parts.average import Averaging, BalancedAverageConfig
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.parts.measures import MEASURES

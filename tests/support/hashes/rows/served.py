@@ -162,7 +162,7 @@ def _logprobs(directory: pathlib.Path) -> dict[str, str]:
 
 def _adapters(directory: pathlib.Path) -> dict[str, str]:
     """Two adapters of a model in one batch."""
-    from jaxmoe.adapters import LoraConfig, TargetsConfig, together, with_base
+    from jaxmoe.adapters import LoraConfig, TargetsConfig, TaskLoraConfig, with_base
     from jaxmoe.serve import Sampling
     from jaxmoe.serve.engine import Engine
     from tests.support.serving import MODEL, SIZES, ModelExecutor, params
@@ -175,7 +175,7 @@ def _adapters(directory: pathlib.Path) -> dict[str, str]:
         name: (lora, with_base(params(dataclasses.replace(MODEL, adapter=lora)), params()))
         for name, lora in loras.items()
     }
-    adapter, weights = together(params(), values)
+    adapter, weights = TaskLoraConfig.together(params(), values)
     model, greedy = (
         dataclasses.replace(MODEL, adapter=adapter),
         Sampling(max_tokens=5, temperature=0.0),

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes over the rows of a step that an adapter compares with each other (REINFORCE).
 
-An adapter with M = `passes` above 1 draws its additions at random, and trains the distribution q of
-the draws J by the losses of several draws, each compared with the mean of all (leave-one-out):
+An adapter with this backward draws its additions at random, and trains the distribution q of the
+draws J by the losses of M = `draws` draws, each compared with the mean of all (leave-one-out):
 
     gradient of E L  ~  sum_m a_m grad log q(J_m)      a_m = (L_m - mean L) / (M - 1)
 
@@ -19,15 +19,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.layers.mixing import ADVANTAGE
 from jaxmoe.training.accumulation import GradientSums, MicroBatch, Rows, split_rows
-from jaxmoe.training.estimators.backward import Backward, num_passes
+from jaxmoe.training.estimators.backward import Backward
 from jaxmoe.training.gradients import row_losses
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
@@ -35,6 +34,9 @@ from sharding.constrain import Placement
 
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
+
+ADVANTAGE: Final = "pass_advantage"
+"""Name of the array of `Batch.extra` by which the draws are trained."""
 
 
 def repeated(rows: Any, passes: int, placement: Placement) -> Any:
@@ -129,5 +131,10 @@ class RepeatedBackward(Backward):
     def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
         """Return the sums over the micro-batches of all passes; see the base class."""
         losses_of = partial(row_losses, step, state, whole=whole)
-        passes = compared(rows, losses_of, num_passes(step.model), step.execution.placement)
-        return self.backward.sums(step, state, passes, whole)
+        repeats = compared(rows, losses_of, self.passes(step), step.execution.placement)
+        return self.backward.sums(step, state, repeats, whole)
+
+    def passes(self, step: Step) -> int:
+        """Return the number of draws that the adapter compares."""
+        adapter: Any = step.model.adapter
+        return adapter.draws

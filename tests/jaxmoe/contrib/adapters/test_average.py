@@ -12,16 +12,16 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.optim import adamw
-from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
-from jaxmoe.training.parts.average import (
-    AVERAGES,
+from jaxmoe.contrib.adapters.average import (
     Averaging,
     BalancedAverageConfig,
     FixedAverageConfig,
 )
+from jaxmoe.declarations import Declaration
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.optim import adamw
+from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
+from jaxmoe.training.parts.average import AVERAGES
 from jaxmoe.training.parts.base import run_after
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import Step, make_train_step

@@ -1,25 +1,87 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Puts several LoRA adapters of one model side by side, one of them for each token.
+"""One LoRA for each part of the data, trained together.
 
-The factors of n adapters become those of `TaskLoraConfig`: smaller ranks are padded with zeros, a
-matrix that an adapter leaves alone has zeros, and the scale of each adapter is multiplied into its
-B. A token of task -1 has the model itself.
+    y = x W + alpha / r (x A_t) B_t          t the task of the token
+
+The task of a row is the number of its part in `data:mixture`, in the order of `data.mix`, or
+`Batch.extra["task"]` [B S]; rows without one have `adapter.task`, and those of task -1 have no
+addition. The tokens of a batch are sorted by task for each product: n tasks cost what one LoRA
+does, and sequences of different tasks can share a batch.
+
+Several LoRA adapters of one model become one of these, to be served side by side: smaller ranks are
+padded with zeros, a matrix that an adapter leaves alone has zeros, and the scale of each adapter is
+multiplied into its B. A token of task -1 has the model itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flax import traverse_util
+from jaxtyping import Array
 
 from jaxmoe.adapters.base import Adapter, TargetsConfig
 from jaxmoe.adapters.fold import is_factor
-from jaxmoe.adapters.mixed import MIXED_ROLES
-from jaxmoe.adapters.task_lora import TaskLoraConfig
+from jaxmoe.contrib.adapters.mixed import MIXED_ROLES, MixedAdapter, task_ids
+from jaxmoe.contrib.adapters.mixtures import Members
 from jaxmoe.declarations import FACTORS
+from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.view import HalfInputs, Losses
+from sharding.constrain import Placement
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TaskLoraConfig(MixedAdapter):
+    """One LoRA for each part of data:mixture; all else is frozen."""
+
+    name: ClassVar[str] = "task_lora"
+    reads: ClassVar[tuple[str, ...]] = ("task",)
+    late_fields: ClassVar[tuple[str, ...]] = ("task",)
+
+    task: int = 0
+    """Task of rows that have none, such as prompts; -1: they have no addition."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return self.members
+
+    @property
+    def share(self) -> float:
+        """Part of the factors with which a token is multiplied."""
+        return 1.0 / self.members
+
+    def check_fields(self) -> None:
+        """Raise a ValueError for invalid values."""
+        if not -1 <= self.task < self.members:
+            raise ValueError(
+                f"adapter.task={self.task} must be from 0 to {self.members - 1}"
+                f" (adapter.members={self.members}), or -1 for no addition"
+            )
+
+    def mix(
+        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
+    ) -> tuple[Members, Losses]:
+        """Return the task of each token; see `MixedAdapter`."""
+        del own, placement, train
+        return Members(ids=task_ids(half, self.task)), {}
+
+    @staticmethod
+    def check_together(name: str, adapter: Adapter | None) -> None:
+        """Refuse an adapter that cannot be served beside others; see `check_together`."""
+        check_together(name, adapter)
+
+    @staticmethod
+    def together(
+        params: Any, adapters: Mapping[str, tuple[Adapter, Any]]
+    ) -> tuple[TaskLoraConfig, Any]:
+        """Return one adapter of several, and the parameters with it; see `together`."""
+        return together(params, adapters)
 
 
 def check_together(name: str, adapter: Adapter | None) -> None:

@@ -31,17 +31,16 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import grouped_matmul
 from pallas_kernels.jax_versions import match_varying
 from sharding import axes as ax
+from sharding.products.low_rank import Axes, Dims, Mix
 
 _ROWS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
-Axes = tuple[str | None, ...]
-Dims = tuple[int, ...]
 
 
 # Not type-checked: tree functions also fill records with shapes, specs and tracers.
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Gates:
+class Gates(Mix):
     """Weights of n additions for each token."""
 
     values: Float[Array, "B S q n"] | Any
@@ -52,15 +51,7 @@ class Gates:
     """Split of each input [*I] and of each output [*O], where q is above 1."""
 
     def for_matrix(self, inputs: Dims, outputs: Dims) -> Gates:
-        """Return the weights for a matrix.
-
-        Args:
-            inputs: Sizes of its input dimensions.
-            outputs: Sizes of its output dimensions.
-
-        Raises:
-            ValueError: Inputs or outputs cannot be split equally.
-        """
+        """Return the weights for a matrix, whose inputs and outputs must have equal splits."""
         count = self.values.shape[2]
         if count == 1:
             return self
@@ -77,18 +68,12 @@ class Gates:
         return dataclasses.replace(self, splits=(split_of(inputs), split_of(outputs)))
 
     def axes(self, inputs: Axes, outputs: Axes) -> Gates:
-        """Return the logical axes of all parts, from those of the matrix."""
+        """Return the logical axes of all parts; see the base class."""
         splits = None if self.splits is None else (inputs, outputs)
         return dataclasses.replace(self, values=(*_ROWS, None, None), splits=splits)
 
     def added(self, x: Array, down: Array, up: Array) -> Array:
-        """Return the mixed additions for the activations of one device, f32.
-
-        Args:
-            x: Activations [B S *I].
-            down: A [*I n r], in the dtype of the activations.
-            up: B [n r *O].
-        """
+        """Return the mixed additions; see the base class."""
         weights = self.values.astype(jnp.float32)
         if self.splits is None:
             narrow = _into(x, down)
@@ -114,7 +99,7 @@ class Gates:
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Members:
+class Members(Mix):
     """The one of n additions that each token has, if any."""
 
     ids: Int[Array, "B S"] | Any
@@ -131,7 +116,7 @@ class Members:
         return Members(ids=_ROWS)
 
     def added(self, x: Array, down: Array, up: Array) -> Array:
-        """Return the additions of the tokens' members; see `Gates.added`."""
+        """Return the additions of the tokens' members; see the base class."""
         count, rank = down.shape[-2:]
         ids = self.ids.reshape(-1)
         ids = jnp.where((ids >= 0) & (ids < count), ids, count)  # last, in no group
@@ -141,10 +126,6 @@ class Members:
         narrow = _group(rows, jnp.moveaxis(down, -2, 0).reshape(count, -1, rank), sizes)
         wide = _group(narrow, up.reshape(count, rank, -1), sizes)
         return wide[jnp.argsort(order)].reshape(*x.shape[:2], *up.shape[2:])
-
-
-Mix = Gates | Members
-"""How the additions of a token are mixed."""
 
 
 def _into(x: Array, down: Array) -> Float[Array, "B S n r"]:

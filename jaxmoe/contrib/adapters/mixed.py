@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of adapters that make n low-rank additions to a matrix and mix them for each token.
 
-    y = x W + alpha / r * (mixture of x A_1 B_1 ... x A_n B_n)       `sharding/products/mixtures.py`
+    y = x W + alpha / r * (mixture of x A_1 B_1 ... x A_n B_n)       see `mixtures.py`
 
 Beside a matrix `q` stand `q:downs` [*I n r], `q:ups` [n r *O] and `q:scale`. Each half of a layer
 (mixer, feed-forward) has one mixture for all its matrices, with parameters `mixer:<name>` and
@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -24,12 +24,12 @@ from jaxtyping import Array, Int
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
 from jaxmoe.adapters.factors import TRAINED, own_row
 from jaxmoe.declarations import Declaration, Role
-from jaxmoe.layers.mixing import Losses, MixingInputs
 from jaxmoe.layers.records import Half
+from jaxmoe.layers.view import HalfInputs, Losses
 from jaxmoe.parameters import FROZEN, Hyperparameters, ParameterSpec, ParameterTable
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.products.mixtures import Mix
+from sharding.products.low_rank import Mix
 from sharding.rules import LogicalAxisRules
 
 FIXED: Final = dataclasses.replace(TRAINED, group=FROZEN)
@@ -54,9 +54,7 @@ MIXED_ROLES: Final = tuple(_HALVES)
 class MixedAdapter(Adapter):
     """Several low-rank additions to each target, mixed for each token; all else is frozen."""
 
-    has_mixing: ClassVar[bool] = True
-    reads: ClassVar[tuple[str, ...]] = ()
-    """Names of arrays of `Batch.extra` on which the mixture depends."""
+    can_go_on: ClassVar[bool] = True
 
     members: int = 4
     """Additions to each matrix."""
@@ -94,15 +92,9 @@ class MixedAdapter(Adapter):
 
     @abc.abstractmethod
     def mix(
-        self, own: dict[str, Array], given: MixingInputs, placement: Placement, *, train: bool
+        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Mix | None, Losses]:
-        """Return the mixture and losses of half a layer; see `jaxmoe.layers.mixing.Mixing`."""
-
-    def at_task(self, task: int) -> Any:
-        """Return the adapter with a task for rows that have none; see `Adapter.at_task`."""
-        if not self.num_tasks:
-            return Adapter.at_task(self, task)
-        return dataclasses.replace(self, **{"task": task})
+        """Return the mixture and losses of half a layer; see `jaxmoe.layers.view.ParameterView`."""
 
     @property
     def num_tasks(self) -> int:
@@ -198,16 +190,16 @@ class MixedAdapter(Adapter):
         return made | ({"start": (down, FIXED)} if self.keeps_start else {})
 
 
-def task_ids(given: MixingInputs, task: int) -> Int[Array, "B S"]:
+def task_ids(half: HalfInputs, task: int) -> Int[Array, "B S"]:
     """Return the task of each token.
 
     Args:
-        given: Input of half a layer.
+        half: Input of half a layer.
         task: Task of tokens where the batch names none.
     """
-    if "task" in given.context:
-        return given.context["task"].astype(jnp.int32)
-    return jnp.zeros_like(given.context["index"]) + jnp.int32(task)
+    if "task" in half.context:
+        return half.context["task"].astype(jnp.int32)
+    return jnp.zeros_like(half.context["index"]) + jnp.int32(task)
 
 
 def _width(row: ParameterSpec) -> int:

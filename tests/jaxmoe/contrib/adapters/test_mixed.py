@@ -21,8 +21,8 @@ from jaxmoe.adapters import (
     TaskLoraConfig,
     folded,
 )
+from jaxmoe.contrib.adapters.repeated import ADVANTAGE
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.mixing import ADVANTAGE
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import init_params, parameter_table

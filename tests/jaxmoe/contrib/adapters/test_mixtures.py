@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmoe.contrib.adapters.mixtures import Gates, Members
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig
 from sharding import axes as ax
 from sharding.products.collective import RingProductsConfig
 from sharding.products.low_rank import LowRank
-from sharding.products.mixtures import Gates, Members
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 from tests.support.meshes import mesh_of
 from tests.support.tolerances import assert_close
