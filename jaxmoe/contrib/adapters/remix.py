@@ -83,6 +83,11 @@ class RemixConfig(MixedAdapter):
                 " loss of a draw beside those of the others"
             )
 
+    def note_on(self, steps: int) -> str:
+        """Return the passes of a step; see the base class."""
+        del steps
+        return f"{self.draws} passes over each row, after as many without a gradient"
+
     def check_execution(self, execution: ExecutionConfig) -> None:
         """Refuse pipelines, which have no pass without gradients, and rows in halves."""
         Adapter.check_execution(self, execution)

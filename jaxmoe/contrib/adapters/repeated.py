@@ -131,10 +131,9 @@ class RepeatedBackward(Backward):
     def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
         """Return the sums over the micro-batches of all passes; see the base class."""
         losses_of = partial(row_losses, step, state, whole=whole)
-        repeats = compared(rows, losses_of, self.passes(step), step.execution.placement)
-        return self.backward.sums(step, state, repeats, whole)
-
-    def passes(self, step: Step) -> int:
-        """Return the number of draws that the adapter compares."""
         adapter: Any = step.model.adapter
-        return adapter.draws
+        repeats = compared(rows, losses_of, adapter.draws, step.execution.placement)
+        sums = self.backward.sums(step, state, repeats, whole)
+        if sums.row_nll is None:
+            return sums
+        return dataclasses.replace(sums, row_nll=sums.row_nll / adapter.draws)

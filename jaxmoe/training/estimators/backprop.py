@@ -34,9 +34,3 @@ class BackpropConfig(Gradients):
     ) -> StepGradients:
         """Return the gradients of one step; see the base class."""
         return StepGradients(*batch_gradients(step, state, batch, first_row))
-
-    def describe(self, step: Step) -> str | None:
-        """Return the passes of a step, if the adapter compares several."""
-        if (passes := backward_of(step).passes(step)) == 1:
-            return None
-        return f"{passes} passes over each row, after as many without a gradient"

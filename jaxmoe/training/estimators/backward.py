@@ -4,7 +4,6 @@
 
     check(step)                        refusals, before anything is traced
     sums(step, state, rows, whole)     gradients, losses and statistics of all micro-batches
-    passes(step)                       passes over each row that have a gradient
 
 `ExecutionConfig.backward` names the member: micro-batches one after the other, or a pipeline over
 `stage`. An optimiser whose update reads more than gradients names its own
@@ -52,15 +51,6 @@ class Backward(abc.ABC):
             rows: Rows that the objective prepared, and their division into micro-batches.
             whole: Gathered parameters, with a layout that gathers them once a step; None otherwise.
         """
-
-    def passes(self, step: Step) -> int:
-        """Return the passes over each row of a step that have a gradient.
-
-        Args:
-            step: Model and execution.
-        """
-        del step
-        return 1
 
 
 def backward_of(step: Step) -> Backward:

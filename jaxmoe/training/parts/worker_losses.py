@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch, HostOrDeviceArray
-from jaxmoe.training.estimators.backward import backward_of
 from jaxmoe.training.parts.base import StepPart
 from sharding.constrain import Placement
 
@@ -52,7 +51,7 @@ class WorkerLosses(StepPart):
         del state
         losses = worker_losses(
             gradients.summed.row_nll,
-            backward_of(step).passes(step) * step.objective.row_tokens(batch),
+            step.objective.row_tokens(batch),
             self.workers,
             step.execution.placement,
         )
