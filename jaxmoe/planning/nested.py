@@ -111,15 +111,15 @@ def best_nested(
         room: Bytes of one device for training state.
     """
     fitting = [
-        sharding
-        for sharding in nested_shardings(devices)
-        if sharding.memory(parameters, itemsize) <= room
+        nested
+        for nested in nested_shardings(devices)
+        if nested.memory(parameters, itemsize) <= room
     ]
     return min(
         fitting,
-        key=lambda sharding: (
-            sharding.seconds(parameters, itemsize, devices, chip),
-            sharding.memory(parameters, itemsize),
+        key=lambda nested: (
+            nested.seconds(parameters, itemsize, devices, chip),
+            nested.memory(parameters, itemsize),
         ),
         default=None,
     )

@@ -154,7 +154,7 @@ def init_params(
     shardings = named_shardings(table.tree(lambda row: row.spec), mesh)
     for name in on_host:
         shardings[name] = jax.tree.map(
-            lambda sharding: sharding.with_memory_kind("pinned_host"), shardings[name]
+            lambda leaf_sharding: leaf_sharding.with_memory_kind("pinned_host"), shardings[name]
         )
     return jax.jit(build, out_shardings=shardings)(key)
 
