@@ -42,13 +42,13 @@ from experiments.cli.output import write
 from experiments.launch.config import LaunchRunConfig, SuperviseConfig
 from experiments.launch.signals import Signals
 from experiments.launch.supervise import Ended, consequence, supervise
+from jaxmoe.contrib.survival.shared_memory import PARENT
 from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig, key_of
 from jaxmoe.islands.coordinator import Coordinator
 from jaxmoe.islands.directory import DirectoryClosings
 from jaxmoe.islands.errors import TransportError
 from jaxmoe.islands.lease import CoordinatorLease
 from jaxmoe.islands.transport import MessageSizes
-from jaxmoe.resilience.shared_memory import PARENT
 from jaxmoe.run.directory import RunDirectory
 
 _PLACE = "{island}"

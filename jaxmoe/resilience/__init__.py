@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps runs alive: lease, watchdog, agreement, snapshots, stragglers and goodput."""
+"""Keeps runs alive: lease, watchdog, agreement, stragglers and goodput."""

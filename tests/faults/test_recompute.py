@@ -12,8 +12,8 @@ from experiments import pretrain
 from experiments.cli import flags as cli
 from experiments.cli.flags import ExitCode
 from experiments.recipes import DEFAULT, RECIPES
+from jaxmoe.contrib.survival.recompute import ComputationDiffersError, RecomputedStep, verdict
 from jaxmoe.fingerprints import ShardFingerprint
-from jaxmoe.resilience.recompute import ComputationDiffersError, RecomputedStep, verdict
 from jaxmoe.run import trainer
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.compile import compile_steps

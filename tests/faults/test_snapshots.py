@@ -22,12 +22,12 @@ from experiments.launch import __main__ as launch
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint import CheckpointManager, checksums
 from jaxmoe.contrib.elastic.move import move_state, move_through_hosts
+from jaxmoe.contrib.survival.pieces import num_words, pack_words, pieces_of, place_words
+from jaxmoe.contrib.survival.shared_memory import SNAPSHOTS
+from jaxmoe.contrib.survival.snapshot_store import SnapshotStore
 from jaxmoe.contrib.survival.snapshots import Snapshots, open_snapshots
 from jaxmoe.data import DataError, SkippedRows
-from jaxmoe.resilience.pieces import num_words, pack_words, pieces_of, place_words
 from jaxmoe.resilience.processes_config import ProcessesConfig
-from jaxmoe.resilience.shared_memory import SNAPSHOTS
-from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.restore import Lineage

@@ -306,20 +306,11 @@ VERTICALS = {
     ),
     "survival": Vertical(
         sources=(
-            "jaxmoe/resilience/snapshot*.py",
-            "jaxmoe/resilience/parity.py",
-            "jaxmoe/resilience/shared_*.py",
-            "jaxmoe/resilience/recompute.py",
-            "jaxmoe/resilience/pieces.py",
-            "jaxmoe/resilience/relayout.py",
-            "jaxmoe/checkpoint/surviving.py",
             "jaxmoe/contrib/survival/*",
             "experiments/replay.py",
             "jaxmoe/training/parts/layer_norms.py",
-            "jaxmoe/training/pipeline/recovery.py",
         ),
         tests=(
-            "tests/jaxmoe/resilience/test_parity.py",
             "tests/jaxmoe/contrib/survival/*",
             "tests/faults/test_snapshots.py",
             "tests/faults/test_recompute.py",

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxmoe.resilience.parity import Peers
-from jaxmoe.resilience.pieces import num_words, pack_words, pieces_of
-from jaxmoe.resilience.relayout import Parts
+from jaxmoe.contrib.survival.parity import Peers
+from jaxmoe.contrib.survival.pieces import num_words, pack_words, pieces_of
+from jaxmoe.contrib.survival.relayout import Parts
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.state_tree import flatten
 from jaxmoe.training.state import TrainState

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jaxmoe.contrib.survival.links.probe import LinkProbe
 from jaxmoe.contrib.survival.links.watch import PROBE_BYTES, LinkHook
-from jaxmoe.resilience.recompute import RecomputedStep
+from jaxmoe.contrib.survival.recompute import RecomputedStep
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.config import PretrainConfig

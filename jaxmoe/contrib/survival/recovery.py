@@ -40,7 +40,10 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointManifest,
     check_target,
 )
-from jaxmoe.checkpoint.surviving import (
+from jaxmoe.contrib.survival.neighbours import RATE, Sources, sources_of
+from jaxmoe.contrib.survival.shared_snapshot import shared_snapshot
+from jaxmoe.contrib.survival.snapshot_store import SnapshotStore
+from jaxmoe.contrib.survival.surviving import (
     Box,
     Survey,
     Survivors,
@@ -51,8 +54,6 @@ from jaxmoe.checkpoint.surviving import (
     survey,
 )
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.resilience.shared_snapshot import shared_snapshot
-from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -63,7 +64,6 @@ from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
-from jaxmoe.training.pipeline.recovery import RATE, Sources, sources_of
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.distributed import share

@@ -18,10 +18,10 @@ from jaxmoe.contrib.slow_links.islands import Island
 from jaxmoe.contrib.slow_links.workers import ReplicasPart
 from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.contrib.survival.recovery import Replacement
+from jaxmoe.contrib.survival.shared_memory import ELASTIC
 from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.contrib.telemetry.gradients import GradientComparison
 from jaxmoe.islands.config import VARIABLE
-from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
@@ -45,10 +45,7 @@ MEMBERS = (
     *(GradientComparison, Island, KeptPartition, LinkMeasurements, OptimizerFiles),
     *(Recomputation, Replacement, ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
 )
-ABSENT = {
-    *("jaxmoe.contrib", "jaxmoe.run.serving", "jaxmoe.resilience.snapshot"),
-    "jaxmoe.islands",
-}
+ABSENT = {"jaxmoe.contrib", "jaxmoe.run.serving", "jaxmoe.islands"}
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
     *("fit", "prepared", "sources", "restored", "record", "heading"),

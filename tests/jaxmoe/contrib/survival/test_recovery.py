@@ -24,22 +24,22 @@ from jaxmoe.checkpoint import (
 )
 from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.manifest import check_target, make_manifest
-from jaxmoe.checkpoint.surviving import Survivors, inside, opened, overlap, survey
 from jaxmoe.contrib.survival import recovery
+from jaxmoe.contrib.survival.neighbours import sources_of
 from jaxmoe.contrib.survival.recovery import (
     restore_averaged,
     restore_averaged_snapshot,
     with_raised_rate,
 )
+from jaxmoe.contrib.survival.snapshot_store import SnapshotStore
+from jaxmoe.contrib.survival.surviving import Survivors, inside, opened, overlap, survey
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
-from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.guard import no_norms
 from jaxmoe.training.parts.base import run_after
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
-from jaxmoe.training.pipeline.recovery import sources_of
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
 from sharding import MeshConfig

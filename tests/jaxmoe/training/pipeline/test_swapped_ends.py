@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.depth.skipping import PartialBackprop, SkippingConfig
+from jaxmoe.contrib.survival.neighbours import sources_of
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.optim import adamw
-from jaxmoe.training.pipeline.recovery import sources_of
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxmoe.resilience.parity import Words
-from jaxmoe.resilience.pieces import Index, Piece, index_of, leaves_of
+from jaxmoe.contrib.survival.parity import Words
+from jaxmoe.contrib.survival.pieces import Index, Piece, index_of, leaves_of
 from jaxmoe.state_tree import SEPARATOR, unpack
 
 

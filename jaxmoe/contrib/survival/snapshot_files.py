@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmoe.checkpoint import checksums
-from jaxmoe.resilience.parity import Block, Words
-from jaxmoe.resilience.pieces import Piece
+from jaxmoe.contrib.survival.parity import Block, Words
+from jaxmoe.contrib.survival.pieces import Piece
 
 logger = logging.getLogger(__name__)
 

@@ -38,10 +38,10 @@ from jaxmoe.checkpoint.manifest import (
     check_target,
     make_manifest,
 )
-from jaxmoe.resilience.parity import Block, Peers, TooManyLostError, only_lost, padded
-from jaxmoe.resilience.pieces import Piece, num_words, pack_words, pieces_of, place_words
-from jaxmoe.resilience.relayout import Parts
-from jaxmoe.resilience.snapshot_files import (
+from jaxmoe.contrib.survival.parity import Block, Peers, TooManyLostError, only_lost, padded
+from jaxmoe.contrib.survival.pieces import Piece, num_words, pack_words, pieces_of, place_words
+from jaxmoe.contrib.survival.relayout import Parts
+from jaxmoe.contrib.survival.snapshot_files import (
     COMPARED,
     Found,
     Held,

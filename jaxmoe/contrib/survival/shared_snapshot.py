@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.checkpoint.manifest import CheckpointManifest
-from jaxmoe.checkpoint.surviving import Box, Survey, Survivors, inside, overlap
-from jaxmoe.resilience.pieces import Piece
-from jaxmoe.resilience.snapshot import Pieces, SnapshotStore
+from jaxmoe.contrib.survival.pieces import Piece
+from jaxmoe.contrib.survival.snapshot_store import Pieces, SnapshotStore
+from jaxmoe.contrib.survival.surviving import Box, Survey, Survivors, inside, overlap
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.resilience.parity import (
+from jaxmoe.contrib.survival.parity import (
     Peers,
     TooManyLostError,
     cut,
