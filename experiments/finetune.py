@@ -40,12 +40,12 @@ from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
-from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
 from jaxmoe.run.plan import trained_groups
 from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.run.provenance.tokens import check_model_tokens, model_data, with_model_tokens
 from jaxmoe.training import NextTokenConfig
+from jaxmoe.training.replicas import SynchronousConfig
 from jaxmoe.training.stopwatch import process_age
 from sharding.pipeline import InterleavedConfig
 

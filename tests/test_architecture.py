@@ -88,7 +88,7 @@ ORDER = (
         "adapters",
         "models",
     ),
-    *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
+    *("optim", "scaling", "data", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "run"),
     "contrib",
 )
@@ -171,7 +171,7 @@ REGISTRIES = {
     "jaxmoe.training.estimators:ESTIMATORS": {
         *("backprop", "spsa", "seed_pool", "evolution", "surrogate"),
     },
-    "jaxmoe.replicas:REPLICAS": {
+    "jaxmoe.training.replicas:REPLICAS": {
         *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
         *("a2cid2", "heterogeneous", "coded", "econtrol", "one_bit_adam", "robust"),
     },

@@ -30,7 +30,7 @@ AREAS = {
     "jaxmoe.layers.residual:RESIDUALS": "residual/",
     "jaxmoe.optim.schedules:SCHEDULES": "schedule/",
     "jaxmoe.contrib.placement:PLACERS": "placer/",
-    "jaxmoe.replicas:REPLICAS": "replicas/",
+    "jaxmoe.training.replicas:REPLICAS": "replicas/",
     "jaxmoe.routing:BALANCERS": "balancer/",
     "jaxmoe.routing:BIASES": "bias/",
     "jaxmoe.routing:GATES": "gate/",

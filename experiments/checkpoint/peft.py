@@ -24,7 +24,6 @@ from jaxmoe.checkpoint.huggingface.peft import write_peft
 from jaxmoe.checkpoint.huggingface.peft_config import read_peft_fields
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
 from jaxmoe.checkpoint.streaming import open_stored
-from jaxmoe.replicas import SynchronousConfig
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
 from jaxmoe.run.directory import RunDirectory
@@ -39,6 +38,7 @@ from jaxmoe.run.provenance.saved import (
 )
 from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.tracking.console import format_bytes
+from jaxmoe.training.replicas import SynchronousConfig
 from jaxmoe.training.state import TrainState, state_around
 
 _PARAMS = "params/"

@@ -35,11 +35,11 @@ PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
     ),
     (
         lambda config: config.replicas.exchanges != "nothing",
-        "jaxmoe.contrib.slow_links.workers:ReplicasPart",
+        "jaxmoe.contrib.slow_links.run_part:ReplicasPart",
     ),
     (
         lambda config: os.environ.get("JAXMOE_ISLAND"),
-        "jaxmoe.contrib.slow_links.islands:Island",
+        "jaxmoe.contrib.slow_links.site_part:Island",
     ),
     (
         lambda config: config.checkpoint.recompute,

@@ -171,59 +171,59 @@ _REWARD: Final = {
 
 _REPLICAS: Final = {
     "none": (
-        "jaxmoe.replicas.methods.synchronous:SynchronousConfig",
+        "jaxmoe.training.replicas:SynchronousConfig",
         "Sums gradients over all devices in every step.",
     ),
     "diloco": (
-        "jaxmoe.replicas.methods.diloco:DiLoCoConfig",
+        "jaxmoe.contrib.slow_links.methods.diloco:DiLoCoConfig",
         "Averages all parameters every few hundred steps, with Nesterov momentum.",
     ),
     "streaming": (
-        "jaxmoe.replicas.methods.streaming:StreamingConfig",
+        "jaxmoe.contrib.slow_links.methods.streaming:StreamingConfig",
         "Averages one fragment of the parameters at a time, in four bits, merged a step later.",
     ),
     "sparse": (
-        "jaxmoe.replicas.methods.sparse:SparseConfig",
+        "jaxmoe.contrib.slow_links.methods.sparse:SparseConfig",
         "Averages the largest changes of each 64 x 64 tile, in two bits, with error feedback.",
     ),
     "heterogeneous": (
-        "jaxmoe.replicas.methods.heterogeneous:HeterogeneousConfig",
+        "jaxmoe.contrib.slow_links.methods.heterogeneous:HeterogeneousConfig",
         "Averages the largest changes, of which workers with slow links send fewer.",
     ),
     "noloco": (
-        "jaxmoe.replicas.methods.noloco:NoLoCoConfig",
+        "jaxmoe.contrib.slow_links.methods.noloco:NoLoCoConfig",
         "Averages random pairs of workers, each with its own slow parameters, without all-reduce.",
     ),
     "co2": (
-        "jaxmoe.replicas.methods.co2:CO2Config",
+        "jaxmoe.contrib.slow_links.methods.co2:CO2Config",
         "Averages all parameters a whole round late, beside the step that sends them.",
     ),
     "single_merge": (
-        "jaxmoe.replicas.methods.single_merge:SingleMergeConfig",
+        "jaxmoe.contrib.slow_links.methods.single_merge:SingleMergeConfig",
         "Averages with a few random peers, and with all workers at the end.",
     ),
     "spes": (
-        "jaxmoe.replicas.methods.spes:SpesConfig",
+        "jaxmoe.contrib.slow_links.methods.spes:SpesConfig",
         "Trains each expert on one worker, and averages everything else.",
     ),
     "a2cid2": (
-        "jaxmoe.replicas.methods.a2cid2:A2cid2Config",
+        "jaxmoe.contrib.slow_links.methods.a2cid2:A2cid2Config",
         "Averages neighbours of a graph, helped by a second copy of the parameters.",
     ),
     "coded": (
-        "jaxmoe.replicas.methods.coded:CodedConfig",
+        "jaxmoe.contrib.slow_links.methods.coded:CodedConfig",
         "Computes parts of the batch several times, so that gradients of some workers may be bad.",
     ),
     "econtrol": (
-        "jaxmoe.replicas.methods.econtrol:EControlConfig",
+        "jaxmoe.contrib.slow_links.methods.econtrol:EControlConfig",
         "Sends the largest changes of the gradient, with a controlled error.",
     ),
     "one_bit_adam": (
-        "jaxmoe.replicas.methods.one_bit_adam:OneBitAdamConfig",
+        "jaxmoe.contrib.slow_links.methods.one_bit_adam:OneBitAdamConfig",
         "Sends one bit a number of Adam's momentum, after steps with whole gradients.",
     ),
     "robust": (
-        "jaxmoe.replicas.methods.robust:RobustConfig",
+        "jaxmoe.contrib.slow_links.methods.robust:RobustConfig",
         "Replaces the mean of gradients by one that few hostile workers cannot turn.",
     ),
 }
@@ -312,7 +312,7 @@ BASES: Final = {
     "average": "jaxmoe.training.parts.average:Average",
     "feed": "jaxmoe.training.feed:FeedConfig",
     "reward": "jaxmoe.contrib.rl.rewards.base:RewardBase",
-    "replicas": "jaxmoe.replicas.kind:ReplicasKind",
+    "replicas": "jaxmoe.training.replicas:ReplicasKind",
     "parameterization": "jaxmoe.scaling.parameterization:ParameterizationBase",
     "tracker": "jaxmoe.tracking.tracker:TrackerBase",
     "run_part": "jaxmoe.run.config:RunPartConfig",

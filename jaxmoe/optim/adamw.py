@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
-from jaxmoe.optim.received_momentum import received_momentum
 from jaxmoe.optim.steps import (
     Number,
     Rate,
@@ -59,41 +58,6 @@ class AdamWConfig(AdamWFields):
     def transformation(self, members: Members) -> optax.GradientTransformation:
         """Return AdamW for the group."""
         return adamw_group(members, self)
-
-    def receive_momentum(self, after: int, *, beta1: float) -> Optimizer:
-        """Return AdamW that takes first moments; see the base class."""
-        if beta1 != self.beta1:
-            raise ValueError(
-                f"optimizer.beta1={self.beta1} must be that of the momentum which workers agree on,"
-                f" replicas.momentum={beta1}: set one to the other"
-            )
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ReceivingAdamW(**fields, after=after)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReceivingAdamW(AdamWConfig):
-    """AdamW that takes first moments in place of gradients after some updates."""
-
-    stays_finite: ClassVar[bool] = False  # the second moments do not follow
-
-    after: int
-    """Updates from gradients."""
-
-    def transformation(self, members: Members) -> optax.GradientTransformation:
-        """Return the steps for the group."""
-        directions = received_momentum(
-            self.after,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            epsilon=members.tree(lambda row: row.hyper.epsilon_multiplier * self.epsilon),
-        )
-        return straight_steps(
-            directions,
-            members.rate,
-            weight_decay=members.decays(self.weight_decay),
-            multiplier=members.multipliers(),
-        )
 
 
 def adamw(

@@ -149,24 +149,6 @@ class Optimizer(abc.ABC):
         del compute
         return self
 
-    def receive_momentum(self, after: int, *, beta1: float) -> Optimizer:
-        """Return the optimiser that takes first moments in place of gradients after some updates.
-
-        Args:
-            after: Updates from gradients, after which the second moments stay.
-            beta1: Decay rate of the first moments that are given.
-
-        Raises:
-            ValueError: The optimiser has no second moments for all parameters, or another decay
-                rate.
-        """
-        del beta1
-        raise ValueError(
-            f"optimizer {self.name!r} cannot take the momentum that workers agreed on after"
-            f" {after} updates, since that needs second moments of all parameters: choose"
-            " optimizer:adamw"
-        )
-
     def build(
         self,
         table: ParameterTable,

@@ -23,10 +23,10 @@ from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import Plan, check_mesh, make_plan
-from jaxmoe.training import workers
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.feed import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.parts.update import Update
+from jaxmoe.training.replicas import OneWorker
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import Step
 from sharding.distributed import batch_part, global_batch
@@ -95,19 +95,16 @@ class Assembly:
         return accumulation_of(rows, training.batch_size, training.accumulation)
 
     @functools.cached_property
-    def workers(self) -> workers.OneWorker:
+    def workers(self) -> OneWorker:
         """Who trains: one worker that all devices share, or several that exchange something."""
-        config, mesh = self.plan.config, self.execution.mesh
-        if config.replicas.exchanges == "nothing":
-            return workers.OneWorker(mesh.batch_shards)
-        return workers.RunWorkers(
-            1 if self.job is not None else config.replicas.num_workers(mesh.replica),
-            config.replicas,
+        config = self.plan.config
+        return config.replicas.make_workers(
+            self.execution.mesh,
+            self.mesh,
             self.plan.table,
             self.step,
-            config.training.steps,
-            self.mesh,
-            None if self.job is None else self.job[0],
+            steps=config.training.steps,
+            job=self.job,
         )
 
     @property

@@ -28,7 +28,6 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
-from jaxmoe.replicas import ReplicasKind, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationBase, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerBase
@@ -43,6 +42,7 @@ from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.parts.average import Average
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
+from jaxmoe.training.replicas import ReplicasKind, SynchronousConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,6 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.saved import at_execution, huggingface_values, own_data, saved_config
 from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.training.state import TrainState, state_around
-from jaxmoe.training.workers.local import WORKERS
 from sharding.mesh import MeshConfig, named_shardings
 
 
@@ -145,9 +144,11 @@ def restore_run(
 
     try:
         newest = max(manager.shared_steps(), default=None) if step is None else step
-        if newest is not None and _has_workers(manifest := manager.shared_manifest(newest)):
-            check(manifest)
-            return assembly, _without_workers(assembly, manager, newest), newest
+        if newest is not None:
+            manifest = manager.shared_manifest(newest)
+            if _has_workers(assembly, manifest):
+                check(manifest)
+                return assembly, _without_workers(assembly, manager, newest), newest
         if step is not None:
             check(manager.shared_manifest(step))
             state = manager.restore(step, _target(assembly, manager, step))
@@ -305,9 +306,10 @@ def describe_precision(assembly: Assembly) -> str:
     return " ".join(parts)
 
 
-def _has_workers(manifest: CheckpointManifest) -> bool:
-    """Return whether a checkpoint holds states of workers that communicate rarely."""
-    return any(name.startswith(f"parts/{WORKERS}/") for name in manifest.arrays)
+def _has_workers(assembly: Assembly, manifest: CheckpointManifest) -> bool:
+    """Return whether a checkpoint holds states of several workers."""
+    part = assembly.workers.state_part
+    return part is not None and any(name.startswith(f"parts/{part}/") for name in manifest.arrays)
 
 
 def _without_workers(assembly: Assembly, manager: CheckpointManager, step: int) -> TrainState:

@@ -119,9 +119,7 @@ def make_plan(config: PretrainConfig) -> Plan:
     schedule = config.schedule.build(training.steps)
     if training.batch_ramp is not None:
         schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
-    optimizer = config.optimizer
-    if config.replicas.exchanges != "nothing":
-        optimizer = config.replicas.adapt(optimizer, training.steps)
+    optimizer = config.replicas.adapt(config.optimizer, training.steps)
     return Plan(
         config=config,
         model=parameterization.model,

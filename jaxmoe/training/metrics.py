@@ -53,7 +53,7 @@ class StepMetrics:
     `jaxmoe/training/measures/levels.py`."""
     exchange: dict[str, Float[Array, " R"]] = struct.field(default_factory=dict)
     """Measures of the last exchange between workers; empty without. See
-    `jaxmoe/training/workers/step.py`."""
+    `jaxmoe/contrib/slow_links/workers/step.py`."""
     disk: dict[str, Any] = struct.field(default_factory=dict)
     """Bytes of optimiser state that were read and written, and seconds of its update, where it lies
     in files; see `jaxmoe/contrib/offload/files_step.py`."""

@@ -12,8 +12,8 @@ from experiments.studies.outer import command as outer
 from experiments.studies.outer.config import FITTED, METHODS, OuterConfig, replicas_of, run_of
 from experiments.studies.outer.table import LEGEND, TABLE, as_bytes, rows_of
 from experiments.studies.study import StoppedError
-from jaxmoe.replicas import REPLICAS
 from jaxmoe.run.plan import make_plan
+from jaxmoe.training.replicas import REPLICAS
 
 TINY = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),

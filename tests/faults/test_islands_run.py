@@ -3,8 +3,8 @@
 """Runs of four islands: equal to one another bit for bit, to one program, and after kills.
 
 The exchange equals that of one program bit for bit
-(`tests/jaxmoe/training/workers/test_between_jobs.py`); local steps of one worker and of several are
-different programs, whose results differ by rounding.
+(`tests/jaxmoe/contrib/slow_links/workers/test_between_jobs.py`); local steps of one worker and of
+several are different programs, whose results differ by rounding.
 """
 
 import random
@@ -113,7 +113,7 @@ def test_islands_of_the_launcher_equal_one_program(tmp_path, in_one_program):
 ISLAND = """
 import pathlib, sys, time
 from experiments import pretrain
-from jaxmoe.contrib.slow_links.islands import Island
+from jaxmoe.contrib.slow_links.site_part import Island
 
 place, member, held = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 start, exchange, number = Island.start, Island._exchange, 0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments.cli.flags import ExitCode
-from jaxmoe.replicas import StreamingConfig
-from jaxmoe.replicas.base import TrainingFacts
+from jaxmoe.contrib.slow_links import StreamingConfig
+from jaxmoe.contrib.slow_links.fragments import TrainingFacts
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run, written_by
 
 STEPS, WORKERS = 8, 2

@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe.replicas.base import TrainingFacts
-from jaxmoe.replicas.gradient_method import Contribution, begin_gradients, exchange_gradients
-from sharding.workers import Workers
+from jaxmoe.contrib.slow_links.fragments import TrainingFacts
+from jaxmoe.contrib.slow_links.gradient_method import (
+    Contribution,
+    begin_gradients,
+    exchange_gradients,
+)
+from jaxmoe.contrib.slow_links.workers.arrays import Workers
 from tests.support import worker_runs as wr
 
 BY_PATH = {leaf.path: leaf for leaf in wr.LEAVES}

@@ -283,25 +283,21 @@ VERTICALS = {
     ),
     "slow_links": Vertical(
         sources=(
-            "jaxmoe/replicas/*",
             "jaxmoe/islands/*",
-            "jaxmoe/training/workers/*",
             "jaxmoe/contrib/slow_links/*",
-            "sharding/workers.py",
-            "jaxmoe/optim/received_momentum.py",
             "experiments/outer.py",
         ),
         tests=(
-            "tests/jaxmoe/replicas/*",
             "tests/jaxmoe/islands/*",
-            "tests/jaxmoe/training/workers/*",
             "tests/jaxmoe/contrib/slow_links/*",
             "tests/faults/test_island*.py",
             "tests/faults/test_replicas.py",
             "tests/faults/test_peers.py",
             "tests/experiments/test_outer.py",
         ),
-        smoke=("tests/jaxmoe/replicas/test_methods.py::test_a_saved_state_goes_on_bitwise[diloco]"),
+        smoke=(
+            "tests/jaxmoe/contrib/slow_links/test_methods.py::test_a_saved_state_goes_on_bitwise[diloco]"
+        ),
         sockets=_STEP + _RUN,
     ),
     "survival": Vertical(

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Workers on a linear regression: the methods of jaxmoe/replicas without a model.
+"""Workers on a linear regression: the methods of jaxmoe/contrib/slow_links without a model.
 
 Four workers see different rows. Parameters: a matrix, a vector, and a stack of two matrices of
 four experts, which adds to the same prediction.
@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe.replicas.base import TrainingFacts
-from jaxmoe.replicas.fragments import Leaf
-from jaxmoe.replicas.method import mask_foreign
+from jaxmoe.contrib.slow_links.fragments import Leaf, TrainingFacts
+from jaxmoe.contrib.slow_links.method import mask_foreign
+from jaxmoe.contrib.slow_links.workers.arrays import Workers
+from jaxmoe.contrib.slow_links.workers.local import local_of, with_local
+from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
+from jaxmoe.contrib.slow_links.workers.step import count_step, exchange_late, exchange_now
 from jaxmoe.training.guard import select
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.workers.local import local_of, with_local
-from jaxmoe.training.workers.state import WorkerTraining
-from jaxmoe.training.workers.step import count_step, exchange_late, exchange_now
-from sharding.workers import Workers
 
 WORKERS, STEPS, INPUTS, OUTPUTS = 4, 12, 8, 3
 SGD = optax.sgd(0.05)

@@ -4,7 +4,7 @@
 
     none     gradients of the whole batch in every step: the baseline
     alone    one worker on its share of the same batches, without exchange
-    others   every method of jaxmoe.replicas
+    others   every method of jaxmoe.contrib.slow_links
 
 To add a recipe: a function and a row of RECIPES in experiments/studies/outer/config.py
 To fit a field of methods to a short run: a row of FITTED in experiments/studies/outer/config.py
@@ -22,8 +22,8 @@ from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
-from jaxmoe.replicas import REPLICAS, ReplicasKind
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.training.replicas import REPLICAS, ReplicasKind
 from sharding.mesh import MeshConfig
 
 BASELINE: Final = "none"
@@ -54,7 +54,8 @@ class OuterConfig:
     run: StudyRunConfig = StudyRunConfig()
     """Run directory and name of the study."""
     methods: tuple[str, ...] = ()
-    """Names in jaxmoe.replicas.REPLICAS, or alone: one worker without exchange. All when empty."""
+    """Names in jaxmoe.training.replicas.REPLICAS, or alone: one worker without exchange. All when
+    empty."""
     seeds: int = 3
     """Trainings per method; training i of every method has the same initial values and batches."""
     workers: int = 4

@@ -34,7 +34,7 @@ from experiments.studies.programs import RARE, Programs
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged
 from jaxmoe.configs import to_json
-from jaxmoe.contrib.slow_links.workers import sent_per_step, synchronous_bytes
+from jaxmoe.contrib.slow_links.run_part import sent_per_step, synchronous_bytes
 from jaxmoe.data import Batch
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly

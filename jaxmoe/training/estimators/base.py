@@ -24,11 +24,11 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.replicas import ReplicasKind
 from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.state import GRADIENTS, TrainState
 
 if TYPE_CHECKING:
+    from jaxmoe.training.replicas import ReplicasKind
     from jaxmoe.training.step import Step
     from sharding.pipeline import Paths
 

@@ -14,8 +14,8 @@ from jaxmoe.contrib.elastic.resizing import Resizing
 from jaxmoe.contrib.elastic.shrink import Shrink
 from jaxmoe.contrib.ensembles.kept_partition import KeptPartition
 from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
-from jaxmoe.contrib.slow_links.islands import Island
-from jaxmoe.contrib.slow_links.workers import ReplicasPart
+from jaxmoe.contrib.slow_links.run_part import ReplicasPart
+from jaxmoe.contrib.slow_links.site_part import Island
 from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.contrib.survival.recovery import Replacement
 from jaxmoe.contrib.survival.shared_memory import ELASTIC

@@ -14,10 +14,10 @@ from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointsLostError
 from jaxmoe.configs import to_json
+from jaxmoe.contrib.slow_links import DiLoCoConfig, OneBitAdamConfig, StreamingConfig
 from jaxmoe.data import SkippedRows
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.replicas import DiLoCoConfig, OneBitAdamConfig, StreamingConfig
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import restore_run

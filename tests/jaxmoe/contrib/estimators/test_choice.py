@@ -12,8 +12,8 @@ from jaxmoe.contrib.estimators.evolution import EvolutionConfig
 from jaxmoe.contrib.estimators.seed_pool import SeedPoolConfig
 from jaxmoe.contrib.estimators.spsa import SPSAConfig
 from jaxmoe.contrib.estimators.surrogate import SurrogateConfig
+from jaxmoe.contrib.slow_links import DiLoCoConfig
 from jaxmoe.optim import AdamWConfig, MuonHConfig, SGDConfig
-from jaxmoe.replicas import DiLoCoConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig, WatchConfig
 from jaxmoe.run.plan import make_plan
 from jaxmoe.training.estimators import BackpropConfig

@@ -13,23 +13,23 @@ import threading
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.slow_links import islands
-from jaxmoe.errors import ConfigurationError
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.islands import LeftOutError, Rounds
-from jaxmoe.islands.config import VARIABLE
-from jaxmoe.replicas import (
+from jaxmoe.contrib.slow_links import (
     CodedConfig,
     DiLoCoConfig,
     NoLoCoConfig,
     OneBitAdamConfig,
     SpesConfig,
     StreamingConfig,
-    SynchronousConfig,
 )
-from jaxmoe.replicas.base import TrainingFacts
+from jaxmoe.contrib.slow_links import site_part as islands
+from jaxmoe.contrib.slow_links.fragments import TrainingFacts
+from jaxmoe.errors import ConfigurationError
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.islands import LeftOutError, Rounds
+from jaxmoe.islands.config import VARIABLE
 from jaxmoe.run import Run
 from jaxmoe.run.config import CheckpointConfig, TrainingConfig, WatchConfig
+from jaxmoe.training.replicas import SynchronousConfig
 from sharding.mesh import MeshConfig
 from tests.jaxmoe.run.test_run import config
 from tests.support.runs import logged_losses, saved_leaves

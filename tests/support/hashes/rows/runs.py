@@ -24,8 +24,8 @@ TWO_LAYERS = ("--model.num_layers", "2")
 def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
     from jaxmoe.optim.schedules import SCHEDULES
-    from jaxmoe.replicas import REPLICAS
     from jaxmoe.scaling import PARAMETERIZATIONS
+    from jaxmoe.training.replicas import REPLICAS
 
     for name in PARAMETERIZATIONS:
         yield f"parameterization/{name}", _of_flags(*_parameterization(name))
@@ -100,7 +100,7 @@ def _parameterization(name: str) -> tuple[str, ...]:
 
 def _replicas(name: str) -> tuple[str, ...]:
     """The method with four workers, on two devices each, that exchange every other step."""
-    from jaxmoe.replicas import REPLICAS
+    from jaxmoe.training.replicas import REPLICAS
 
     small = {"every": 2, "fragments": 2, "kept": 16, "merging_every": 2, "tile": 16, "nearest": 1}
     if name == "heterogeneous":

@@ -1,7 +1,0 @@
-# Copyright 2026 The jaxmoe authors
-# SPDX-License-Identifier: Apache-2.0
-"""Training steps of workers that communicate rarely: states, local steps, exchanges, metrics."""
-
-from pallas_kernels.public_names import load_when_used
-
-load_when_used(__name__)
