@@ -43,7 +43,7 @@ COMMANDS = {
     "doctor --links": "experiments.doctor.links:LinksConfig",
     "launch": "experiments.launch.__main__:LaunchConfig",
     "launch --supervise": "experiments.launch.config:SuperviseConfig",
-    "launch --islands": "experiments.launch.islands:IslandsConfig",
+    "launch --islands": "experiments.launch.sites:SitesConfig",
     "serving advise": "experiments.serving.advise:AdviseConfig",
     "serving caches": "experiments.serving.caches:CachesConfig",
     "serving load": "experiments.serving.load:LoadConfig",

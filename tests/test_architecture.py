@@ -75,7 +75,7 @@ ORDER = (
         "optional",
         "state_tree",
     ),
-    *("fingerprints", "messages", "islands"),
+    *("fingerprints", "messages"),
     *(
         "declarations",
         "parameters",

@@ -34,7 +34,7 @@ from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from experiments.launch import islands, supervise
+from experiments.launch import sites, supervise
 from experiments.launch.config import LaunchConfig
 from jaxmoe.run.directory import RunDirectory
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if "--supervise" in argv:
         return supervise.main([word for word in argv if word != "--supervise"])
     if any(word.partition("=")[0] == "--islands" for word in argv):
-        return islands.main(argv)
+        return sites.main(argv)
     prog = "python -m experiments.launch"
     with flags.exit_on_bad_configuration():
         config = flags.parse_flags(LaunchConfig(), argv, prog, __doc__ or "")

@@ -39,7 +39,7 @@ PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
     ),
     (
         lambda config: os.environ.get("JAXMOE_ISLAND"),
-        "jaxmoe.contrib.slow_links.site_part:Island",
+        "jaxmoe.contrib.slow_links.site_part:Site",
     ),
     (
         lambda config: config.checkpoint.recompute,

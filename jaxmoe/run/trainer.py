@@ -3,7 +3,7 @@
 """`Trainer`: trains a run from its newest state to its last files.
 
 restore    compare processes, assemble, lease the directory, read the newest state
-compile    the train step, for each batch size that is still to come; an island joins the others
+compile    the train step, for each batch size that is still to come; a part joins other runs
 steps      batch, step, metrics, hooks (`jaxmoe.training.loop.Loop`), and a yield to the caller
 end        of a loop: go on with another mesh (`resized`) or from an earlier step (`refused`)
 finish     last checkpoint, samples, pictures, report, summary

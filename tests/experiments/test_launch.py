@@ -14,7 +14,7 @@ import pytest
 
 from experiments.cli.flags import ExitCode, parse_flags
 from experiments.launch import __main__ as launch
-from experiments.launch import islands, supervise
+from experiments.launch import sites, supervise
 from experiments.launch.config import CLUSTERS, LaunchConfig, LaunchRunConfig
 
 TRICKY = (
@@ -359,11 +359,11 @@ def test_the_examples_of_the_help_work(index, tmp_path, monkeypatch, capsys):
     words = shlex.split(examples[index].replace("\\\n", " "))
     started = []
     monkeypatch.setattr(launch.supervise, "main", lambda words: started.append(words) or 0)
-    islands_started = []
-    monkeypatch.setattr(launch.islands, "main", lambda words: islands_started.append(words) or 0)
+    started_sites = []
+    monkeypatch.setattr(launch.sites, "main", lambda words: started_sites.append(words) or 0)
     assert launch.main([*words, "--run.directory", str(tmp_path / "files")]) == 0
-    if islands_started:
-        config = parse_flags(islands.IslandsConfig(), islands_started[0], "p", "d")
+    if started_sites:
+        config = parse_flags(sites.SitesConfig(), started_sites[0], "p", "d")
         assert config.islands == 4
     elif started:
         config = parse_flags(supervise.SuperviseConfig(), started[0], "p", "d")

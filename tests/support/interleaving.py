@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs islands one at a time in a random order that a seed decides, with time of its own.
+"""Runs sites one at a time in a random order that a seed decides, with time of its own.
 
-Each call of a transport and each sleep is a point at which another island may go on, or this one is
-killed. Islands that sleep wake in the order of their time.
+Each call of a transport and each sleep is a point at which another site may go on, or this one is
+killed. Sites that sleep wake in the order of their time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxmoe.islands.frames import Kind
-from jaxmoe.islands.transport import Closing, Collected, Transport
+from jaxmoe.contrib.slow_links.sites.frames import Kind
+from jaxmoe.contrib.slow_links.sites.transport import Closing, Collected, Transport
 
 
 class KilledError(BaseException):
-    """Ends an island at a point; no handler of the library catches it."""
+    """Ends a site at a point; no handler of the library catches it."""
 
 
 class Task:
-    """An island that runs when it is its turn."""
+    """A site that runs when it is its turn."""
 
     def __init__(self, schedule: Schedule, work: Callable[[Task], Any]):
         self._schedule, self._work = schedule, work
@@ -92,7 +92,7 @@ class Schedule:
                 self.time = min(task.wakes for task in alive)
                 continue
             self.chance.choice(runnable).step()
-        raise AssertionError("islands are stuck")
+        raise AssertionError("sites are stuck")
 
 
 class PausingTransport:

@@ -283,14 +283,12 @@ VERTICALS = {
     ),
     "slow_links": Vertical(
         sources=(
-            "jaxmoe/islands/*",
             "jaxmoe/contrib/slow_links/*",
             "experiments/outer.py",
         ),
         tests=(
-            "tests/jaxmoe/islands/*",
             "tests/jaxmoe/contrib/slow_links/*",
-            "tests/faults/test_island*.py",
+            "tests/faults/test_site*.py",
             "tests/faults/test_replicas.py",
             "tests/faults/test_peers.py",
             "tests/experiments/test_outer.py",

@@ -12,7 +12,7 @@ lie within `burst` (B) rounds. A worker that is slow in a round returns nothing 
     M-SGC     W - 1 tasks without code, then B coded ones or those that failed, one in a round;
               delay W - 2 + B, load (lambda + 1)(W - 1 + B) / (n (B + (W - 1)(lambda + 1)))
 
-No command trains with them: workers of one program wait for each other, and islands exchange
+No command trains with them: workers of one program wait for each other, and sites exchange
 parameters. They are for a driver that gives tasks to workers of its own.
 
 The load is the share of a batch that a worker computes in a round. Source: sequential gradient

@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose replicas are jobs of their own: its rounds with the other islands.
+"""A run whose replicas are jobs of their own: its rounds with the other sites.
 
-An island trains alone. After the steps at which the method exchanges, it posts its message, waits
+A site trains alone. After the steps at which the method exchanges, it posts its message, waits
 for those of the other members, updates the common parameters, and compares a fingerprint of them.
-An island that differs takes the state of the majority; one that starts late, or again, takes the
+A site that differs takes the state of the majority; one that starts late, or again, takes the
 state of a member, with its step. It joins when its programs are compiled: from then on the others
 wait for its messages, for `grace` seconds at most.
 
-An island that is asked to stop while it waits does not wait on: a round that is not whole within
+A site that is asked to stop while it waits does not wait on: a round that is not whole within
 seconds is left, and so are the steps since the last checkpoint.
 """
 
@@ -26,6 +26,9 @@ import jax.numpy as jnp
 
 from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.contrib.slow_links.fragments import Fragment
+from jaxmoe.contrib.slow_links.sites import MessageSizes, Rounds, SiteConfig, connect
+from jaxmoe.contrib.slow_links.sites.config import VARIABLE
+from jaxmoe.contrib.slow_links.sites.errors import SiteError, StoppedError
 from jaxmoe.contrib.slow_links.workers.between_jobs import (
     BetweenJobs,
     digest,
@@ -37,9 +40,6 @@ from jaxmoe.contrib.slow_links.workers.between_jobs import (
 from jaxmoe.contrib.slow_links.workers.local import local_of, with_local
 from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.errors import EndRunError
-from jaxmoe.islands import IslandConfig, MessageSizes, Rounds, connect
-from jaxmoe.islands.config import VARIABLE
-from jaxmoe.islands.errors import IslandError, StoppedError
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly, Setting
 from jaxmoe.run.compile import CompiledStep
@@ -54,23 +54,23 @@ from sharding.mesh import MeshConfig
 logger = logging.getLogger(__name__)
 
 LAST_WAIT = 5.0
-"""Seconds that an island which was asked to stop waits on, for a round that all others are in."""
+"""Seconds that a site which was asked to stop waits on, for a round that all others are in."""
 
 
-class IslandLeftError(EndRunError):
-    """The other islands went on without this one, or cannot be reached: a restart joins them."""
+class SiteLeftError(EndRunError):
+    """The other sites went on without this one, or cannot be reached: a restart joins them."""
 
     status: ClassVar[str] = "preempted"
 
 
-class IslandInterruptedError(IslandLeftError):
-    """Ctrl-C came while the island waited for the others."""
+class SiteInterruptedError(SiteLeftError):
+    """Ctrl-C came while the site waited for the others."""
 
     status: ClassVar[str] = "interrupted"
 
 
-class Island(RunPart):
-    """Rounds of one island with the others.
+class Site(RunPart):
+    """Rounds of one site with the others.
 
     Args:
         config: Configuration of the run.
@@ -88,9 +88,9 @@ class Island(RunPart):
 
     def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
         del config, directory
-        island = IslandConfig.from_environment()
-        assert island is not None  # or the run has no such part
-        self._config = island
+        site = SiteConfig.from_environment()
+        assert site is not None  # or the run has no such part
+        self._config = site
         self._stop_request = supervision.stop
         self._beat = supervision.watchdog.beat
         self._stops: float | None = None
@@ -99,12 +99,12 @@ class Island(RunPart):
 
     def fit(self, setting: Setting) -> Setting:
         """Let the job take its part of each batch."""
-        config, island = setting.config, self._config
-        _check_island(config, island, config.execution.mesh.resolve(len(setting.devices)))
-        return replace(setting, job=(island.member % island.of, island.of))
+        config, site = setting.config, self._config
+        _check_site(config, site, config.execution.mesh.resolve(len(setting.devices)))
+        return replace(setting, job=(site.member % site.of, site.of))
 
     def restored(self, begun: Begun) -> None:
-        """Find the other islands, which this one has not joined yet."""
+        """Find the other sites, which this one has not joined yet."""
         assembly, state = begun.assembly, begun.state
         if begun.step >= assembly.plan.config.training.steps:
             return
@@ -126,22 +126,22 @@ class Island(RunPart):
         self._is_connected = True
 
     def join(self, begun: Begun, compile_step: Callable[[], None]) -> Begun:
-        """Take the island's place among the others, with their state or its own.
+        """Take the site's place among the others, with their state or its own.
 
         All is compiled before, and what can fail has failed: the others do not wait long for an
-        island that has joined.
+        site that has joined.
         """
         with jax.set_mesh(begun.assembly.mesh):
             compile_step()
             self.compile(begun.state)
-            self._beat("waiting for the other islands")
+            self._beat("waiting for the other sites")
             step, state = self.start(begun.step, begun.state)
         if state is not begun.state:
             jax.tree.map(lambda leaf: leaf.delete(), begun.state)  # others hold a reference
         return replace(begun, step=step, state=state)
 
     def compile(self, state: TrainState) -> None:
-        """Compile the exchanges, with messages of this island in place of all.
+        """Compile the exchanges, with messages of this site in place of all.
 
         Args:
             state: Any state of the run.
@@ -152,25 +152,25 @@ class Island(RunPart):
             jax.block_until_ready(self._between.merge(fragment, after, messages))
 
     def start(self, step: int, state: TrainState) -> tuple[int, TrainState]:
-        """Return step and state to begin with: the own ones, or those of the other islands.
+        """Return step and state to begin with: the own ones, or those of the other sites.
 
         Args:
             step: Number of steps done.
             state: State after them.
 
         Raises:
-            EndRunError: The others cannot be reached, did not admit this island in time, or the run
+            EndRunError: The others cannot be reached, did not admit this site in time, or the run
                 is to stop.
         """
-        say(f"island   {self._config.member} of {self._config.of}: waiting for the others")
+        say(f"site     {self._config.member} of {self._config.of}: waiting for the others")
         try:
             start = self._rounds.start(self._between.rounds_before(step))
-        except IslandError as error:
+        except SiteError as error:
             raise self._ended(error) from error
         if start is not None:
             state = self._place(start)
             step = int(state.step)
-            say(f"island   joined the others at step {step}")
+            say(f"site     joined the others at step {step}")
         self._step = self._exchanged = step
         return step, state
 
@@ -184,14 +184,14 @@ class Island(RunPart):
             for fragment in self._between.due(self._step):
                 try:
                     state = self._exchange(fragment, state)
-                except IslandError as error:
+                except SiteError as error:
                     raise self._ended(error) from error
             return state, metrics
 
         return step_and_exchange
 
     def close(self) -> None:
-        """Leave the other islands."""
+        """Leave the other sites."""
         if self._is_connected:
             self._rounds.close()
 
@@ -204,15 +204,15 @@ class Island(RunPart):
         if now - self._stops >= LAST_WAIT:
             raise StoppedError(f"{reason} while it waited for the others")
 
-    def _ended(self, error: IslandError) -> EndRunError:
+    def _ended(self, error: SiteError) -> EndRunError:
         """Return the error that ends the run in order."""
-        text = f"island {self._config.member}: {error}"
+        text = f"site {self._config.member}: {error}"
         if not isinstance(error, StoppedError):
-            return IslandLeftError(f"{text}; it joins when it is started again")
+            return SiteLeftError(f"{text}; it joins when it is started again")
         reason = self._stop_request.reason
         if reason == "taken_over":
             return LeaseLostError(text)
-        kind = IslandInterruptedError if reason == "interrupted" else IslandLeftError
+        kind = SiteInterruptedError if reason == "interrupted" else SiteLeftError
         return kind(f"{text}; it goes on from its last checkpoint when it is started again")
 
     def _exchange(self, fragment: Fragment, state: TrainState) -> TrainState:
@@ -224,20 +224,20 @@ class Island(RunPart):
         messages = [message for message in updates.values() if is_finite(message)]
         if len(messages) < len(updates):
             odd = [member for member, message in updates.items() if not is_finite(message)]
-            logger.warning("round %d: messages of islands %s are not finite", closed.number, odd)
+            logger.warning("round %d: messages of sites %s are not finite", closed.number, odd)
         if messages:
             state = self._between.merge(fragment, state, messages)
         agreement = self._rounds.agree(digest(state))
         if agreement.sends_state:
             self._rounds.post_state(to_bytes(state))
         if not agreement.is_same:
-            logger.warning("island %d takes the state of the majority", self._config.member)
+            logger.warning("site %d takes the state of the majority", self._config.member)
             state = self._place(self._rounds.fetch_state())
         self._exchanged = self._step
         return state
 
     def _before(self, state: TrainState) -> bytes:
-        """Return the state after the last exchange, for islands that still wait for it.
+        """Return the state after the last exchange, for sites that still wait for it.
 
         The common arrays are as they were; the optimiser is as it is now.
         """
@@ -251,9 +251,9 @@ class Island(RunPart):
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), arrays, self._layout)
 
 
-def _check_island(config: PretrainConfig, island: IslandConfig, mesh: MeshConfig) -> None:
+def _check_site(config: PretrainConfig, site: SiteConfig, mesh: MeshConfig) -> None:
     """Refuse what a run whose replicas are jobs of their own cannot do."""
-    where = f"{VARIABLE} makes this run island {island.member} of {island.of}"
+    where = f"{VARIABLE} makes this run site {site.member} of {site.of}"
     if config.replicas.exchanges != "parameters":
         raise ValueError(
             f"{where}, and replicas {config.replicas.name!r} exchanges {config.replicas.exchanges}:"
@@ -261,14 +261,14 @@ def _check_island(config: PretrainConfig, island: IslandConfig, mesh: MeshConfig
         )
     if mesh.replica > 1 or jax.process_count() > 1:
         raise ValueError(
-            f"{where}, and an island is one worker in one process: execution.mesh.replica="
+            f"{where}, and a site is one worker in one process: execution.mesh.replica="
             f"{mesh.replica} must be 1, and {jax.process_count()} processes must be 1"
         )
-    parts = island.of * config.training.accumulation
+    parts = site.of * config.training.accumulation
     if config.training.batch_size % (parts * mesh.batch_shards):
         raise ValueError(
             f"{where}: training.batch_size={config.training.batch_size} must be divisible by the"
-            f" islands times micro-batches times devices that share a batch"
+            f" sites times micro-batches times devices that share a batch"
             f" ({parts * mesh.batch_shards})"
         )
     if config.checkpoint.recompute:

@@ -15,13 +15,13 @@ from jaxmoe.contrib.elastic.shrink import Shrink
 from jaxmoe.contrib.ensembles.kept_partition import KeptPartition
 from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
 from jaxmoe.contrib.slow_links.run_part import ReplicasPart
-from jaxmoe.contrib.slow_links.site_part import Island
+from jaxmoe.contrib.slow_links.site_part import Site
+from jaxmoe.contrib.slow_links.sites.config import VARIABLE
 from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.contrib.survival.recovery import Replacement
 from jaxmoe.contrib.survival.shared_memory import ELASTIC
 from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.contrib.telemetry.gradients import GradientComparison
-from jaxmoe.islands.config import VARIABLE
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
@@ -42,10 +42,10 @@ from tests.jaxmoe.run.test_run import config
 from tests.support.source_tree import ROOT
 
 MEMBERS = (
-    *(GradientComparison, Island, KeptPartition, LinkMeasurements, OptimizerFiles),
-    *(Recomputation, Replacement, ReplicasPart, Request, Resizing, Shrink, Snapshots, TimeLimit),
+    *(GradientComparison, KeptPartition, LinkMeasurements, OptimizerFiles, Recomputation),
+    *(Replacement, ReplicasPart, Request, Resizing, Shrink, Site, Snapshots, TimeLimit),
 )
-ABSENT = {"jaxmoe.contrib", "jaxmoe.run.serving", "jaxmoe.islands"}
+ABSENT = {"jaxmoe.contrib", "jaxmoe.run.serving"}
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
     *("fit", "prepared", "sources", "restored", "record", "heading"),

@@ -10,7 +10,7 @@ Of the paper this is the selective compression of messages between workers. Ther
 a pipeline, whose activations between stages are encoded by a subspace codec, and whose parameters
 are projected back into the subspace after an exchange. Neither is built: a worker cannot be a
 pipeline. Links are slow in one direction here: slow workers send less, and receive as much as
-others. The default of `slow_kept`, a quarter of `kept`, is chosen here. Islands, which exchange
+others. The default of `slow_kept`, a quarter of `kept`, is chosen here. Sites, which exchange
 between jobs, cannot use the method.
 """
 

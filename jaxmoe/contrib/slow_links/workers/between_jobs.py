@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges that leave the program: the message of one worker, and the update from all messages.
 
-Each island is a job of its own with one worker. It trains alone, encodes its message on the
-device, and is given the messages of all islands as bytes. Where the mean of the messages is the
+Each site is a job of its own with one worker. It trains alone, encodes its message on the
+device, and is given the messages of all sites as bytes. Where the mean of the messages is the
 exchange of a method, the result equals that of the workers of one program.
 """
 
@@ -32,7 +32,7 @@ from jaxmoe.training.state import TrainState
 
 
 class BetweenJobs:
-    """Halves of the exchanges of an island.
+    """Halves of the exchanges of a site.
 
     Args:
         training: Method, with one worker.
@@ -45,12 +45,12 @@ class BetweenJobs:
         self._training, method = training, training.method
         if method.timing.delay:
             raise ValueError(
-                f"replicas.delay={method.timing.delay}: islands merge what they exchange at once;"
+                f"replicas.delay={method.timing.delay}: sites merge what they exchange at once;"
                 " set replicas.delay to 0"
             )
         if not all(method.exchange(leaf).is_mean for leaf in training.leaves.values()):
             raise ValueError(
-                "islands exchange means, and this method exchanges otherwise: choose"
+                "sites exchange means, and this method exchanges otherwise: choose"
                 " replicas:diloco, or a method whose workers average their messages"
             )
 
@@ -134,7 +134,7 @@ class BetweenJobs:
             ]
             if factors is not None:
                 each = [x * factors[member].astype(x.dtype) for member, x in enumerate(each)]
-            return sum(each[1:], each[0]) / members  # in the order of members, on all islands
+            return sum(each[1:], each[0]) / members  # in the order of members, on all sites
 
         pseudo = {path: mean(path, like) for path, like in slow.items()}
         total: Any = None
@@ -205,6 +205,6 @@ def _store(leaf: Any) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def digest(state: TrainState) -> bytes:
-    """Return a digest of what islands must have in common: parameters, outer and router state."""
+    """Return a digest of what sites must have in common: parameters, outer and router state."""
     common = (state.params, state.opt_state, state.router_state)
     return hashlib.sha256(to_bytes(common)).digest()

@@ -17,28 +17,26 @@ if TYPE_CHECKING:
     from jaxmoe.contrib.slow_links.base import WorkersBase
 
 
-def workers_of(
-    config: WorkersBase, execution: ExecutionConfig, island: int | None = None
-) -> Workers:
+def workers_of(config: WorkersBase, execution: ExecutionConfig, site: int | None = None) -> Workers:
     """Return the workers of a method that are in this job.
 
     Args:
         config: Method.
         execution: Execution with every size of the mesh filled in.
-        island: Number of the one worker of this job; None if all workers are in it.
+        site: Number of the one worker of this job; None if all workers are in it.
 
     Raises:
         ValueError: The mesh has places for another number of workers, or the layout of the state
             spans workers.
     """
     places = execution.mesh.replica
-    number = config.num_workers(places) if island is None else 1
+    number = config.num_workers(places) if site is None else 1
     if places not in (1, number):
         raise ValueError(
             f"execution.mesh.replica={places} must be replicas.workers={number}, or 1, which"
             " trains all workers on the same devices"
         )
-    if number < 2 and island is None:
+    if number < 2 and site is None:
         raise ValueError(
             f"replicas {config.name!r} needs at least 2 workers, there is {number}: set"
             " execution.mesh.replica, or replicas.workers to train several on the same devices"

@@ -94,7 +94,7 @@ class WorkerTraining:
         table: ParameterTable,
         step: Step,
         steps: int,
-        island: int | None = None,
+        site: int | None = None,
     ) -> WorkerTraining:
         """Return the method of a config.
 
@@ -102,14 +102,14 @@ class WorkerTraining:
             config: Method.
             table: Parameters.
             step: Step of one worker; every size of its mesh is filled in.
-            island: Number of the one worker of this job; None if all workers are in it.
+            site: Number of the one worker of this job; None if all workers are in it.
             steps: Steps of the run.
 
         Raises:
             ValueError: The mesh has places for another number of workers, or the layout of the
                 state spans workers.
         """
-        workers, leaves = workers_of(config, step.execution, island), trained_leaves(table)
+        workers, leaves = workers_of(config, step.execution, site), trained_leaves(table)
         method = config.build(TrainingFacts(leaves, workers.number, steps)).until(steps)
         return cls(
             method=method,
@@ -117,7 +117,7 @@ class WorkerTraining:
             leaves={leaf.path: leaf for leaf in leaves},
             fragments=method.fragments(leaves),
             step=alone(step),
-            first_worker=island or 0,
+            first_worker=site or 0,
         )
 
     @property

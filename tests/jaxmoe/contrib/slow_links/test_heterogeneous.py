@@ -136,5 +136,5 @@ def test_settings_that_do_not_fit_are_refused():
         HeterogeneousConfig(slow=(1, 1))
     with pytest.raises(ValueError, match="from 0 to 3"):
         HeterogeneousConfig(slow=(4,)).build(wr.facts())
-    with pytest.raises(ValueError, match="islands exchange means"):
+    with pytest.raises(ValueError, match="sites exchange means"):
         BetweenJobs(wr.training_of(CONFIG))

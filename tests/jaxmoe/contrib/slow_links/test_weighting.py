@@ -145,7 +145,7 @@ def test_participation_is_the_mean_pause_before_a_round_cut_at_fifty():
     assert float(state.mean[2]) == LONGEST_PAUSE and float(state.pauses[2]) == 2
 
 
-def test_weights_of_islands_equal_those_of_one_program():
+def test_weights_of_sites_equal_those_of_one_program():
     config = DiLoCoConfig(every=1, weights="tokens")
     whole = wr.train(config, steps=1, sizes=SIZES)
     training = wr.training_of(config)

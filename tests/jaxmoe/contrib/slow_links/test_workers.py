@@ -21,12 +21,12 @@ from jaxmoe.contrib.slow_links import (
     SpesConfig,
     StreamingConfig,
 )
-from jaxmoe.contrib.slow_links import site_part as islands
+from jaxmoe.contrib.slow_links import site_part as sites
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
+from jaxmoe.contrib.slow_links.sites import LeftOutError, Rounds
+from jaxmoe.contrib.slow_links.sites.config import VARIABLE
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.islands import LeftOutError, Rounds
-from jaxmoe.islands.config import VARIABLE
 from jaxmoe.run import Run
 from jaxmoe.run.config import CheckpointConfig, TrainingConfig, WatchConfig
 from jaxmoe.training.replicas import SynchronousConfig
@@ -114,22 +114,22 @@ def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_an_island_that_is_left_out_ends_in_order_and_resumes(tmp_path, monkeypatch, caplog):
-    """One island of one: its second round fails after the step has donated the state."""
+def test_an_site_that_is_left_out_ends_in_order_and_resumes(tmp_path, monkeypatch, caplog):
+    """One site of one: its second round fails after the step has donated the state."""
     monkeypatch.setenv(VARIABLE, f"member=0 of=1 transport=directory:{tmp_path / 'exchange'}")
     given = _config(DiLoCoConfig(every=3))
     exchange, run = Rounds.exchange, Run(given, tmp_path / "run")
 
     def left_out(self, update, state=None):
         if self.number == 1:
-            raise LeftOutError("round 1 closed with islands 1, without 0")
+            raise LeftOutError("round 1 closed with sites 1, without 0")
         return exchange(self, update, state)
 
     with monkeypatch.context() as patch:
         patch.setattr(Rounds, "exchange", left_out)
         result = run.train()
     assert (result.status, result.step, result.checkpoint_step) == ("preempted", 5, 4)
-    reason = "island 0: round 1 closed with islands 1, without 0; it joins when it is started again"
+    reason = "site 0: round 1 closed with sites 1, without 0; it joins when it is started again"
     assert reason in caplog.text
     assert _said(run, "status") == "preempted"
     assert run.train().status == "done"
@@ -140,13 +140,13 @@ def test_an_island_that_is_left_out_ends_in_order_and_resumes(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "interrupted")]
 )
-def test_an_island_answers_signals_while_it_waits_for_the_others(
+def test_an_site_answers_signals_while_it_waits_for_the_others(
     tmp_path, monkeypatch, caplog, number, status
 ):
     """The second of two never comes: the round of step 3 would wait for its timeout."""
     where = f"transport=directory:{tmp_path / 'exchange'} timeout=30"
     monkeypatch.setenv(VARIABLE, f"member=0 of=2 {where}")
-    monkeypatch.setattr(islands, "LAST_WAIT", 0.2)
+    monkeypatch.setattr(sites, "LAST_WAIT", 0.2)
     given = _config(DiLoCoConfig(every=3))
     checkpoint = dataclasses.replace(given.checkpoint, every=2)
     given = dataclasses.replace(given, checkpoint=checkpoint)
@@ -160,7 +160,7 @@ def test_an_island_answers_signals_while_it_waits_for_the_others(
     monkeypatch.setattr(Rounds, "exchange", waits)
     result = run.train()
     assert (result.status, result.step, result.checkpoint_step) == (status, 2, 2)
-    assert f"island 0: {status} while it waited for the others; it goes on from" in caplog.text
+    assert f"site 0: {status} while it waited for the others; it goes on from" in caplog.text
 
 
 @pytest.mark.slow
@@ -276,40 +276,40 @@ REFUSED = {
         " same devices",
     ),
 }
-ISLAND_REFUSED = {
+SITE_REFUSED = {
     "nothing": (
         _config(SynchronousConfig()),
-        "JAXMOE_ISLAND makes this run island 0 of 2, and replicas 'none' exchanges nothing: choose"
+        "JAXMOE_ISLAND makes this run site 0 of 2, and replicas 'none' exchanges nothing: choose"
         " replicas:diloco",
     ),
     "late": (
         _config(StreamingConfig()),
-        "replicas.delay=1: islands merge what they exchange at once; set replicas.delay to 0",
+        "replicas.delay=1: sites merge what they exchange at once; set replicas.delay to 0",
     ),
     "pairs": (
         _config(NoLoCoConfig()),
-        "islands exchange means, and this method exchanges otherwise: choose replicas:diloco, or a"
+        "sites exchange means, and this method exchanges otherwise: choose replicas:diloco, or a"
         " method whose workers average their messages",
     ),
     "mesh": (
         _config(DiLoCoConfig(), MeshConfig(replica=2, data=4)),
-        "JAXMOE_ISLAND makes this run island 0 of 2, and an island is one worker in one process:"
+        "JAXMOE_ISLAND makes this run site 0 of 2, and a site is one worker in one process:"
         " execution.mesh.replica=2 must be 1, and 1 processes must be 1",
     ),
     "recompute": (
         _config(DiLoCoConfig(), checkpoint=CheckpointConfig(recompute=2)),
-        "JAXMOE_ISLAND makes this run island 0 of 2, and checkpoint.recompute=2 repeats steps with"
+        "JAXMOE_ISLAND makes this run site 0 of 2, and checkpoint.recompute=2 repeats steps with"
         " their exchanges: set checkpoint.recompute to 0",
     ),
 }
 
 
-@pytest.mark.parametrize("row", [*REFUSED, *ISLAND_REFUSED])
+@pytest.mark.parametrize("row", [*REFUSED, *SITE_REFUSED])
 def test_what_workers_cannot_train_is_refused_before_anything_is_written(
     tmp_path, monkeypatch, row
 ):
-    given, message = (REFUSED | ISLAND_REFUSED)[row]
-    if row in ISLAND_REFUSED:
+    given, message = (REFUSED | SITE_REFUSED)[row]
+    if row in SITE_REFUSED:
         monkeypatch.setenv(VARIABLE, f"member=0 of=2 transport=directory:{tmp_path / 'exchange'}")
     run = Run(given, tmp_path / "run")
     with pytest.raises(ConfigurationError) as raised:

@@ -51,13 +51,13 @@ def _stepped(state, seed):
 
 
 def _one(state, worker):
-    """The state of an island: that of one worker."""
+    """The state of a site: that of one worker."""
     local = jax.tree.map(lambda x: x[worker : worker + 1], local_of(state))
     return with_local(state, local)
 
 
 def _exchanged(between, states):
-    """The states of all islands after an exchange; the messages travel as bytes."""
+    """The states of all sites after an exchange; the messages travel as bytes."""
     (fragment,) = between.due(int(states[0].step))
     sent = [between.encode(fragment, state) for state in states]
     like = between.like(fragment, states[0])
@@ -77,13 +77,13 @@ def _check_equal(found, wanted, rounding):
 
 
 def _check_rounds(whole, alone, inner_state, rounding=0.0):
-    """Islands against the workers of one program, over a few rounds.
+    """Sites against the workers of one program, over a few rounds.
 
     Args:
         whole: all workers in one program.
-        alone: the worker of an island.
+        alone: the worker of a site.
         inner_state: state before the first step.
-        rounding: of parameters, where the program adds up in another order than islands do.
+        rounding: of parameters, where the program adds up in another order than sites do.
     """
     begun = whole.begin(inner_state)
     exchange = jax.jit(functools.partial(exchange_now, whole))
@@ -136,7 +136,7 @@ def test_messages_between_jobs_equal_an_exchange_in_one_program(config):
     ],
     ids=("shorter_than_a_round", "within_a_round"),
 )
-def test_islands_exchange_all_that_they_have_learnt_after_the_last_step(config, due, rounds):
+def test_sites_exchange_all_that_they_have_learnt_after_the_last_step(config, due, rounds):
     """A run has five steps, however its rounds divide them."""
     between = BetweenJobs(training_of(config, workers=1, steps=5))
     for step in range(1, 6):
@@ -145,14 +145,14 @@ def test_islands_exchange_all_that_they_have_learnt_after_the_last_step(config, 
 
 
 @pytest.mark.slow
-def test_routers_of_islands_equal_those_of_one_program():
-    """A model whose experts have biases: statistics of all islands are added up and replayed."""
+def test_routers_of_sites_equal_those_of_one_program():
+    """A model whose experts have biases: statistics of all sites are added up and replayed."""
     moe = dataclasses.replace(MOE, **METHODS["loss_free"].parts())
     model, inner = dataclasses.replace(TINY, moe=moe), optax.sgd(0.1)
     step = Step(model=model, optimizer=inner)
     given = parameter_table(model), step, 10
     whole = WorkerTraining.of(DiLoCoConfig(every=1, workers=WORKERS), *given)
-    alone = WorkerTraining.of(DiLoCoConfig(every=1), *given, island=2)
+    alone = WorkerTraining.of(DiLoCoConfig(every=1), *given, site=2)
     assert alone.workers.number == 1 and alone.first_worker == 2
     state = state_around(model, inner, ExecutionConfig(), params_of(model), jax.random.key(0))
     state = _check_rounds(whole, alone, state, rounding=1e-6)
@@ -164,10 +164,10 @@ def test_routers_of_islands_equal_those_of_one_program():
     [
         (
             StreamingConfig(fragments=2),
-            "replicas.delay=1: islands merge what they exchange at once; set replicas.delay to 0",
+            "replicas.delay=1: sites merge what they exchange at once; set replicas.delay to 0",
         ),
-        (NoLoCoConfig(), "islands exchange means, and this method exchanges otherwise: choose"),
-        (SparseConfig(reduce="senders"), "islands exchange means, and this method exchanges"),
+        (NoLoCoConfig(), "sites exchange means, and this method exchanges otherwise: choose"),
+        (SparseConfig(reduce="senders"), "sites exchange means, and this method exchanges"),
     ],
     ids=("streaming", "noloco", "sparse_of_senders"),
 )

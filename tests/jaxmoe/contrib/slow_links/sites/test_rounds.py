@@ -8,16 +8,16 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxmoe.islands.errors import LeftOutError, QuorumError, StoppedError
-from jaxmoe.islands.frames import Kind, encode_numbers
-from jaxmoe.islands.rounds import Rounds
-from jaxmoe.islands.rules import confirmed, majority
-from jaxmoe.islands.transport import Closing
-from tests.support.islands import Board, BoardTransport, SteppedClock, in_threads, rules
+from jaxmoe.contrib.slow_links.sites.errors import LeftOutError, QuorumError, StoppedError
+from jaxmoe.contrib.slow_links.sites.frames import Kind, encode_numbers
+from jaxmoe.contrib.slow_links.sites.rounds import Rounds
+from jaxmoe.contrib.slow_links.sites.rules import confirmed, majority
+from jaxmoe.contrib.slow_links.sites.transport import Closing
+from tests.support.sites import Board, BoardTransport, SteppedClock, in_threads, rules
 
 
 class Scene:
-    """Island 0 of four, which runs, and the others, which do what the clock says."""
+    """Site 0 of four, which runs, and the others, which do what the clock says."""
 
     def __init__(self, **changes):
         self.board, self.clock = Board(), SteppedClock()
@@ -59,13 +59,13 @@ def test_who_is_missing_after_the_grace_is_out_and_the_rest_go_on():
     assert scene.board.closings.find(0, Kind.UPDATE) == Closing(members=(0, 1, 2))
     scene.rounds.agree(b"same")
     assert scene.rounds.members == (0, 1, 2)
-    assert scene.clock.now() == 20, "islands that are out are not waited for again"
+    assert scene.clock.now() == 20, "sites that are out are not waited for again"
 
 
 def test_without_a_quorum_no_round_closes():
     scene = Scene()
     scene.post(1, (1,), Kind.UPDATE)
-    with pytest.raises(QuorumError, match=r"round 0 has 2 of at least 3 islands \(0, 1\) after"):
+    with pytest.raises(QuorumError, match=r"round 0 has 2 of at least 3 sites \(0, 1\) after"):
         scene.rounds.exchange(b"mine")
     assert scene.clock.now() == 100
     assert scene.board.closings.find(0, Kind.UPDATE) is None
@@ -79,22 +79,22 @@ def test_a_late_quorum_closes_the_round_at_once():
     assert scene.board.closings.find(0, Kind.UPDATE) == Closing(members=(0, 1, 2))
 
 
-def test_an_island_that_comes_too_late_is_left_out():
+def test_an_site_that_comes_too_late_is_left_out():
     scene = Scene()
     scene.board.closings.decide(0, Kind.UPDATE, Closing(members=(1, 2, 3)))
-    with pytest.raises(LeftOutError, match="round 0 closed with islands 1, 2, 3, without 0"):
+    with pytest.raises(LeftOutError, match="round 0 closed with sites 1, 2, 3, without 0"):
         scene.rounds.exchange(b"mine")
 
 
-def test_an_island_that_missed_the_end_of_a_round_is_left_out():
+def test_an_site_that_missed_the_end_of_a_round_is_left_out():
     scene = Scene()
     scene.board.closings.decide(0, Kind.FINGERPRINT, Closing(members=(1, 2, 3), majority=(1, 2, 3)))
-    with pytest.raises(LeftOutError, match="round 0 ended without island 0"):
+    with pytest.raises(LeftOutError, match="round 0 ended without site 0"):
         scene.rounds.exchange(b"mine")
 
 
 def test_an_update_that_one_cannot_read_is_left_out_of_the_round():
-    """Island 0 does not get the update of 3 and says so; the others have all."""
+    """Site 0 does not get the update of 3 and says so; the others have all."""
     scene = Scene()
     scene.board.hidden.add((0, 3))
     scene.post(0, (1, 2, 3), Kind.UPDATE, b"update")
@@ -107,7 +107,7 @@ def test_an_update_that_one_cannot_read_is_left_out_of_the_round():
     assert scene.clock.now() == 1 + 5, "half of the grace"
 
 
-def test_an_island_that_dies_before_it_confirms_is_left_out():
+def test_an_site_that_dies_before_it_confirms_is_left_out():
     scene = Scene()
     scene.post(1, (1, 2, 3), Kind.UPDATE, b"update")
     scene.post(1, (1, 2), Kind.RECEIPT, ALL)
@@ -115,18 +115,18 @@ def test_an_island_that_dies_before_it_confirms_is_left_out():
     assert scene.clock.now() == 1 + 10
 
 
-def test_no_island_confirms_what_it_does_not_hold():
+def test_no_site_confirms_what_it_does_not_hold():
     """The receipts decide alike for all: each member of the round holds all updates."""
     board = Board()
     board.hidden |= {(0, 1), (3, 1)}
     limits = rules(grace=0.6, poll=0.01, quorum=2)
-    islands = [Rounds(m, BoardTransport(board, m), limits) for m in range(4)]
+    sites = [Rounds(m, BoardTransport(board, m), limits) for m in range(4)]
 
-    def run(island):
-        island.start()
-        return island.exchange(b"%d" % island.member)
+    def run(site):
+        site.start()
+        return site.exchange(b"%d" % site.member)
 
-    found = in_threads(functools.partial(run, island) for island in islands)
+    found = in_threads(functools.partial(run, site) for site in sites)
     assert isinstance(found[1], LeftOutError)
     wanted = {m: b"%d" % m for m in (0, 2, 3)}
     assert [found[m].payloads for m in (0, 2, 3)] == [wanted] * 3
@@ -138,7 +138,7 @@ def test_no_island_confirms_what_it_does_not_hold():
         ({0: (0, 1, 2), 1: (0, 1, 2), 2: (0, 1, 2)}, (0, 1, 2)),
         ({0: (0, 1, 2), 1: (0, 1, 2)}, (0, 1)),
         ({0: (0, 1), 1: (0, 1, 2), 2: (0, 1, 2)}, (0, 1)),
-        # Island 3 reads only its own: it is the one with the bad connection.
+        # Site 3 reads only its own: it is the one with the bad connection.
         ({0: (0, 1, 2, 3), 1: (0, 1, 2, 3), 2: (0, 1, 2, 3), 3: (3,)}, (0, 1, 2)),
     ],
 )
@@ -161,24 +161,24 @@ def test_the_majority_of_fingerprints(prints, members):
 def test_the_minority_fetches_the_state_of_the_majority():
     board = Board()
     limits = rules(grace=5.0, poll=0.005)
-    islands = [Rounds(m, BoardTransport(board, m), limits) for m in range(4)]
+    sites = [Rounds(m, BoardTransport(board, m), limits) for m in range(4)]
 
-    def run(island):
-        state = b"wrong" if island.member == 0 else b"right"
-        island.start()
-        island.exchange(b"")
-        agreement = island.agree(state)
+    def run(site):
+        state = b"wrong" if site.member == 0 else b"right"
+        site.start()
+        site.exchange(b"")
+        agreement = site.agree(state)
         assert agreement.majority == (1, 2, 3) and agreement.is_same == (state == b"right")
-        assert agreement.sends_state == (island.member == 1)
+        assert agreement.sends_state == (site.member == 1)
         if agreement.sends_state:
-            island.post_state(state)
-        return state if agreement.is_same else island.fetch_state()
+            site.post_state(state)
+        return state if agreement.is_same else site.fetch_state()
 
-    assert in_threads(functools.partial(run, island) for island in islands) == [b"right"] * 4
+    assert in_threads(functools.partial(run, site) for site in sites) == [b"right"] * 4
 
 
-def test_another_island_posts_the_state_when_the_one_that_should_is_gone():
-    """Island 0 is the second of the majority; 3 waits for the state, and 1 and 2 are dead."""
+def test_another_site_posts_the_state_when_the_one_that_should_is_gone():
+    """Site 0 is the second of the majority; 3 waits for the state, and 1 and 2 are dead."""
     scene = Scene()
     scene.board.post(1, 0, Kind.UPDATE)
     ended = Closing(members=(0, 2), majority=(2, 0), joined=(3,))
@@ -195,7 +195,7 @@ def test_another_island_posts_the_state_when_the_one_that_should_is_gone():
     assert scene.board.seen_by(3, 0, Kind.STATE) == {0: b"state"}
 
 
-def test_islands_that_wait_to_join_count_for_the_quorum():
+def test_sites_that_wait_to_join_count_for_the_quorum():
     """Three of four were started again; the one that is left takes them in."""
     scene = Scene()
     scene.post(3, (1, 2), Kind.JOIN)
@@ -208,23 +208,23 @@ def test_islands_that_wait_to_join_count_for_the_quorum():
 def test_a_joiner_is_admitted_at_the_next_round_with_its_state():
     board = Board()
     limits = rules(founders=3, quorum=2, grace=5.0, poll=0.005)
-    islands = [Rounds(m, BoardTransport(board, m), limits) for m in range(4)]
+    sites = [Rounds(m, BoardTransport(board, m), limits) for m in range(4)]
     first = {}
 
-    def run(island):
-        state = island.start()
-        first[island.member] = (island.number, island.members)
+    def run(site):
+        state = site.start()
+        first[site.member] = (site.number, site.members)
         state = state or b"0"
-        while island.number < 60:
-            found = island.exchange(b"%d" % island.member)
+        while site.number < 60:
+            found = site.exchange(b"%d" % site.member)
             state = b"%d" % (int(state) + sum(map(int, found.payloads.values())))
-            agreement = island.agree(state)
-            assert agreement.is_same and island.number == found.number + 1
+            agreement = site.agree(state)
+            assert agreement.is_same and site.number == found.number + 1
             if agreement.sends_state:
-                island.post_state(state)
+                site.post_state(state)
         return state, found
 
-    ends = in_threads(functools.partial(run, island) for island in islands)
+    ends = in_threads(functools.partial(run, site) for site in sites)
     assert [number for number, _ in first.values()].count(0) == 3 and first[3][0] > 0
     assert first[3][1] == (0, 1, 2, 3)
     assert len({state for state, _ in ends}) == 1
@@ -235,25 +235,25 @@ def test_a_joiner_that_is_not_admitted_gives_up_in_time():
     scene = Scene()
     scene.board.closings.decide(0, Kind.FINGERPRINT, Closing(members=(1, 2, 3), majority=(1, 2, 3)))
     late = Rounds(7, BoardTransport(scene.board, 7), rules(), scene.clock)
-    with pytest.raises(QuorumError, match="island 7 was not admitted within 100 s"):
+    with pytest.raises(QuorumError, match="site 7 was not admitted within 100 s"):
         late.start()
     assert scene.board.seen_by(0, 1, Kind.JOIN) == {7: b""}
 
 
-def test_an_island_with_the_state_of_the_newest_round_goes_on_without_joining():
+def test_an_site_with_the_state_of_the_newest_round_goes_on_without_joining():
     """It ended after a round and resumes from a checkpoint of its end, or is too old to do so."""
     scene = Scene()
     ended = Closing(members=(0, 1, 2), majority=(0, 1), joined=(3,))
     scene.board.closings.decide(4, Kind.FINGERPRINT, ended)
     for member, goes_on in enumerate((True, True, False, False)):
-        island = Rounds(member, BoardTransport(scene.board, member), rules(), SteppedClock())
+        site = Rounds(member, BoardTransport(scene.board, member), rules(), SteppedClock())
         if goes_on:
-            assert island.start(5) is None and island.members == (0, 1, 2, 3)
+            assert site.start(5) is None and site.members == (0, 1, 2, 3)
         else:
             with pytest.raises(QuorumError, match="was not admitted"):
-                island.start(5)
+                site.start(5)
     resumed = Rounds(2, BoardTransport(scene.board, 2), rules(), SteppedClock())
-    assert resumed.start(9) is None, "all islands resume later than the board knows"
+    assert resumed.start(9) is None, "all sites resume later than the board knows"
     assert (resumed.number, resumed.members) == (9, (0, 1, 2, 3))
 
 
@@ -292,7 +292,7 @@ def test_when_a_round_closes(quorum, delays):
 
 
 @pytest.mark.parametrize("waits", ["exchange", "agree", "join", "fetch_state"])
-def test_an_island_that_is_to_stop_ends_each_wait(waits):
+def test_an_site_that_is_to_stop_ends_each_wait(waits):
     """Within a look at the board, long before the timeout."""
     scene = Scene()
     asked = []
@@ -301,18 +301,18 @@ def test_an_island_that_is_to_stop_ends_each_wait(waits):
         if asked:
             raise StoppedError("asked to stop")
 
-    island = Rounds(0, scene.transport, rules(), scene.clock, check)
-    island.start()
+    site = Rounds(0, scene.transport, rules(), scene.clock, check)
+    site.start()
     if waits in ("agree", "fetch_state"):
         scene.post(0, (1, 2, 3), Kind.UPDATE, b"update")
         scene.post(0, (1, 2, 3), Kind.RECEIPT, ALL)
-        island.exchange(b"mine")
+        site.exchange(b"mine")
     if waits == "fetch_state":
         scene.post(0, (1, 2, 3), Kind.FINGERPRINT, b"theirs")
-        island.agree(b"mine")
+        site.agree(b"mine")
     arguments = {"exchange": (b"mine",), "agree": (b"mine",)}.get(waits, ())
     began = scene.clock.now()
     scene.clock.at(began + 3, lambda: asked.append(True))
     with pytest.raises(StoppedError, match="asked to stop"):
-        getattr(island, waits)(*arguments)
+        getattr(site, waits)(*arguments)
     assert scene.clock.now() <= began + 4

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes frames, the form of every message between islands.
+"""Encodes and decodes frames, the form of every message between sites.
 
     bytes      field
     4          magic, "jxmI"
@@ -9,7 +9,7 @@
     1          zero
     8          epoch of the coordinator, 0 without one
     8          number of the round
-    4          member: the island that wrote it
+    4          member: the site that wrote it
     8          length of the payload in bytes
     32         SHA-256 of the fields above and the payload
     32         HMAC-SHA256 of the fields above, zeros without a key
@@ -23,7 +23,7 @@ bytes: nothing is unpickled.
 The key keeps out peers that do not have it. It neither encrypts, nor protects from a machine on the
 path that repeats frames of the same round: use a private network for that.
 
-To add a kind: a member of `Kind` in `jaxmoe/islands/frames.py`.
+To add a kind: a member of `Kind` in `jaxmoe/contrib/slow_links/sites/frames.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import io
 import struct
 from collections.abc import Callable, Mapping
 
-from jaxmoe.islands.errors import FrameError
+from jaxmoe.contrib.slow_links.sites.errors import FrameError
 
 MAGIC = b"jxmI"
 VERSION = 1
@@ -60,15 +60,15 @@ class Kind(enum.IntEnum):
     """Purpose of a frame."""
 
     UPDATE = 1
-    """Encoded outer gradient of an island."""
+    """Encoded outer gradient of a site."""
     FINGERPRINT = 2
     """Fingerprint of the slow copy after a round."""
     STATE = 3
-    """Slow copy and outer state, for islands that join or differ."""
+    """Slow copy and outer state, for sites that join or differ."""
     JOIN = 4
     """Request to be admitted."""
     RECEIPT = 5
-    """Members whose update an island holds."""
+    """Members whose update a site holds."""
     CLOSING = 16
     """How a step of a round closed, proposed or recorded."""
     HELLO = 32
@@ -89,7 +89,7 @@ class Frame:
     number: int
     """Number of the round."""
     member: int
-    """Island that wrote it, or `COORDINATOR`."""
+    """Site that wrote it, or `COORDINATOR`."""
     payload: bytes = b""
     epoch: int = 0
     """Epoch of the coordinator that the message is meant for; 0 without one."""
@@ -167,10 +167,10 @@ def decode_header(
     if magic != MAGIC:
         raise FrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise FrameError(f"frame has version {version}, not {VERSION}: update all islands")
+        raise FrameError(f"frame has version {version}, not {VERSION}: update all sites")
     if not hmac.compare_digest(signature, _signature(fields + digest, key)):
         why = "is not signed with the key" if key else "is signed, and there is no key to check it"
-        raise FrameError(f"frame of member {member} {why}: give all islands the same key")
+        raise FrameError(f"frame of member {member} {why}: give all sites the same key")
     if kind not in bounds:
         raise FrameError(f"frame has kind {kind}, expected {_names(bounds)}")
     kind = Kind(kind)

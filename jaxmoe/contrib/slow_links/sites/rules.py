@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
-from jaxmoe.islands.errors import FrameError
-from jaxmoe.islands.frames import decode_numbers
+from jaxmoe.contrib.slow_links.sites.errors import FrameError
+from jaxmoe.contrib.slow_links.sites.frames import decode_numbers
 
 
 @runtime_checkable
@@ -52,9 +52,9 @@ class RoundRules:
     """Limits of a round."""
 
     founders: int
-    """Number of islands that start the run; their members are 0 to founders - 1."""
+    """Number of sites that start the run; their members are 0 to founders - 1."""
     quorum: int
-    """Fewest islands that must be there for a round to close, those that wait to join included."""
+    """Fewest sites that must be there for a round to close, those that wait to join included."""
     grace: float
     """Seconds that a step waits for members after its first message."""
     timeout: float
@@ -81,22 +81,22 @@ class Agreement:
     number: int
     """Round that ended."""
     member: int
-    """This island."""
+    """This site."""
     members: tuple[int, ...]
     """Members that posted a fingerprint."""
     majority: tuple[int, ...]
     """Members with the most frequent fingerprint."""
     joined: tuple[int, ...]
-    """Islands that are admitted to the next round."""
+    """Sites that are admitted to the next round."""
 
     @property
     def is_same(self) -> bool:
-        """Whether this island is of the majority; if not, `Rounds.fetch_state` is next."""
+        """Whether this site is of the majority; if not, `Rounds.fetch_state` is next."""
         return self.member in self.majority
 
     @property
     def sends_state(self) -> bool:
-        """Whether this island is to call `Rounds.post_state`: the lowest of the majority is."""
+        """Whether this site is to call `Rounds.post_state`: the lowest of the majority is."""
         is_wanted = bool(self.joined) or self.members != self.majority
         return is_wanted and self.member == self.majority[0]
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of four islands: equal to one another bit for bit, to one program, and after kills.
+"""Runs of four sites: equal to one another bit for bit, to one program, and after kills.
 
 The exchange equals that of one program bit for bit
 (`tests/jaxmoe/contrib/slow_links/workers/test_between_jobs.py`); local steps of one worker and of
@@ -17,12 +17,12 @@ import pytest
 
 from experiments.cli.flags import ExitCode
 from experiments.launch import __main__ as launch
-from jaxmoe.islands.config import VARIABLE
+from jaxmoe.contrib.slow_links.sites.config import VARIABLE
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run, written_by
 
 pytestmark = pytest.mark.slow
 
-ISLANDS, EVERY, STEPS = 4, 3, 6
+SITES, EVERY, STEPS = 4, 3, 6
 COMMON = ("['params']", "['opt_state']", "['router_state']")
 TOLERANCE = 2e-6
 
@@ -36,7 +36,7 @@ def _command(run, steps=STEPS, *more, every=3):
 
 
 def _common(directory, step):
-    """What all islands have in common at a step."""
+    """What all sites have in common at a step."""
     leaves = saved_leaves(directory, step)
     return {path: leaf for path, leaf in leaves.items() if path.startswith(COMMON)}
 
@@ -56,11 +56,11 @@ def in_one_program(tmp_path_factory):
     """The run with all workers in one program, one after another and on four devices."""
     base = tmp_path_factory.mktemp("runs")
     one, mesh = base / "one", base / "mesh"
-    workers = ("--replicas.workers", str(ISLANDS))
-    places = ("--execution.mesh.replica", str(ISLANDS), "--execution.mesh.data", "1")
+    workers = ("--replicas.workers", str(SITES))
+    places = ("--execution.mesh.replica", str(SITES), "--execution.mesh.data", "1")
     processes = [
         start_run([*_command(one), *workers]),
-        start_run(_command(mesh, STEPS, *places), devices=ISLANDS),
+        start_run(_command(mesh, STEPS, *places), devices=SITES),
     ]
     outputs = written_by(*processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -84,39 +84,39 @@ def _check_equals_one_program(directories, in_one_program):
         assert np.mean([own[step] for own in losses]) == pytest.approx(loss, abs=1e-5)
 
 
-def test_islands_that_share_a_directory_equal_one_program(tmp_path, in_one_program):
-    directories = [tmp_path / f"island{member}" for member in range(ISLANDS)]
-    place = f"of={ISLANDS} transport=directory:{tmp_path / 'exchange'} grace=120"
+def test_sites_that_share_a_directory_equal_one_program(tmp_path, in_one_program):
+    directories = [tmp_path / f"island{member}" for member in range(SITES)]
+    place = f"of={SITES} transport=directory:{tmp_path / 'exchange'} grace=120"
     processes = [
         start_run(_command(directory), variables={VARIABLE: f"member={member} {place}"})
         for member, directory in enumerate(directories)
     ]
     outputs = written_by(*processes)
-    assert [process.returncode for process in processes] == [0] * ISLANDS, outputs
+    assert [process.returncode for process in processes] == [0] * SITES, outputs
     assert "4, diloco: all parameters every 3 steps" in outputs[0]
     _check_equals_one_program(directories, in_one_program)
 
 
-def test_islands_of_the_launcher_equal_one_program(tmp_path, in_one_program):
+def test_sites_of_the_launcher_equal_one_program(tmp_path, in_one_program):
     """Over its coordinator."""
     words = ["env", "XLA_FLAGS=", sys.executable, "-m", "experiments.pretrain"]
-    given = ["--islands", str(ISLANDS), "--islands_grace", "120", "--snapshots", str(tmp_path)]
+    given = ["--islands", str(SITES), "--islands_grace", "120", "--snapshots", str(tmp_path)]
     given += ["--run.directory", str(tmp_path / "launch")]
     command = shlex.join([*words, *_command(tmp_path / "run")])
     assert launch.main([*given, "--command", command]) == ExitCode.DONE
-    directories = [tmp_path / f"run-island{member}" for member in range(ISLANDS)]
+    directories = [tmp_path / f"run-island{member}" for member in range(SITES)]
     _check_equals_one_program(directories, in_one_program)
 
 
-# Founders wait for one another, rounds take a moment, and the others hold one until the island that
+# Founders wait for one another, rounds take a moment, and the others hold one until the site that
 # was killed is there again; then it may join in any of the rounds that are left.
-ISLAND = """
+SITE = """
 import pathlib, sys, time
 from experiments import pretrain
-from jaxmoe.contrib.slow_links.site_part import Island
+from jaxmoe.contrib.slow_links.site_part import Site
 
 place, member, held = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-start, exchange, number = Island.start, Island._exchange, 0
+start, exchange, number = Site.start, Site._exchange, 0
 
 def wait_for(names):
     while not all((place / name).exists() for name in names):
@@ -139,7 +139,7 @@ def exchanged(self, fragment, state):
     time.sleep(0.1)
     return state
 
-Island.start, Island._exchange = started, exchanged
+Site.start, Site._exchange = started, exchanged
 pretrain.main(sys.argv[4:])
 """
 ROUNDS, HELD, GRACE = 16, 5, 10
@@ -148,21 +148,21 @@ ROUNDS, HELD, GRACE = 16, 5, 10
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.large) for seed in range(1, 10))]
 )
-def test_an_island_that_is_killed_at_any_moment_joins_again(tmp_path, seed):
+def test_an_site_that_is_killed_at_any_moment_joins_again(tmp_path, seed):
     drawn, place = random.Random(seed), tmp_path / "marks"
     place.mkdir()
-    victim, last = drawn.randrange(ISLANDS), drawn.randrange(1, HELD)
-    directories = [tmp_path / f"island{member}" for member in range(ISLANDS)]
+    victim, last = drawn.randrange(SITES), drawn.randrange(1, HELD)
+    directories = [tmp_path / f"island{member}" for member in range(SITES)]
 
     def begin(member):
-        where = f"of={ISLANDS} transport=directory:{tmp_path / 'exchange'} grace={GRACE}"
+        where = f"of={SITES} transport=directory:{tmp_path / 'exchange'} grace={GRACE}"
         arguments = [str(place), str(member), str(HELD)]
         arguments += _command(directories[member], ROUNDS * EVERY, every=6)
         return start_run(
-            arguments, ISLAND, variables={VARIABLE: f"member={member} {where} timeout=240"}
+            arguments, SITE, variables={VARIABLE: f"member={member} {where} timeout=240"}
         )
 
-    processes = [begin(member) for member in range(ISLANDS)]
+    processes = [begin(member) for member in range(SITES)]
     try:
         until = time.monotonic() + 240
         while not (place / f"round{last}-{victim}").exists():
@@ -171,7 +171,7 @@ def test_an_island_that_is_killed_at_any_moment_joins_again(tmp_path, seed):
         time.sleep(drawn.uniform(0.0, 0.9))
         processes[victim].kill()
         processes[victim].communicate()
-        others = [member for member in range(ISLANDS) if member != victim]
+        others = [member for member in range(SITES) if member != victim]
         held, until = [place / f"round{HELD}-{member}" for member in others], time.monotonic()
         while not all(path.exists() for path in held):  # they go on without it
             assert time.monotonic() < until + 2 * HELD + 4 * GRACE
@@ -179,7 +179,7 @@ def test_an_island_that_is_killed_at_any_moment_joins_again(tmp_path, seed):
         processes[victim] = begin(victim)
     finally:
         outputs = written_by(*processes)
-    assert [process.returncode for process in processes] == [0] * ISLANDS, outputs[victim]
+    assert [process.returncode for process in processes] == [0] * SITES, outputs[victim]
     _check_equal_bitwise([directories[member] for member in others], range(6, ROUNDS * EVERY, 6))
     _check_equal_bitwise(directories, [ROUNDS * EVERY])
     assert "joined the others at step" in outputs[victim]

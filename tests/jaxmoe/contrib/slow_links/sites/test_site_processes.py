@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Islands as processes: one of four is killed at a random moment, and started again."""
+"""Sites as processes: one of four is killed at a random moment, and started again."""
 
 import contextlib
 import json
@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig
-from jaxmoe.islands.coordinator import Coordinator
-from tests.support.island_process import SIZES
+from jaxmoe.contrib.slow_links.sites.config import KEY_VARIABLE, VARIABLE, SiteConfig
+from jaxmoe.contrib.slow_links.sites.coordinator import Coordinator
+from tests.support.site_process import SIZES
 from tests.support.source_tree import ROOT
 
 COUNT, GRACE, KEY = 4, 1.0, "secret"
@@ -29,7 +29,7 @@ def _address(kind, folder):
         yield f"tcp://{coordinator.address}"
 
 
-class Islands:
+class Sites:
     """Four processes and their logs."""
 
     def __init__(self, folder, address, *words):
@@ -37,10 +37,10 @@ class Islands:
         self.processes = [self.start(member) for member in range(COUNT)]
 
     def start(self, member):
-        config = IslandConfig(
+        config = SiteConfig(
             member=member, of=COUNT, transport=self._address, grace=GRACE, timeout=60, poll=0.01
         )
-        script = ROOT / "tests" / "support" / "island_process.py"
+        script = ROOT / "tests" / "support" / "site_process.py"
         return subprocess.Popen(
             [sys.executable, str(script), str(self._log(member)), *self._words],
             env={**os.environ, VARIABLE: config.to_text(), KEY_VARIABLE: KEY},
@@ -71,22 +71,22 @@ def _kill_one(kind, folder, seed, returns):
     chance = random.Random(seed)
     victim = chance.randrange(COUNT)
     with _address(kind, folder) as address:
-        islands = Islands(folder, address, *[] if returns else ["lost"])
+        sites = Sites(folder, address, *[] if returns else ["lost"])
         try:
             witness = (victim + 1) % COUNT
-            islands.wait_for(witness, lambda line: line["number"] >= 2)
+            sites.wait_for(witness, lambda line: line["number"] >= 2)
             time.sleep(chance.random() / 5)
-            islands.processes[victim].kill()
-            islands.processes[victim].wait()
+            sites.processes[victim].kill()
+            sites.processes[victim].wait()
             if returns:
-                islands.wait_for(witness, lambda line: len(line["members"]) < COUNT)
-                islands.processes[victim] = islands.start(victim)
+                sites.wait_for(witness, lambda line: len(line["members"]) < COUNT)
+                sites.processes[victim] = sites.start(victim)
             alive = [m for m in range(COUNT) if returns or m != victim]
             for member in alive:
-                assert islands.processes[member].wait(60) == 0
-            return victim, {member: islands.lines(member) for member in alive}
+                assert sites.processes[member].wait(60) == 0
+            return victim, {member: sites.lines(member) for member in alive}
         finally:
-            islands.kill()
+            sites.kill()
 
 
 def _check(victim, logs):
@@ -106,7 +106,7 @@ def _check(victim, logs):
 
 
 @pytest.mark.parametrize("kind", ["tcp", pytest.param("directory", marks=pytest.mark.slow)])
-def test_a_killed_island_is_left_out_and_joins_again(kind, tmp_path):
+def test_a_killed_site_is_left_out_and_joins_again(kind, tmp_path):
     victim, logs = _kill_one(kind, tmp_path, seed=0, returns=True)
     rounds = _check(victim, logs)
     last = rounds[max(rounds)]
@@ -117,7 +117,7 @@ def test_a_killed_island_is_left_out_and_joins_again(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tcp", "directory"])
 @pytest.mark.rows(2)
-def test_islands_go_on_whenever_one_is_killed(kind, tmp_path):
+def test_sites_go_on_whenever_one_is_killed(kind, tmp_path):
     for seed in range(10):
         folder = tmp_path / str(seed)
         folder.mkdir()

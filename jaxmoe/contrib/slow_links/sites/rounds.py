@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the rounds of an island: exchange updates, compare fingerprints, join.
+"""Runs the rounds of a site: exchange updates, compare fingerprints, join.
 
     start                            as a founding member, or join
     exchange(update)                 -> the updates of all members, alike on all of them
@@ -11,18 +11,18 @@ Rules (after PCCL, arXiv 2505.14065):
 
 - Membership changes between rounds only.
 - A step closes when all members have posted, or `grace` seconds after its first message, and never
-  while fewer islands than `quorum` are there: have posted, or wait to join. A member that is
+  while fewer sites than `quorum` are there: have posted, or wait to join. A member that is
   missing is out, and the others continue.
 - An update counts if all members that confirm the round hold it. One that a member cannot read is
   left out of the round, and so is a member that does not confirm.
 - The fingerprints after each round name the majority; the others fetch its state. A tie goes to the
   group with the lowest member.
-- An island that was left out, or started later, announces itself, is admitted when a round ends,
+- A site that was left out, or started later, announces itself, is admitted when a round ends,
   and receives the state with which the next round starts. The lowest member of the majority posts
   it; the others take its place one by one, each after another `grace`.
 
 All decisions are recorded once by the transport, so that members with different views follow one.
-With the default quorum, more than half of the islands, two separate groups never both close a
+With the default quorum, more than half of the sites, two separate groups never both close a
 round.
 """
 
@@ -32,9 +32,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
-from jaxmoe.islands.errors import LeftOutError, QuorumError
-from jaxmoe.islands.frames import Kind, encode_numbers
-from jaxmoe.islands.rules import (
+from jaxmoe.contrib.slow_links.sites.errors import LeftOutError, QuorumError
+from jaxmoe.contrib.slow_links.sites.frames import Kind, encode_numbers
+from jaxmoe.contrib.slow_links.sites.rules import (
     Agreement,
     Clock,
     Round,
@@ -44,18 +44,18 @@ from jaxmoe.islands.rules import (
     listed,
     majority,
 )
-from jaxmoe.islands.transport import Closing, Transport
+from jaxmoe.contrib.slow_links.sites.transport import Closing, Transport
 
 logger = logging.getLogger(__name__)
 
 
 class Rounds:
-    """Rounds of one island; used by one thread.
+    """Rounds of one site; used by one thread.
 
     Args:
-        member: Number of this island.
-        transport: Board that all islands share.
-        rules: Limits, the same on all islands.
+        member: Number of this site.
+        transport: Board that all sites share.
+        rules: Limits, the same on all sites.
         clock: Source of time.
         check: Called between looks at the transport; may raise `StoppedError`, which ends any wait.
     """
@@ -78,7 +78,7 @@ class Rounds:
 
     @property
     def member(self) -> int:
-        """Number of this island."""
+        """Number of this site."""
         return self._member
 
     @property
@@ -92,7 +92,7 @@ class Rounds:
         return self._members
 
     def start(self, number: int = 0) -> bytes | None:
-        """Begin with a round, as a member if this island is one, else by joining.
+        """Begin with a round, as a member if this site is one, else by joining.
 
         Args:
             number: Round that the own state is at the start of: 0 in a new run, or that of the
@@ -111,7 +111,7 @@ class Rounds:
             members = founders
         elif newest == number - 1:
             closing = self._transport.collect(newest, Kind.FINGERPRINT).closing
-            # An island that has just been admitted does not have the state.
+            # A site that has just been admitted does not have the state.
             is_in = closing is not None and self._member in {*closing.majority} - {*closing.joined}
             members = closing.following if closing is not None and is_in else ()
         else:
@@ -126,11 +126,11 @@ class Rounds:
 
         Args:
             update: Encoded outer gradient.
-            state: Returns the state after the last round. Called when islands still wait for it
+            state: Returns the state after the last round. Called when sites still wait for it
                 after a grace, because the one that was to post it is gone.
 
         Raises:
-            LeftOutError: The round closed without this island: `join` again.
+            LeftOutError: The round closed without this site: `join` again.
             QuorumError: Too few members posted within the timeout.
             TransportError: The transport failed.
         """
@@ -154,7 +154,7 @@ class Rounds:
             fingerprint: Digest of the slow copy after the update of this round was applied.
 
         Raises:
-            LeftOutError: The round closed without this island: `join` again.
+            LeftOutError: The round closed without this site: `join` again.
             QuorumError: Too few members posted within the timeout.
             TransportError: The transport failed.
         """
@@ -166,7 +166,7 @@ class Rounds:
         self._number, self._has_exchanged = number + 1, False
         if closing.members != closing.majority:
             logger.warning(
-                "round %d: islands %s differ from the majority %s",
+                "round %d: sites %s differ from the majority %s",
                 number,
                 *(listed(set(closing.members) - set(closing.majority)), listed(closing.majority)),
             )
@@ -179,7 +179,7 @@ class Rounds:
         )
 
     def post_state(self, state: bytes) -> None:
-        """Post the state after the last round, for islands that joined or differ.
+        """Post the state after the last round, for sites that joined or differ.
 
         Args:
             state: Slow copy and outer state.
@@ -232,8 +232,8 @@ class Rounds:
                     announced = number
             self._pause()
         raise QuorumError(
-            f"island {self._member} was not admitted within {self._rules.timeout:g} s: no round has"
-            " ended; if all islands were restarted, give them a new directory or coordinator"
+            f"site {self._member} was not admitted within {self._rules.timeout:g} s: no round has"
+            " ended; if all sites were restarted, give them a new directory or coordinator"
         )
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class Rounds:
         self._transport.close()
 
     def _pause(self) -> None:
-        """Wait until the next look, unless this island is to stop."""
+        """Wait until the next look, unless this site is to stop."""
         self._check()
         self._clock.sleep(self._rules.poll)
 
@@ -259,7 +259,7 @@ class Rounds:
         propose: Callable[[Mapping[int, bytes]], Closing],
         meanwhile: Callable[[Mapping[int, bytes]], None] | None = None,
     ) -> Closing:
-        """Post a message and return how the step closed, with this island in it."""
+        """Post a message and return how the step closed, with this site in it."""
         rules, number = self._rules, self._number
         self._transport.post(number, kind, payload)
         began, first = self._clock.now(), None
@@ -268,7 +268,7 @@ class Rounds:
             closing, now = collected.closing, self._clock.now()
             present = {m: collected.payloads[m] for m in expected if m in collected.payloads}
             if closing is None and collected.newest is not None and collected.newest >= number:
-                raise LeftOutError(f"round {number} ended without island {self._member}")
+                raise LeftOutError(f"round {number} ended without site {self._member}")
             if present and first is None:
                 first = now
             is_late = first is not None and now - first >= rules.grace
@@ -277,7 +277,7 @@ class Rounds:
             if closing is not None:
                 if self._member not in closing.members:
                     raise LeftOutError(
-                        f"round {number} closed with islands {listed(closing.members)}, without"
+                        f"round {number} closed with sites {listed(closing.members)}, without"
                         f" {self._member}"
                     )
                 return closing
@@ -285,7 +285,7 @@ class Rounds:
                 meanwhile(present)
             if now - began >= rules.timeout:
                 raise QuorumError(
-                    f"round {number} has {len(present)} of at least {rules.quorum} islands"
+                    f"round {number} has {len(present)} of at least {rules.quorum} sites"
                     f" ({listed(present)}) after {rules.timeout:g} s"
                 )
             self._pause()
@@ -293,7 +293,7 @@ class Rounds:
     def _decide(
         self, kind: Kind, proposal: Closing, members_present: set[int], expected: tuple[int, ...]
     ) -> Closing | None:
-        """Record a closing if enough islands are there; those that wait to join are."""
+        """Record a closing if enough sites are there; those that wait to join are."""
         number = self._number
         if len(members_present) < self._rules.quorum:
             members_present |= self._transport.collect(number, Kind.JOIN).payloads.keys()
@@ -301,7 +301,7 @@ class Rounds:
             return None
         closing = self._transport.decide(number, kind, proposal)
         if missing := set(expected) - set(closing.members):
-            logger.warning("round %d goes on without islands %s", number, listed(missing))
+            logger.warning("round %d goes on without sites %s", number, listed(missing))
         return closing
 
     def _deputy(self, state: Callable[[], bytes]) -> Callable[[Mapping[int, bytes]], None]:
@@ -350,7 +350,7 @@ class Rounds:
                 return None
             self._pause()
         raise QuorumError(
-            f"none of the islands {listed(closing.majority)} posted the state after round {number}"
+            f"none of the sites {listed(closing.majority)} posted the state after round {number}"
             f" within {self._rules.timeout:g} s"
         )
 

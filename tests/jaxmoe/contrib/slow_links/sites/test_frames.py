@@ -8,8 +8,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxmoe.islands.errors import FrameError, IslandError
-from jaxmoe.islands.frames import (
+from jaxmoe.contrib.slow_links.sites.errors import FrameError, SiteError
+from jaxmoe.contrib.slow_links.sites.frames import (
     HEADER_BYTES,
     MAX_MEMBERS,
     Frame,
@@ -21,7 +21,7 @@ from jaxmoe.islands.frames import (
     encode_numbers,
     read_frame,
 )
-from jaxmoe.islands.transport import Closing, decode_closing
+from jaxmoe.contrib.slow_links.sites.transport import Closing, decode_closing
 
 BOUND = 200
 BOUNDS = {Kind.UPDATE: BOUND, Kind.STATE: BOUND}
@@ -93,7 +93,7 @@ def test_the_reason_of_a_refusal(frame, key, message):
     with pytest.raises(FrameError) as refused:
         decode(encode(frame, key), BOUNDS, key=KEY, number=7)
     assert message in str(refused.value)
-    assert isinstance(refused.value, IslandError | ValueError)
+    assert isinstance(refused.value, SiteError | ValueError)
 
 
 def test_other_versions_and_unexpected_signatures_are_refused():

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from jaxmoe.islands import directory
-from jaxmoe.islands.directory import DirectoryClosings, DirectoryTransport
-from jaxmoe.islands.errors import TransportError
-from jaxmoe.islands.frames import Frame, Kind, encode
-from jaxmoe.islands.transport import Closing
-from tests.support.islands import SIZES, in_threads
+from jaxmoe.contrib.slow_links.sites import directory
+from jaxmoe.contrib.slow_links.sites.directory import DirectoryClosings, DirectoryTransport
+from jaxmoe.contrib.slow_links.sites.errors import TransportError
+from jaxmoe.contrib.slow_links.sites.frames import Frame, Kind, encode
+from jaxmoe.contrib.slow_links.sites.transport import Closing
+from tests.support.sites import SIZES, in_threads
 
 KEY = b"secret"
 
@@ -100,7 +100,7 @@ def test_old_rounds_are_deleted(tmp_path, monkeypatch):
 
 
 def test_a_message_of_a_round_that_is_deleted_meanwhile_is_written(tmp_path):
-    """Another island deletes rounds while this one writes."""
+    """Another site deletes rounds while this one writes."""
     ended = threading.Event()
 
     def delete():

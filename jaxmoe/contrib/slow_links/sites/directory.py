@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`DirectoryTransport`: islands that share a directory, such as one on NFS.
+"""`DirectoryTransport`: sites that share a directory, such as one on NFS.
 
     rounds/<number>/<kind>-<member>      a message
     closings/<number>-<kind>             how a step closed
 
 Files are frames. Each is written under a temporary name and linked to its own: it appears whole,
-and an existing one is never replaced. So of two islands that close a step at the same moment one
+and an existing one is never replaced. So of two sites that close a step at the same moment one
 succeeds, and the other reads its list. Messages of older rounds are deleted; closings are kept for
 `KEPT_ROUNDS` rounds.
 
@@ -25,9 +25,9 @@ import stat
 import uuid
 from collections.abc import Iterator, Mapping
 
-from jaxmoe.islands.errors import FrameError, LeftOutError, TransportError
-from jaxmoe.islands.frames import Frame, Kind, encode_header, read_frame
-from jaxmoe.islands.transport import (
+from jaxmoe.contrib.slow_links.sites.errors import FrameError, LeftOutError, TransportError
+from jaxmoe.contrib.slow_links.sites.frames import Frame, Kind, encode_header, read_frame
+from jaxmoe.contrib.slow_links.sites.transport import (
     CLOSING_BYTES,
     KEPT_ROUNDS,
     Closing,
@@ -43,7 +43,7 @@ _CLOSING_BOUNDS = {Kind.CLOSING: CLOSING_BYTES}
 
 
 class DirectoryClosings:
-    """Records closings in a directory, for islands or coordinators that share it.
+    """Records closings in a directory, for sites or coordinators that share it.
 
     Args:
         directory: Directory of the closings; made if need be.
@@ -116,9 +116,9 @@ class DirectoryTransport:
     """A board in a directory.
 
     Args:
-        directory: Directory that all islands share; made if need be. Each start of all islands has
+        directory: Directory that all sites share; made if need be. Each start of all sites has
             its own.
-        member: Number of this island.
+        member: Number of this site.
         sizes: Largest sizes of messages.
         key: Shared secret.
     """
@@ -252,7 +252,7 @@ def _link(path: pathlib.Path, frame: Frame, key: bytes | None) -> bool:
                 raise TransportError(f"{path} cannot be written: {error.strerror}") from error
         except OSError as error:
             raise TransportError(
-                f"{path} cannot be written ({error.strerror}): the directory of islands needs a"
+                f"{path} cannot be written ({error.strerror}): the directory of sites needs a"
                 " file system with hard links"
             ) from error
         finally:

@@ -20,8 +20,8 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 
-from jaxmoe.islands.errors import FrameError, TransportError
-from jaxmoe.islands.frames import (
+from jaxmoe.contrib.slow_links.sites.errors import FrameError, TransportError
+from jaxmoe.contrib.slow_links.sites.frames import (
     NUMBERS_BYTES,
     Frame,
     Kind,
@@ -30,7 +30,7 @@ from jaxmoe.islands.frames import (
     encode_numbers,
     read_frame,
 )
-from jaxmoe.islands.transport import CLOSING_BYTES, Closing, decode_closing
+from jaxmoe.contrib.slow_links.sites.transport import CLOSING_BYTES, Closing, decode_closing
 
 SLOWEST = 1 << 16
 """Bytes a second below which a transfer counts as stuck."""

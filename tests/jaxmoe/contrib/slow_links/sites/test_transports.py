@@ -8,14 +8,14 @@ import random
 
 import pytest
 
-from jaxmoe.islands.coordinator import Coordinator
-from jaxmoe.islands.directory import DirectoryTransport
-from jaxmoe.islands.errors import LeftOutError
-from jaxmoe.islands.frames import Kind
-from jaxmoe.islands.rounds import Rounds
-from jaxmoe.islands.tcp import TcpTransport
-from jaxmoe.islands.transport import Closing
-from tests.support.islands import SIZES, Board, BoardTransport, in_threads, rules
+from jaxmoe.contrib.slow_links.sites.coordinator import Coordinator
+from jaxmoe.contrib.slow_links.sites.directory import DirectoryTransport
+from jaxmoe.contrib.slow_links.sites.errors import LeftOutError
+from jaxmoe.contrib.slow_links.sites.frames import Kind
+from jaxmoe.contrib.slow_links.sites.rounds import Rounds
+from jaxmoe.contrib.slow_links.sites.tcp import TcpTransport
+from jaxmoe.contrib.slow_links.sites.transport import Closing
+from tests.support.sites import SIZES, Board, BoardTransport, in_threads, rules
 
 KEY = b"secret"
 
@@ -90,7 +90,7 @@ def test_a_round_that_ended_before_is_not_closed_any_more(transport_of):
     assert one.collect(4, Kind.UPDATE).newest == 5
 
 
-def test_islands_that_close_a_round_together_get_one_list(transport_of):
+def test_sites_that_close_a_round_together_get_one_list(transport_of):
     for number in range(20):
         proposals = [Closing(members=(member,)) for member in range(4)]
         made = [transport_of(member) for member in range(4)]
@@ -113,23 +113,23 @@ def test_forgotten_messages_are_gone(transport_of):
     assert found == [{}, {}, {1: b"2"}]
 
 
-def _run(island, members):
+def _run(site, members):
     """Runs until three rounds had these members; returns the last one."""
-    state, seen = island.start(), 0
+    state, seen = site.start(), 0
     while seen < 3:
-        found = island.exchange(b"%d.%d" % (island.number, island.member))
+        found = site.exchange(b"%d.%d" % (site.number, site.member))
         state = repr(sorted(found.payloads.items())).encode()[: SIZES.fingerprint]
-        agreement = island.agree(state)
+        agreement = site.agree(state)
         assert agreement.is_same
         if agreement.sends_state:
-            island.post_state(state)
+            site.post_state(state)
         seen += found.members == members
     return found
 
 
-def test_islands_exchange_and_join_over_every_transport(transport_of):
+def test_sites_exchange_and_join_over_every_transport(transport_of):
     limits = rules(founders=3, quorum=2, grace=5.0, poll=0.003, timeout=20.0)
-    islands = [Rounds(member, transport_of(member), limits) for member in range(4)]
-    ends = in_threads(functools.partial(_run, island, (0, 1, 2, 3)) for island in islands)
+    sites = [Rounds(member, transport_of(member), limits) for member in range(4)]
+    ends = in_threads(functools.partial(_run, site, (0, 1, 2, 3)) for site in sites)
     wanted = {member: b"%d.%d" % (ends[0].number, member) for member in range(4)}
     assert [end.payloads for end in ends] == [wanted] * 4

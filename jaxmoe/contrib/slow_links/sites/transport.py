@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The `Transport` protocol: what carries messages between islands, and its records.
+"""The `Transport` protocol: what carries messages between sites, and its records.
 
-A transport is a board. An island posts a message under (round, kind), where all others find it; the
+A transport is a board. A site posts a message under (round, kind), where all others find it; the
 first post stands. For each step of a round the board also records *how it closed*, once: of several
 proposals the first is recorded, and all are given that one. Nothing else has to be atomic, and no
-call waits for other islands: `jaxmoe.islands.rounds` polls, and holds all rules on time and quorum.
+call waits for other sites: `rounds.py` polls, and holds all rules on time and quorum.
 
-To add a transport: the methods of `Transport` in `jaxmoe/islands/transport.py`, a form of its
-address in `connect` of `jaxmoe/islands/config.py`, and a row in the table of
-`tests/jaxmoe/islands/test_transports.py`. `tests/support/islands.py` has the smallest one.
+To add a transport: the methods of `Transport`, a form of its address in `connect` of
+`config.py`, and a row in the table of `tests/jaxmoe/contrib/slow_links/sites/test_transports.py`.
+`tests/support/sites.py` has the smallest one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol, runtime_checkable
 
-from jaxmoe.islands.errors import FrameError
-from jaxmoe.islands.frames import NUMBERS_BYTES, Kind, decode_numbers, encode_numbers
+from jaxmoe.contrib.slow_links.sites.errors import FrameError
+from jaxmoe.contrib.slow_links.sites.frames import (
+    NUMBERS_BYTES,
+    Kind,
+    decode_numbers,
+    encode_numbers,
+)
 
 KEPT_ROUNDS = 64
 """Rounds before the newest whose closings are kept."""
@@ -32,13 +37,13 @@ class MessageSizes:
     """Largest sizes of the messages of a run, in bytes."""
 
     update: int
-    """Encoded outer gradient of one island; known from the parameter table."""
+    """Encoded outer gradient of one site; known from the parameter table."""
     state: int
     """Slow copy and outer state."""
     fingerprint: int = 64
 
     def bounds(self) -> dict[Kind, int]:
-        """Return the largest payload of each kind that islands post."""
+        """Return the largest payload of each kind that sites post."""
         return {
             Kind.UPDATE: self.update,
             Kind.FINGERPRINT: self.fingerprint,
@@ -57,7 +62,7 @@ class Closing:
     majority: tuple[int, ...] = ()
     """Members whose fingerprint is the most frequent one; only where fingerprints were compared."""
     joined: tuple[int, ...] = ()
-    """Islands that are admitted to the next round and wait for the state."""
+    """Sites that are admitted to the next round and wait for the state."""
 
     @property
     def following(self) -> tuple[int, ...]:
@@ -104,10 +109,10 @@ class Collected:
 
 @runtime_checkable
 class Transport(Protocol):
-    """A board that all islands of a run share."""
+    """A board that all sites of a run share."""
 
     def post(self, number: int, kind: Kind, payload: bytes) -> None:
-        """Post a message of this island; a no-op if it has posted one of this kind before.
+        """Post a message of this site; a no-op if it has posted one of this kind before.
 
         Args:
             number: Round.

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`TcpTransport`: an island's connection to a coordinator.
+"""`TcpTransport`: a site's connection to a coordinator.
 
 A lost connection is made again, and the request repeated: all requests can be. When the coordinator
-was started again, which its larger epoch shows, the island posts its messages of the current round
+was started again, which its larger epoch shows, the site posts its messages of the current round
 again. Frames of an older epoch than it has seen are refused.
 """
 
@@ -15,17 +15,22 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from jaxmoe.islands.connections import (
+from jaxmoe.contrib.slow_links.sites.connections import (
     ANSWER_BYTES,
     REASON_BYTES,
     Connection,
     decode_found,
     encode_collect,
 )
-from jaxmoe.islands.coordinator import EPOCH, host_and_port
-from jaxmoe.islands.errors import FrameError, IslandError, LeftOutError, TransportError
-from jaxmoe.islands.frames import COORDINATOR, Frame, Kind
-from jaxmoe.islands.transport import Closing, Collected, MessageSizes
+from jaxmoe.contrib.slow_links.sites.coordinator import EPOCH, host_and_port
+from jaxmoe.contrib.slow_links.sites.errors import (
+    FrameError,
+    LeftOutError,
+    SiteError,
+    TransportError,
+)
+from jaxmoe.contrib.slow_links.sites.frames import COORDINATOR, Frame, Kind
+from jaxmoe.contrib.slow_links.sites.transport import Closing, Collected, MessageSizes
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ class TcpTransport:
 
     Args:
         address: host:port of the coordinator.
-        member: Number of this island.
+        member: Number of this site.
         sizes: Largest sizes of messages.
         key: Shared secret.
         timeout: Seconds without progress after which a connection counts as lost.
@@ -118,7 +123,7 @@ class TcpTransport:
                         f" {error}"
                     ) from error
                 self._check()
-                logger.info("islands: coordinator %s: %s; trying again", self._address, error)
+                logger.info("sites: coordinator %s: %s; trying again", self._address, error)
                 time.sleep(_PAUSE)
 
     def _connect(self) -> Connection:
@@ -139,7 +144,7 @@ class TcpTransport:
                         self._post(connection, number, kind, payload)
                     except LeftOutError:
                         continue  # that round has ended
-        except IslandError:
+        except SiteError:
             connection.close()
             raise
         return connection

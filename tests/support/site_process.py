@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""An island as a process: exchanges random bytes, and writes a line for each round.
+"""A site as a process: exchanges random bytes, and writes a line for each round.
 
-    python tests/support/island_process.py LOG        with JAXMOE_ISLAND and JAXMOE_ISLANDS_KEY
+    python tests/support/site_process.py LOG        with JAXMOE_ISLAND and JAXMOE_ISLANDS_KEY
 
-It ends after three rounds with all islands that follow one without, or, with the word `lost`, after
+It ends after three rounds with all sites that follow one without, or, with the word `lost`, after
 three rounds without one. It imports no JAX, so that it starts in a tenth of a second.
 """
 
@@ -22,19 +22,19 @@ if __name__ == "__main__":
     package.__path__ = [str(root / "jaxmoe")]
     sys.modules["jaxmoe"] = package
 
-from jaxmoe.islands import IslandConfig, LeftOutError, MessageSizes, connect
+from jaxmoe.contrib.slow_links.sites import LeftOutError, MessageSizes, SiteConfig, connect
 
 SIZES = MessageSizes(update=1 << 18, state=1 << 10)
 
 
 def payload(number: int, member: int) -> bytes:
-    """Return the update of an island in a round."""
+    """Return the update of a site in a round."""
     return random.Random(f"{number}.{member}").randbytes(20_000 + 1000 * member)
 
 
 def main(log: pathlib.Path, ends_without: bool) -> None:
     """Run until three rounds had the wanted members."""
-    config = IslandConfig.from_environment()
+    config = SiteConfig.from_environment()
     assert config is not None
     rounds, inner = connect(config, SIZES), random.Random(config.member)
     state, seen, has_lost = rounds.start() or b"", 0, ends_without

@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`Coordinator`: the board of islands that are connected by TCP.
+"""`Coordinator`: the board of sites that are connected by TCP.
 
-Islands connect to it, post their messages and collect those of the others. It keeps the messages of
+Sites connect to it, post their messages and collect those of the others. It keeps the messages of
 the current round in memory, and records how each step closed.
 
 - A peer that sends garbage, has no key, or speaks for another member is disconnected; so is one
   that sends nothing for `hello` seconds after it connected. Of those that have not spoken yet, the
   oldest is disconnected when there are more than 64. Other connections are not affected.
 - Lengths are checked before anything is allocated.
-- With a lease (`jaxmoe/islands/lease.py`) the second coordinator is refused. With closings in a
-  directory, a coordinator that is started again knows how rounds closed; the islands post their
+- With a lease (`lease.py`) the second coordinator is refused. With closings in a
+  directory, a coordinator that is started again knows how rounds closed; the sites post their
   messages again.
 """
 
@@ -26,11 +26,16 @@ import struct
 import threading
 import time
 
-from jaxmoe.islands.connections import COLLECT_BYTES, Connection, decode_collect, encode_found
-from jaxmoe.islands.errors import FrameError, LeftOutError, TransportError
-from jaxmoe.islands.frames import COORDINATOR, Frame, Kind, encode_header
-from jaxmoe.islands.lease import CoordinatorLease, new_epoch
-from jaxmoe.islands.transport import (
+from jaxmoe.contrib.slow_links.sites.connections import (
+    COLLECT_BYTES,
+    Connection,
+    decode_collect,
+    encode_found,
+)
+from jaxmoe.contrib.slow_links.sites.errors import FrameError, LeftOutError, TransportError
+from jaxmoe.contrib.slow_links.sites.frames import COORDINATOR, Frame, Kind, encode_header
+from jaxmoe.contrib.slow_links.sites.lease import CoordinatorLease, new_epoch
+from jaxmoe.contrib.slow_links.sites.transport import (
     CLOSING_BYTES,
     KEPT_ROUNDS,
     Closing,
@@ -116,7 +121,7 @@ class Coordinator:
         host, port = host_and_port(address)
         if key is None and not _is_loopback(host):
             raise ValueError(
-                f"islands address={address} can be reached from other hosts: set"
+                f"sites address={address} can be reached from other hosts: set"
                 " $JAXMOE_ISLANDS_KEY to the same secret on all of them, or listen on 127.0.0.1"
             )
         self._key, self._lease = key, lease
@@ -140,12 +145,12 @@ class Coordinator:
             self._server = socket.create_server((host, port), family=family, backlog=_PENDING)
         except OSError as error:
             raise TransportError(
-                f"islands address={address} cannot be listened on: {error.strerror}"
+                f"sites address={address} cannot be listened on: {error.strerror}"
             ) from error
         port = self._server.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """host:port on which it listens."""
-        threading.Thread(target=self._accept, name="islands accept", daemon=True).start()
+        threading.Thread(target=self._accept, name="sites accept", daemon=True).start()
 
     def __enter__(self) -> Coordinator:
         return self
@@ -154,7 +159,7 @@ class Coordinator:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, disconnect all islands and release the lease; twice is a no-op."""
+        """Stop listening, disconnect all sites and release the lease; twice is a no-op."""
         with self._lock:
             self._is_closed = True
             connections = list(self._connections)
@@ -186,7 +191,7 @@ class Coordinator:
             if oldest is not None:
                 oldest.close()
             threading.Thread(
-                target=self._serve, args=(connection, peer), name=f"islands {peer}", daemon=True
+                target=self._serve, args=(connection, peer), name=f"sites {peer}", daemon=True
             ).start()
 
     def _serve(self, connection: Connection, peer: object) -> None:
@@ -205,9 +210,9 @@ class Coordinator:
                 except LeftOutError as error:
                     self._reply(connection, Kind.REFUSED, frame.number, str(error).encode())
         except FrameError as error:
-            logger.warning("islands: %s is disconnected: %s", peer, error)
+            logger.warning("sites: %s is disconnected: %s", peer, error)
         except TransportError as error:
-            logger.info("islands: %s is disconnected: %s", peer, error)
+            logger.info("sites: %s is disconnected: %s", peer, error)
         finally:
             connection.close()
             with self._lock:
@@ -291,7 +296,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """
     match = re.fullmatch(r"\[?(?P<host>[^\]]+?)\]?:(?P<port>\d+)", address)
     if match is None or int(match["port"]) > 65535:
-        raise ValueError(f"islands address={address} is not host:port, such as 10.0.0.1:8477")
+        raise ValueError(f"sites address={address} is not host:port, such as 10.0.0.1:8477")
     return match["host"], int(match["port"])
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""TCP: hostile peers disturb no island, one coordinator closes rounds, a new one is followed."""
+"""TCP: hostile peers disturb no site, one coordinator closes rounds, a new one is followed."""
 
 import contextlib
 import dataclasses
@@ -11,15 +11,15 @@ import time
 
 import pytest
 
-from jaxmoe.islands.coordinator import Coordinator, MemoryClosings, host_and_port
-from jaxmoe.islands.directory import DirectoryClosings
-from jaxmoe.islands.errors import LeftOutError, StoppedError, TransportError
-from jaxmoe.islands.frames import HEADER_BYTES, Frame, Kind, encode, encode_header
-from jaxmoe.islands.lease import CoordinatorLease
-from jaxmoe.islands.rounds import Rounds
-from jaxmoe.islands.tcp import TcpTransport
-from jaxmoe.islands.transport import Closing
-from tests.support.islands import SIZES, in_threads, rules
+from jaxmoe.contrib.slow_links.sites.coordinator import Coordinator, MemoryClosings, host_and_port
+from jaxmoe.contrib.slow_links.sites.directory import DirectoryClosings
+from jaxmoe.contrib.slow_links.sites.errors import LeftOutError, StoppedError, TransportError
+from jaxmoe.contrib.slow_links.sites.frames import HEADER_BYTES, Frame, Kind, encode, encode_header
+from jaxmoe.contrib.slow_links.sites.lease import CoordinatorLease
+from jaxmoe.contrib.slow_links.sites.rounds import Rounds
+from jaxmoe.contrib.slow_links.sites.tcp import TcpTransport
+from jaxmoe.contrib.slow_links.sites.transport import Closing
+from tests.support.sites import SIZES, in_threads, rules
 
 KEY = b"secret"
 HELLO = Frame(kind=Kind.HELLO, number=0, member=1)
@@ -32,7 +32,7 @@ def coordinator():
 
 
 @contextlib.contextmanager
-def _island(coordinator, member, patience=5.0, key=KEY):
+def _site(coordinator, member, patience=5.0, key=KEY):
     transport = TcpTransport(coordinator.address, member, SIZES, key, patience=patience)
     yield transport
     transport.close()
@@ -52,19 +52,19 @@ def _is_dropped(peer):
     return True
 
 
-def _run(island, last):
-    state = island.start() or b""
-    while island.number <= last:
+def _run(site, last):
+    state = site.start() or b""
+    while site.number <= last:
         try:
-            found = island.exchange(b"%d.%d" % (island.number, island.member))
+            found = site.exchange(b"%d.%d" % (site.number, site.member))
             state = b"%d" % hash(tuple(sorted(found.payloads.items())))
-            agreement = island.agree(state)
+            agreement = site.agree(state)
         except LeftOutError:
-            island.join()
+            site.join()
             continue
         assert agreement.is_same
         if agreement.sends_state:
-            island.post_state(state)
+            site.post_state(state)
     return found
 
 
@@ -79,7 +79,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_peer_is_dropped_and_disturbs_no_island(what, coordinator):
+def test_a_hostile_peer_is_dropped_and_disturbs_no_site(what, coordinator):
     ended = threading.Event()
 
     def attack():
@@ -94,15 +94,15 @@ def test_a_hostile_peer_is_dropped_and_disturbs_no_island(what, coordinator):
 
     def run():
         with contextlib.ExitStack() as stack:
-            islands = [
+            sites = [
                 Rounds(
                     member,
-                    stack.enter_context(_island(coordinator, member)),
+                    stack.enter_context(_site(coordinator, member)),
                     rules(grace=5.0, poll=0.003, timeout=20.0),
                 )
                 for member in range(4)
             ]
-            ends = in_threads(functools.partial(_run, island, 3) for island in islands)
+            ends = in_threads(functools.partial(_run, site, 3) for site in sites)
         ended.set()
         return ends
 
@@ -129,14 +129,14 @@ def test_a_peer_with_the_key_that_breaks_the_rules_is_dropped(coordinator):
             assert len(peer.recv(1 << 16)) >= HEADER_BYTES
             peer.sendall(data)
             assert _is_dropped(peer)
-    with _island(coordinator, 3) as transport:
+    with _site(coordinator, 3) as transport:
         assert transport.collect(0, Kind.UPDATE).payloads == {}
 
 
 def test_peers_that_send_nothing_are_dropped_and_leave_room(coordinator):
     """More than the coordinator listens to; the oldest goes first, all after a second."""
     peers = [_socket(coordinator) for _ in range(80)]
-    with _island(coordinator, 1) as transport:
+    with _site(coordinator, 1) as transport:
         transport.post(0, Kind.UPDATE, b"x")
         assert transport.collect(0, Kind.UPDATE).payloads == {1: b"x"}
     assert all(_is_dropped(peer) for peer in peers)
@@ -151,10 +151,10 @@ def test_a_slow_peer_is_dropped(coordinator):
         assert _is_dropped(peer)
 
 
-def test_an_island_connects_again_after_a_long_pause():
+def test_an_site_connects_again_after_a_long_pause():
     """Inner steps take longer than a connection may be idle."""
     with Coordinator("127.0.0.1:0", SIZES, key=KEY, idle=0.1) as coordinator:
-        with _island(coordinator, 1) as transport:
+        with _site(coordinator, 1) as transport:
             for number in range(2):
                 transport.post(number, Kind.UPDATE, b"x")
                 time.sleep(0.3)
@@ -162,8 +162,8 @@ def test_an_island_connects_again_after_a_long_pause():
 
 
 def test_rounds_far_ahead_are_refused(coordinator):
-    """So that no island fills the memory of the coordinator."""
-    with _island(coordinator, 1) as transport:
+    """So that no site fills the memory of the coordinator."""
+    with _site(coordinator, 1) as transport:
         for number in range(3):
             transport.post(number, Kind.UPDATE, b"x")
         with pytest.raises(LeftOutError, match="round 3 is not open"):
@@ -175,8 +175,8 @@ def test_rounds_far_ahead_are_refused(coordinator):
                 transport.post(number, Kind.UPDATE, b"x")
 
 
-def test_an_island_without_the_key_gives_up(coordinator):
-    with _island(coordinator, 1, patience=0.3, key=b"other") as transport:
+def test_an_site_without_the_key_gives_up(coordinator):
+    with _site(coordinator, 1, patience=0.3, key=b"other") as transport:
         with pytest.raises(TransportError, match="did not answer for 0.3 s"):
             transport.post(0, Kind.UPDATE, b"x")
 
@@ -205,7 +205,7 @@ def test_a_coordinator_without_its_lease_closes_nothing(tmp_path):
     with Coordinator(
         "127.0.0.1:0", SIZES, key=KEY, lease=CoordinatorLease(path), closings=closings
     ) as old:
-        with _island(old, 1, patience=0.3) as transport:
+        with _site(old, 1, patience=0.3) as transport:
             transport.decide(0, Kind.UPDATE, Closing(members=(1,)))
             path.unlink()
             with Coordinator("127.0.0.1:0", SIZES, key=KEY, lease=CoordinatorLease(path)) as new:
@@ -218,25 +218,25 @@ def test_a_coordinator_without_its_lease_closes_nothing(tmp_path):
 def test_two_coordinators_that_share_closings_never_both_close_a_round(tmp_path):
     lists = Closing(members=(0, 1, 2)), Closing(members=(1, 2, 3))
     with contextlib.ExitStack() as stack:
-        islands = []
+        sites = []
         for member in range(2):
             made = Coordinator(
                 "127.0.0.1:0", SIZES, key=KEY, closings=DirectoryClosings(tmp_path, member, KEY)
             )
-            islands.append(stack.enter_context(_island(stack.enter_context(made), member)))
+            sites.append(stack.enter_context(_site(stack.enter_context(made), member)))
         for number in range(100):
             start = threading.Barrier(2)
 
             def close(member, number=number, start=start):
                 start.wait()
-                return islands[member].decide(number, Kind.UPDATE, lists[member])
+                return sites[member].decide(number, Kind.UPDATE, lists[member])
 
             decided = in_threads(functools.partial(close, member) for member in range(2))
             assert decided[0] == decided[1] and decided[0] in lists
 
 
 def test_frames_of_an_older_coordinator_are_refused(coordinator):
-    with _island(coordinator, 1, patience=0.5) as transport:
+    with _site(coordinator, 1, patience=0.5) as transport:
         transport.post(0, Kind.UPDATE, b"x")
         coordinator.close()
         with Coordinator(coordinator.address, SIZES, key=KEY) as older:
@@ -246,14 +246,14 @@ def test_frames_of_an_older_coordinator_are_refused(coordinator):
 
 
 @pytest.mark.parametrize("keeps_closings", [True, False])
-def test_islands_go_on_with_a_coordinator_that_is_started_again(keeps_closings, tmp_path):
+def test_sites_go_on_with_a_coordinator_that_is_started_again(keeps_closings, tmp_path):
     def start(address):
         lease = CoordinatorLease(tmp_path / "lease")
         closings = DirectoryClosings(tmp_path, 0, KEY) if keeps_closings else None
         return Coordinator(address, SIZES, key=KEY, lease=lease, closings=closings)
 
     current = start("127.0.0.1:0")
-    islands = [
+    sites = [
         Rounds(
             member,
             TcpTransport(current.address, member, SIZES, KEY, patience=20),
@@ -265,20 +265,20 @@ def test_islands_go_on_with_a_coordinator_that_is_started_again(keeps_closings, 
     def restart():
         nonlocal current
         for number in (2, 4):
-            while islands[0].number < number:
+            while sites[0].number < number:
                 threading.Event().wait(0.002)
             current.close()
             current = start(current.address)
 
-    ends = in_threads([*(functools.partial(_run, island, 12) for island in islands), restart])
+    ends = in_threads([*(functools.partial(_run, site, 12) for site in sites), restart])
     current.close()
     assert [(end.members, end.number) for end in ends[:4]] == [((0, 1, 2, 3), 12)] * 4
-    for island in islands:
-        island.close()
+    for site in sites:
+        site.close()
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=("silent", "gone"))
-def test_an_island_that_is_to_stop_does_not_wait_for_a_coordinator(is_silent):
+def test_an_site_that_is_to_stop_does_not_wait_for_a_coordinator(is_silent):
     """Not for its answer, and not until it is there again."""
     with socket.create_server(("127.0.0.1", 0)) as peer:
         address = f"127.0.0.1:{peer.getsockname()[1]}"

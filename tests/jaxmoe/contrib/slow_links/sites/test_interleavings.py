@@ -6,16 +6,16 @@ import hashlib
 
 import pytest
 
-from jaxmoe.islands.errors import LeftOutError
-from jaxmoe.islands.rounds import Rounds
+from jaxmoe.contrib.slow_links.sites.errors import LeftOutError
+from jaxmoe.contrib.slow_links.sites.rounds import Rounds
 from tests.support.interleaving import KilledError, PausingTransport, Schedule
-from tests.support.islands import Board, BoardTransport, rules
+from tests.support.sites import Board, BoardTransport, rules
 
 COUNT, LAST = 4, 12
 
 
 class Run:
-    """Islands that run to a round; what each saw of every round is kept."""
+    """Sites that run to a round; what each saw of every round is kept."""
 
     def __init__(self, seed):
         self.schedule, self.board = Schedule(seed), Board()
@@ -24,37 +24,37 @@ class Run:
             self.start(member)
 
     def start(self, member):
-        self.tasks[member] = self.schedule.start(lambda task: self._island(member, task))
+        self.tasks[member] = self.schedule.start(lambda task: self._site(member, task))
 
     def _note(self, what, number, value):
         assert self.seen.setdefault((what, number), value) == value, (what, number)
 
-    def _island(self, member, task):
+    def _site(self, member, task):
         transport = PausingTransport(task, BoardTransport(self.board, member))
         limits = rules(founders=COUNT, grace=10.0, poll=1.0, timeout=2000.0)
-        island, chance = Rounds(member, transport, limits, task), self.schedule.chance
-        state = island.start() or b""
-        while island.number <= LAST:
+        site, chance = Rounds(member, transport, limits, task), self.schedule.chance
+        state = site.start() or b""
+        while site.number <= LAST:
             try:
                 task.sleep(chance.random() * 8)
-                update = b"%d.%d.%d" % (member, island.number, chance.getrandbits(9))
-                found = island.exchange(update, lambda state=state: state)
+                update = b"%d.%d.%d" % (member, site.number, chance.getrandbits(9))
+                found = site.exchange(update, lambda state=state: state)
                 self._note("round", found.number, (found.members, tuple(found.payloads.items())))
                 state = hashlib.sha256(state + b"".join(found.payloads.values())).digest()
                 if is_wrong := chance.random() < 0.03:
                     state = b"wrong"
-                agreement = island.agree(state)
+                agreement = site.agree(state)
                 self._note("end", agreement.number, (agreement.majority, agreement.joined))
                 if agreement.sends_state:
-                    island.post_state(state)
+                    site.post_state(state)
                 if not agreement.is_same:
-                    state = island.fetch_state()
+                    state = site.fetch_state()
                 if not is_wrong:
                     self._note("state", agreement.number, state)
             except LeftOutError:
                 if self.board.closings.newest() == LAST:
                     return None  # the others are done
-                state = island.join()
+                state = site.join()
         self.ends[member] = state
         return state
 
@@ -94,7 +94,7 @@ def test_members_of_a_round_see_the_same(first):
         results = [run.tasks[member].result for member in range(COUNT)]
         bad = [r for r in results if isinstance(r, Exception) and "not admitted" not in str(r)]
         if bad and any(len(v[0]) == 1 for (what, _), v in run.seen.items() if what == "end"):
-            lost += 1  # the only island with the state was killed: no rule can bring it back
+            lost += 1  # the only site with the state was killed: no rule can bring it back
             continue
         assert not bad, (seed, bad)
         assert len(run.ends) >= 3 and len(set(run.ends.values())) == 1, (seed, results)

@@ -1,25 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Starts islands on this host: replicas of a run that are jobs of their own.
+r"""Starts sites on this host: replicas of a run that are jobs of their own.
 
     python -m experiments.launch --islands 4 \
         --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
 
-Each island runs the command with `$JAXMOE_ISLAND` (its number and where the islands meet) and
+Each site runs the command with `$JAXMOE_ISLAND` (its number and where the sites meet) and
 `$JAXMOE_ISLANDS_KEY`. In the command, `{island}` becomes the number; without it, `--run.directory
-DIR` becomes DIR-island0, DIR-island1, and so on. An island may have several processes.
+DIR` becomes DIR-island0, DIR-island1, and so on. A site may have several processes.
 
-Islands are supervised one by one, with the restarts and exit codes of `--supervise --help`: one
+Sites are supervised one by one, with the restarts and exit codes of `--supervise --help`: one
 that is restarted joins the others. None is restarted after all others have ended. The exit code is
-0 if all islands ended with 0, otherwise that of an island that failed, as with `--supervise`.
+0 if all sites ended with 0, otherwise that of a site that failed, as with `--supervise`.
 
-The output of the first island is printed. That of each is in `--run.directory`, under island<i>,
+The output of the first site is printed. That of each is in `--run.directory`, under island<i>,
 with a summary.json.
 
 On several hosts, give all the same key in `$JAXMOE_ISLANDS_KEY`, `--islands_of` and
 `--islands_address`, and each its own `--islands_first`; the host with `--islands_first 0` runs the
 coordinator. `--islands 0` runs the coordinator alone. A coordinator that is started again with the
-same `--run.directory` knows how rounds closed, unless it starts all islands anew.
+same `--run.directory` knows how rounds closed, unless it starts all sites anew.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from experiments.cli.output import write
 from experiments.launch.config import LaunchRunConfig, SuperviseConfig
 from experiments.launch.signals import Signals
 from experiments.launch.supervise import Ended, consequence, supervise
+from jaxmoe.contrib.slow_links.sites.config import KEY_VARIABLE, VARIABLE, SiteConfig, key_of
+from jaxmoe.contrib.slow_links.sites.coordinator import Coordinator
+from jaxmoe.contrib.slow_links.sites.directory import DirectoryClosings
+from jaxmoe.contrib.slow_links.sites.errors import TransportError
+from jaxmoe.contrib.slow_links.sites.lease import CoordinatorLease
+from jaxmoe.contrib.slow_links.sites.transport import MessageSizes
 from jaxmoe.contrib.survival.shared_memory import PARENT
-from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig, key_of
-from jaxmoe.islands.coordinator import Coordinator
-from jaxmoe.islands.directory import DirectoryClosings
-from jaxmoe.islands.errors import TransportError
-from jaxmoe.islands.lease import CoordinatorLease
-from jaxmoe.islands.transport import MessageSizes
 from jaxmoe.run.directory import RunDirectory
 
 _PLACE = "{island}"
@@ -57,39 +57,39 @@ _EXCHANGE = "exchange"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class IslandsConfig:
-    """Islands to start, where they meet, and limits of restarts."""
+class SitesConfig:
+    """Sites to start, where they meet, and limits of restarts."""
 
     run: LaunchRunConfig = LaunchRunConfig()
     """Directory of the launcher's files, which is not the directory of a run."""
     command: str = "python -m experiments.pretrain --run.directory runs/pretrain/islands"
-    """Command of each process of each island."""
+    """Command of each process of each site."""
     islands: int = 1
-    """Islands on this host; 0 runs the coordinator alone."""
+    """Sites on this host; 0 runs the coordinator alone."""
     islands_transport: Literal["tcp", "directory"] = "tcp"
-    """Connection between the islands: a coordinator, or a shared directory."""
+    """Connection between the sites: a coordinator, or a shared directory."""
     islands_address: str | None = None
     """host:port of the coordinator, or the shared directory; on this host when None."""
     islands_quorum: int | None = None
-    """Fewest islands that must be there for a round to close; more than half of them when None."""
+    """Fewest sites that must be there for a round to close; more than half of them when None."""
     islands_grace: float = 60.0
-    """Seconds that a round waits for islands after its first message."""
+    """Seconds that a round waits for sites after its first message."""
     islands_of: int | None = None
-    """Islands on all hosts; those of this one when None."""
+    """Sites on all hosts; those of this one when None."""
     islands_first: int = 0
-    """Number of the first island of this host."""
+    """Number of the first site of this host."""
     islands_max_bytes: int = 1 << 34
     """Largest message that the coordinator accepts, in bytes."""
     processes: int = 1
-    """Processes of each island."""
+    """Processes of each site."""
     max_restarts: int = 10
-    """Largest number of restarts of an island; a start of `steady` seconds resets the count."""
+    """Largest number of restarts of a site; a start of `steady` seconds resets the count."""
     steady: int = 3600
     """Seconds after which a start counts as good."""
     silence: int = 900
-    """Seconds without output after which the processes of an island count as hung."""
+    """Seconds without output after which the processes of a site count as hung."""
     grace: int = 5
-    """Seconds for the other processes of an island to end when one is lost, before a kill."""
+    """Seconds for the other processes of a site to end when one is lost, before a kill."""
     snapshots: str = PARENT
     """Directory in memory for the snapshots of the processes; deleted at the end."""
 
@@ -106,7 +106,7 @@ class IslandsConfig:
         if not 0 <= self.islands_first <= self.of - self.islands:
             raise ValueError(
                 f"islands_first={self.islands_first} and islands={self.islands} must lie within"
-                f" islands_of={self.of}: islands count from 0, over all hosts"
+                f" islands_of={self.of}: sites count from 0, over all hosts"
             )
         if self.of > self.islands and self.islands_address is None:
             raise ValueError(
@@ -116,22 +116,22 @@ class IslandsConfig:
         if self.islands_max_bytes < 1:
             raise ValueError(f"islands_max_bytes={self.islands_max_bytes} must be at least 1")
         self.supervised("true")
-        self.island(0, "directory:.")
+        self.site(0, "directory:.")
         if _PLACE not in self.command and self.islands and _directory(self.words) is None:
             if any(word.startswith("experiments.") for word in self.words):
                 raise ValueError(
-                    "command has no --run.directory, and islands cannot share the default one: add"
+                    "command has no --run.directory, and sites cannot share the default one: add"
                     " one, which gets the suffix -island0, -island1, ..."
                 )
 
     @property
     def of(self) -> int:
-        """Number of islands on all hosts."""
+        """Number of sites on all hosts."""
         return self.islands if self.islands_of is None else self.islands_of
 
     @property
     def here(self) -> range:
-        """Numbers of the islands of this host."""
+        """Numbers of the sites of this host."""
         return range(self.islands_first, self.islands_first + self.islands)
 
     @property
@@ -140,10 +140,10 @@ class IslandsConfig:
         return shlex.split(self.command)
 
     def command_of(self, member: int) -> str:
-        """Return the command of an island.
+        """Return the command of a site.
 
         Args:
-            member: Number of the island.
+            member: Number of the site.
         """
         if _PLACE in self.command:
             return self.command.replace(_PLACE, str(member))
@@ -153,10 +153,10 @@ class IslandsConfig:
         return shlex.join(arguments)
 
     def supervised(self, command: str) -> SuperviseConfig:
-        """Return the config of the supervisor of an island.
+        """Return the config of the supervisor of a site.
 
         Args:
-            command: Command of the island.
+            command: Command of the site.
         """
         return SuperviseConfig(
             run=self.run,
@@ -169,14 +169,14 @@ class IslandsConfig:
             snapshots=self.snapshots,
         )
 
-    def island(self, member: int, transport: str) -> IslandConfig:
-        """Return what an island reads from its environment.
+    def site(self, member: int, transport: str) -> SiteConfig:
+        """Return what a site reads from its environment.
 
         Args:
-            member: Number of the island.
-            transport: Where the islands meet, as `IslandConfig.transport`.
+            member: Number of the site.
+            transport: Where the sites meet, as `SiteConfig.transport`.
         """
-        return IslandConfig(
+        return SiteConfig(
             member=member,
             of=self.of,
             transport=transport,
@@ -186,13 +186,13 @@ class IslandsConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return the exit code of the islands."""
+    """Run the command and return the exit code of the sites."""
     prog = "python -m experiments.launch --islands"
     with flags.exit_on_bad_configuration():
-        config = flags.parse_flags(IslandsConfig(), argv, prog, __doc__ or "")
+        config = flags.parse_flags(SitesConfig(), argv, prog, __doc__ or "")
         if config.of > config.islands and not os.environ.get(KEY_VARIABLE):
             raise ValueError(
-                f"islands on several hosts need the same secret in ${KEY_VARIABLE} on each, such as"
+                f"sites on several hosts need the same secret in ${KEY_VARIABLE} on each, such as"
                 " that of `openssl rand -hex 32`"
             )
         directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
@@ -200,11 +200,11 @@ def main(argv: Sequence[str]) -> int:
         directory.acquire()
         exchange = directory.path / _EXCHANGE
         if config.islands == config.of:
-            shutil.rmtree(exchange, ignore_errors=True)  # of islands that ended before
+            shutil.rmtree(exchange, ignore_errors=True)  # of sites that ended before
     environment = {KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
     with Signals() as signals, _meeting(config, exchange, environment) as transport:
         if config.islands == 0:
-            write(f"islands: coordinator on {transport}")
+            write(f"sites: coordinator on {transport}")
             while signals.number is None:
                 time.sleep(0.1)
             exits: dict[int, Ended] = {}
@@ -227,9 +227,9 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _meeting(
-    config: IslandsConfig, exchange: pathlib.Path, environment: Mapping[str, str]
+    config: SitesConfig, exchange: pathlib.Path, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield where the islands meet; the coordinator runs meanwhile, if it is on this host."""
+    """Yield where the sites meet; the coordinator runs meanwhile, if it is on this host."""
     if config.islands_transport == "directory":
         yield f"directory:{pathlib.Path(config.islands_address or exchange).absolute()}"
     elif config.islands_first > 0:
@@ -239,7 +239,7 @@ def _meeting(
             yield f"tcp://{config.islands_address or coordinator.address}"
 
 
-def _coordinator(config: IslandsConfig, exchange: pathlib.Path, key: bytes | None) -> Coordinator:
+def _coordinator(config: SitesConfig, exchange: pathlib.Path, key: bytes | None) -> Coordinator:
     sizes = MessageSizes(update=config.islands_max_bytes, state=config.islands_max_bytes)
     with flags.exit_on_bad_configuration(ValueError, TransportError):
         return Coordinator(
@@ -252,17 +252,17 @@ def _coordinator(config: IslandsConfig, exchange: pathlib.Path, key: bytes | Non
 
 
 def _supervise_all(
-    config: IslandsConfig,
+    config: SitesConfig,
     directory: RunDirectory,
     signals: Signals,
     transport: str,
     environment: Mapping[str, str],
 ) -> dict[int, Ended]:
-    """Supervise each island in a thread; return how each ended."""
+    """Supervise each site in a thread; return how each ended."""
     exits: dict[int, Ended] = {}
 
     def is_wanted() -> bool:
-        # Without others an island that is started again would wait for rounds that never end.
+        # Without others a site that is started again would wait for rounds that never end.
         return config.of > config.islands or len(exits) < config.islands - 1 or config.of == 1
 
     def run(member: int) -> None:
@@ -272,14 +272,14 @@ def _supervise_all(
             config.supervised(config.command_of(member)),
             member_directory,
             signals,
-            name=f"island {member}",
-            environment={**environment, VARIABLE: config.island(member, transport).to_text()},
+            name=f"site {member}",
+            environment={**environment, VARIABLE: config.site(member, transport).to_text()},
             is_shown=member == config.islands_first,
             is_wanted=is_wanted,
         )
         member_directory.release()
 
-    with concurrent.futures.ThreadPoolExecutor(config.islands, thread_name_prefix="island") as pool:
+    with concurrent.futures.ThreadPoolExecutor(config.islands, thread_name_prefix="site") as pool:
         for done in [pool.submit(run, member) for member in config.here]:
             done.result()
     return exits

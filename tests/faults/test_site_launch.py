@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of islands: environment, directories, restarts, exit codes."""
+"""The launcher of sites: environment, directories, restarts, exit codes."""
 
 import json
 import os
@@ -16,9 +16,9 @@ import pytest
 from experiments.cli.flags import ExitCode
 from experiments.cli.output import write
 from experiments.launch import __main__ as launch
-from experiments.launch import islands
-from experiments.launch.islands import IslandsConfig
-from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig
+from experiments.launch import sites
+from experiments.launch.sites import SitesConfig
+from jaxmoe.contrib.slow_links.sites.config import KEY_VARIABLE, VARIABLE, SiteConfig
 from jaxmoe.run.directory import RunDirectory
 from tests.support.runs import ROOT, flags, start_run
 
@@ -33,9 +33,9 @@ def _launch(folder, *more, command=None):
     return code, json.loads((folder / "run" / "summary.json").read_text())
 
 
-def test_each_island_has_its_environment_and_is_restarted_alone(tmp_path, capsys):
-    """Real islands: one is killed after its first round, is started again, and joins."""
-    script = ROOT / "tests" / "support" / "island_process.py"
+def test_each_site_has_its_environment_and_is_restarted_alone(tmp_path, capsys):
+    """Real sites: one is killed after its first round, is started again, and joins."""
+    script = ROOT / "tests" / "support" / "site_process.py"
     killed = (
         f"mark={tmp_path}/mark; if [ {{island}} = 2 ] && [ ! -e $mark ]; then touch $mark;"
         f" {sys.executable} {script} {tmp_path}/killed &"
@@ -47,14 +47,14 @@ def test_each_island_has_its_environment_and_is_restarted_alone(tmp_path, capsys
     assert code == ExitCode.DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "ended" and set(summary["islands"]) == {"0", "1", "2", "3"}
-    assert "island 2: process 0 was killed by SIGKILL; start 2 follows" in capsys.readouterr().out
+    assert "site 2: process 0 was killed by SIGKILL; start 2 follows" in capsys.readouterr().out
     lines = [(tmp_path / f"log{m}").read_text().splitlines()[-1] for m in range(4)]
     ends = [json.loads(line) for line in lines]
     assert len({end["state"] for end in ends}) == 1
     assert [end["members"] for end in ends] == [[0, 1, 2, 3]] * 4
 
 
-def test_run_directories_and_variables_of_islands(tmp_path, monkeypatch):
+def test_run_directories_and_variables_of_sites(tmp_path, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     script = (
         "import json, os, sys; names = ('JAXMOE_ISLAND', 'JAXMOE_ISLANDS_KEY');"
@@ -68,9 +68,9 @@ def test_run_directories_and_variables_of_islands(tmp_path, monkeypatch):
     keys = set()
     for member in range(2):
         log = tmp_path / "run" / f"island{member}" / "start1-process0.log"
-        island, key, flag, directory = json.loads(log.read_text())
+        site, key, flag, directory = json.loads(log.read_text())
         assert (flag, directory) == ("--run.directory", f"runs/my run-island{member}")
-        assert IslandConfig.from_text(island) == IslandConfig(
+        assert SiteConfig.from_text(site) == SiteConfig(
             member=member, of=2, quorum=1, transport=f"directory:{tmp_path}/run/exchange"
         )
         keys.add(key)
@@ -78,7 +78,7 @@ def test_run_directories_and_variables_of_islands(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "starts"), [(ExitCode.DIVERGED, 1), (ExitCode.NOT_SAVED, 2)])
-def test_the_exit_code_is_that_of_the_island_that_failed(tmp_path, code, starts):
+def test_the_exit_code_is_that_of_the_site_that_failed(tmp_path, code, starts):
     """And of one that may be restarted only while others are there to join."""
     script = (
         "import os, sys, time; is_bad = 'member=1' in os.environ['JAXMOE_ISLAND'];"
@@ -92,7 +92,7 @@ def test_the_exit_code_is_that_of_the_island_that_failed(tmp_path, code, starts)
     assert len(own["starts"]) == starts
 
 
-def test_a_signal_reaches_all_islands(tmp_path):
+def test_a_signal_reaches_all_sites(tmp_path):
     script = (
         "import os, pathlib, signal, sys, time;"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
@@ -111,10 +111,10 @@ def test_a_signal_reaches_all_islands(tmp_path):
 def test_the_coordinator_runs_alone_until_a_signal(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, "secret")
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(islands, "write", lambda text: (timer.start(), write(text)))
+    monkeypatch.setattr(sites, "write", lambda text: (timer.start(), write(text)))
     given = ["--islands", "0", "--islands_of", "4", "--islands_address", "127.0.0.1:0"]
     assert launch.main([*given, "--run.directory", str(tmp_path)]) == ExitCode.DONE
-    assert "islands: coordinator on tcp://127.0.0.1:" in capsys.readouterr().out
+    assert "sites: coordinator on tcp://127.0.0.1:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_the_coordinator_runs_alone_until_a_signal(tmp_path, monkeypatch, capsys
     [
         (("--islands", "-1"), "islands=-1 must be at least 0"),
         (("--islands", "0"), "islands=0 runs the coordinator alone: give --islands_of"),
-        (("--islands", "2", "--islands_quorum", "3"), "island quorum=3 must be from 1 to of=2"),
-        (("--islands", "2", "--islands_grace", "0"), "island grace=0.0 must be more than 0 s"),
+        (("--islands", "2", "--islands_quorum", "3"), "site quorum=3 must be from 1 to of=2"),
+        (("--islands", "2", "--islands_grace", "0"), "site grace=0.0 must be more than 0 s"),
         (("--islands", "2", "--islands_of", "4"), "give the --islands_address at which they meet"),
         (("--islands", "2", "--islands_first", "1"), "islands_first=1 and islands=2 must lie"),
         (
             ("--islands=2", "--islands_of", "4", "--islands_address", "10.0.0.1:84"),
-            "islands on several hosts need the same secret in $JAXMOE_ISLANDS_KEY",
+            "sites on several hosts need the same secret in $JAXMOE_ISLANDS_KEY",
         ),
         (
             ("--islands", "2", "--command", "python -m experiments.pretrain"),
-            "command has no --run.directory, and islands cannot share the default one",
+            "command has no --run.directory, and sites cannot share the default one",
         ),
         (("--islands", "2", "--islands_address", "node0"), "address=node0 is not host:port"),
     ],
@@ -154,8 +154,8 @@ def test_bad_input(tmp_path, capsys, monkeypatch, given, message):
         ("x 'a b'", "x 'a b'"),
     ],
 )
-def test_the_command_of_an_island(command, wanted):
-    assert IslandsConfig(command=command, islands=4).command_of(3) == wanted
+def test_the_command_of_an_site(command, wanted):
+    assert SitesConfig(command=command, islands=4).command_of(3) == wanted
     assert VARIABLE == "JAXMOE_ISLAND"
 
 

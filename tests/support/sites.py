@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A transport in memory, a clock that tests move, and islands in threads."""
+"""A transport in memory, a clock that tests move, and sites in threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxmoe.islands.coordinator import MemoryClosings
-from jaxmoe.islands.frames import Kind
-from jaxmoe.islands.rules import RoundRules
-from jaxmoe.islands.transport import Closing, Collected, MessageSizes
+from jaxmoe.contrib.slow_links.sites.coordinator import MemoryClosings
+from jaxmoe.contrib.slow_links.sites.frames import Kind
+from jaxmoe.contrib.slow_links.sites.rules import RoundRules
+from jaxmoe.contrib.slow_links.sites.transport import Closing, Collected, MessageSizes
 
 SIZES = MessageSizes(update=1 << 16, state=1 << 16)
 
@@ -23,7 +23,7 @@ def rules(founders: int = 4, **changes: Any) -> RoundRules:
 
 
 class Board:
-    """What all islands of a test share.
+    """What all sites of a test share.
 
     `hidden` has (reader, member) pairs: the reader cannot read updates of the member.
     """
@@ -115,5 +115,5 @@ def in_threads(works: Iterable[Callable[[], Any]], timeout: float = 30.0) -> lis
         thread.start()
     for thread in threads:
         thread.join(timeout)
-        assert not thread.is_alive(), "an island waits for ever"
+        assert not thread.is_alive(), "a site waits for ever"
     return results

@@ -6,7 +6,7 @@ The lease is a file, locked with flock while its holder is alive, with the epoch
 larger than that of every earlier one. The second coordinator on the same file is refused. A holder
 whose file was replaced, or has another epoch, closes no round any more (`fence`).
 
-Islands refuse frames of an older epoch than they have seen, so that a coordinator that was replaced
+Sites refuse frames of an older epoch than they have seen, so that a coordinator that was replaced
 is not heard either.
 """
 
@@ -18,7 +18,7 @@ import os
 import pathlib
 import time
 
-from jaxmoe.islands.errors import TransportError
+from jaxmoe.contrib.slow_links.sites.errors import TransportError
 
 
 class CoordinatorLease:

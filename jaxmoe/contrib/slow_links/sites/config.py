@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`IslandConfig`: what an island reads from its environment, and `connect`.
+"""`SiteConfig`: what a site reads from its environment, and `connect`.
 
     JAXMOE_ISLAND="member=2 of=4 transport=tcp://10.0.0.1:8477"
     JAXMOE_ISLAND="member=2 of=4 transport=directory:/shared/run quorum=2 grace=120"
-    JAXMOE_ISLANDS_KEY=...       the secret that all islands share
+    JAXMOE_ISLANDS_KEY=...       the secret that all sites share
 
-`python -m experiments.launch --islands 4` sets both for islands on one host.
+`python -m experiments.launch --islands 4` sets both for sites on one host.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxmoe.islands.coordinator import host_and_port
-from jaxmoe.islands.directory import DirectoryTransport
-from jaxmoe.islands.frames import MAX_MEMBERS
-from jaxmoe.islands.rounds import Rounds
-from jaxmoe.islands.rules import Clock, RoundRules
-from jaxmoe.islands.tcp import TcpTransport
-from jaxmoe.islands.transport import MessageSizes, Transport
+from jaxmoe.contrib.slow_links.sites.coordinator import host_and_port
+from jaxmoe.contrib.slow_links.sites.directory import DirectoryTransport
+from jaxmoe.contrib.slow_links.sites.frames import MAX_MEMBERS
+from jaxmoe.contrib.slow_links.sites.rounds import Rounds
+from jaxmoe.contrib.slow_links.sites.rules import Clock, RoundRules
+from jaxmoe.contrib.slow_links.sites.tcp import TcpTransport
+from jaxmoe.contrib.slow_links.sites.transport import MessageSizes, Transport
 
 VARIABLE = "JAXMOE_ISLAND"
-"""Environment variable with the fields of `IslandConfig`."""
+"""Environment variable with the fields of `SiteConfig`."""
 KEY_VARIABLE = "JAXMOE_ISLANDS_KEY"
 """Environment variable with the shared secret."""
 
@@ -34,17 +34,17 @@ _TCP, _DIRECTORY = "tcp://", "directory:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class IslandConfig:
-    """An island of a run, and limits of its rounds."""
+class SiteConfig:
+    """A site of a run, and limits of its rounds."""
 
     member: int
-    """Number of this island; those that start the run count from 0."""
+    """Number of this site; those that start the run count from 0."""
     of: int
-    """Number of islands that start the run."""
+    """Number of sites that start the run."""
     transport: str
     """tcp://host:port of the coordinator, or directory:PATH of a shared directory."""
     quorum: int | None = None
-    """Fewest islands that must be there for a round to close, those that wait to join included;
+    """Fewest sites that must be there for a round to close, those that wait to join included;
     more than half of them when None."""
     grace: float = 60.0
     """Seconds that a round waits for members after its first message."""
@@ -55,21 +55,21 @@ class IslandConfig:
 
     def __post_init__(self):
         if not 1 <= self.of <= MAX_MEMBERS:
-            raise ValueError(f"island of={self.of} must be from 1 to {MAX_MEMBERS}")
+            raise ValueError(f"site of={self.of} must be from 1 to {MAX_MEMBERS}")
         if not 0 <= self.member < MAX_MEMBERS:
-            raise ValueError(f"island member={self.member} must be from 0 to {MAX_MEMBERS - 1}")
+            raise ValueError(f"site member={self.member} must be from 0 to {MAX_MEMBERS - 1}")
         if self.quorum is not None and not 1 <= self.quorum <= self.of:
-            raise ValueError(f"island quorum={self.quorum} must be from 1 to of={self.of}")
+            raise ValueError(f"site quorum={self.quorum} must be from 1 to of={self.of}")
         for field in ("grace", "timeout", "poll"):
             if not getattr(self, field) > 0:
-                raise ValueError(f"island {field}={getattr(self, field)} must be more than 0 s")
+                raise ValueError(f"site {field}={getattr(self, field)} must be more than 0 s")
         if self.transport.startswith(_TCP):
             host_and_port(self.transport.removeprefix(_TCP))
         elif not self.transport.removeprefix(_DIRECTORY) or not self.transport.startswith(
             _DIRECTORY
         ):
             raise ValueError(
-                f"island transport={self.transport} must be {_TCP}host:port or {_DIRECTORY}PATH"
+                f"site transport={self.transport} must be {_TCP}host:port or {_DIRECTORY}PATH"
             )
 
     @property
@@ -89,7 +89,7 @@ class IslandConfig:
         return shlex.join(f"{name}={value}" for name, value in fields if value is not None)
 
     @classmethod
-    def from_text(cls, text: str) -> IslandConfig:
+    def from_text(cls, text: str) -> SiteConfig:
         """Return the config of `to_text`.
 
         Raises:
@@ -112,8 +112,8 @@ class IslandConfig:
         return cls(**fields)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> IslandConfig | None:
-        """Return the config of this process; None if it is no island.
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> SiteConfig | None:
+        """Return the config of this process; None if it is no site.
 
         Args:
             environment: Variables; `os.environ` when None.
@@ -136,7 +136,7 @@ def key_of(environment: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def connect(
-    config: IslandConfig,
+    config: SiteConfig,
     sizes: MessageSizes,
     *,
     key: bytes | None = None,
@@ -144,15 +144,15 @@ def connect(
     clock: Clock | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Rounds:
-    """Return the rounds of an island; `Rounds.start` is next.
+    """Return the rounds of a site; `Rounds.start` is next.
 
     Args:
-        config: Island.
-        sizes: Largest sizes of messages, the same on all islands.
+        config: Site.
+        sizes: Largest sizes of messages, the same on all sites.
         key: Shared secret; that of the environment when None.
         transport: Transport in place of that of the config, such as your own.
         clock: Source of time.
-        check: Called while the island waits; may raise `StoppedError`, which ends the wait.
+        check: Called while the site waits; may raise `StoppedError`, which ends the wait.
     """
     key = key_of() if key is None else key
     if transport is None and config.transport.startswith(_TCP):

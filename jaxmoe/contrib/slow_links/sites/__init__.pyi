@@ -1,0 +1,20 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+from jaxmoe.contrib.slow_links.sites.config import KEY_VARIABLE as KEY_VARIABLE
+from jaxmoe.contrib.slow_links.sites.config import VARIABLE as VARIABLE
+from jaxmoe.contrib.slow_links.sites.config import SiteConfig as SiteConfig
+from jaxmoe.contrib.slow_links.sites.config import connect as connect
+from jaxmoe.contrib.slow_links.sites.errors import FrameError as FrameError
+from jaxmoe.contrib.slow_links.sites.errors import LeftOutError as LeftOutError
+from jaxmoe.contrib.slow_links.sites.errors import QuorumError as QuorumError
+from jaxmoe.contrib.slow_links.sites.errors import SiteError as SiteError
+from jaxmoe.contrib.slow_links.sites.errors import StoppedError as StoppedError
+from jaxmoe.contrib.slow_links.sites.errors import TransportError as TransportError
+from jaxmoe.contrib.slow_links.sites.frames import Kind as Kind
+from jaxmoe.contrib.slow_links.sites.rounds import Rounds as Rounds
+from jaxmoe.contrib.slow_links.sites.rules import Agreement as Agreement
+from jaxmoe.contrib.slow_links.sites.rules import Round as Round
+from jaxmoe.contrib.slow_links.sites.transport import Closing as Closing
+from jaxmoe.contrib.slow_links.sites.transport import Collected as Collected
+from jaxmoe.contrib.slow_links.sites.transport import MessageSizes as MessageSizes
+from jaxmoe.contrib.slow_links.sites.transport import Transport as Transport
