@@ -63,13 +63,10 @@ class RunPart:
     begin           just before the first step of each loop
     event           after each step: a reason to end the loop
     ended           after each loop
-    move, go_back   before the loop that follows: on another mesh, or from an earlier step
+    move            before a loop on another mesh
     rows            for the summary
     close           at the end, also after an error
     """
-
-    goes_back: ClassVar[bool] = True
-    """Whether the run may go on from an earlier step after refused steps."""
 
     def fit(self, setting: Setting) -> Setting:
         """Return what the run is assembled from.
@@ -175,15 +172,27 @@ class RunPart:
         del leaves, step
         return None
 
-    def go_back(self) -> None:
-        """Forget what belongs to steps that the run is about to leave."""
-
     def rows(self) -> Mapping[str, Any]:
         """Return facts for the summary, by name."""
         return {}
 
     def close(self) -> None:
         """Close what is open; further calls do nothing."""
+
+
+class ConfiguredPart(RunPart):
+    """A part that the config, the environment or the history of a run asks for.
+
+    Args:
+        config: Configuration of this start.
+        directory: Run directory, which is not held yet.
+        supervision: Watchdog, signals and resources of this process.
+    """
+
+    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
+        self.config = config
+        self.directory = directory
+        self.supervision = supervision
 
 
 class StopOrEvent:

@@ -34,7 +34,6 @@ import io
 import logging
 import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,7 +43,6 @@ from jaxmoe.data import Batch, Loader
 from jaxmoe.disk import DiskGuard, replace_file
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Lineage
 from sharding.distributed import agree
 
@@ -125,7 +123,6 @@ def without_refused(
     directory: RunDirectory,
     assembly: Assembly,
     refused: tuple[int, int],
-    parts: Sequence[RunPart],
 ) -> Lineage | None:
     """Write the data of refused steps, and return the states that go on without them.
 
@@ -133,15 +130,15 @@ def without_refused(
         directory: Run directory, held by this process.
         assembly: Plan, devices and data of the steps.
         refused: First and last of the refused steps.
-        parts: Parts of the run.
 
     Returns:
-        The lineage without the rows of these steps; None if the run cannot go back.
+        The lineage without the rows of these steps; None if the run cannot go back: for the last
+        time it did, or jobs that share its batches do not go back with it.
     """
     loader = assembly.loader
     dump_batches(directory, loader, refused)
     is_last = len(loader.skipped.windows) >= assembly.plan.config.training.rollbacks
-    if is_last or not all(part.goes_back for part in parts):
+    if is_last or assembly.job is not None:
         return None
     return _jump(directory, loader, refused)
 

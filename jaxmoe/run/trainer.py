@@ -273,14 +273,12 @@ class Trainer:
         if refused is None or not assembly.feed.skips_rows:
             return False
         self._checkpoints.check_held()  # the next line writes
-        lineage = without_refused(self._directory, assembly, refused, self._parts)
+        lineage = without_refused(self._directory, assembly, refused)
         if lineage is None:
             return False
         shapes = shapes_of(self._loop.state)
         del self._loop  # so that the device holds one state only
         self._checkpoints.finish()
-        for part in self._parts:
-            part.go_back()
         self._watchdog.beat("restoring")
         with configuration_errors(), self._stopwatch.on(RESTORE):
             sources = [source for part in self._parts for source in part.sources()]

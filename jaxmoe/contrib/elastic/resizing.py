@@ -45,7 +45,7 @@ from jaxmoe.run.assemble import Assembly, assemble, describe_mesh
 from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import Moved, RunPart
+from jaxmoe.run.parts import ConfiguredPart, Moved
 from jaxmoe.run.prepare import record_devices
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import shapes_of
@@ -75,18 +75,11 @@ class Prepared:
     """Reason why the step will probably not fit the devices; empty if it fits."""
 
 
-class Resizing(RunPart):
-    """Ends the loop when the mesh that a request names is ready, and moves the run there.
-
-    Args:
-        config: Unused.
-        directory: Held directory of the run.
-        supervision: Unused.
-    """
+class Resizing(ConfiguredPart):
+    """Ends the loop when the mesh that a request names is ready, and moves the run there."""
 
     def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del config, supervision
-        self._directory = directory
+        super().__init__(config, directory, supervision)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="resize")
         self._assembly: Assembly | None = None
         self._step = 0
@@ -167,7 +160,7 @@ class Resizing(RunPart):
         )
         self._moved = event, since
         if jax.process_index() == 0:
-            record_devices(self._directory, assembly)
+            record_devices(self.directory, assembly)
         return Moved(assembly=assembly, compiled=compiled, state=state)
 
     def rows(self) -> Mapping[str, Any]:
@@ -214,13 +207,13 @@ class Resizing(RunPart):
     def _read(self) -> str | None:
         """Return the text of a request; one that is none is recorded and set aside."""
         try:
-            if text := read_text(self._directory):
+            if text := read_text(self.directory):
                 parse_request(text)
             return text
         except ValueError as error:
             message = str(error)
         try:
-            message += f"; it is set aside as {set_aside(self._directory).name}"
+            message += f"; it is set aside as {set_aside(self.directory).name}"
         except OSError as error:
             self._looked = math.inf  # or each look would warn
             message += f"; it cannot be set aside ({error.strerror}), and the run looks no more"
@@ -249,7 +242,7 @@ class Resizing(RunPart):
         if jax.process_index() != 0:
             return
         try:
-            record(self._directory, event, self._text if is_answer else None)
+            record(self.directory, event, self._text if is_answer else None)
         except (OSError, ValueError) as error:
             logger.warning("%s", error)
 

@@ -21,22 +21,11 @@ from jaxmoe.contrib.survival.shared_memory import ELASTIC
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Setting
 from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
-from jaxmoe.run.supervision import Supervision
+from jaxmoe.run.parts import ConfiguredPart
 
 
-class Shrink(RunPart):
-    """Fits the mesh of a run to the processes that are left.
-
-    Args:
-        config: Unused.
-        directory: Unused.
-        supervision: Unused.
-    """
-
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del config, directory, supervision
+class Shrink(ConfiguredPart):
+    """Fits the mesh of a run to the processes that are left."""
 
     def fit(self, setting: Setting) -> Setting:
         """Return the configuration for the devices that are there, and those that are used."""

@@ -9,11 +9,8 @@ import jax
 from jaxmoe.contrib.ensembles.partition import Partition
 from jaxmoe.data import Source
 from jaxmoe.disk import replace_file
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
+from jaxmoe.run.parts import ConfiguredPart
 from jaxmoe.run.restore import Begun
-from jaxmoe.run.supervision import Supervision
 
 
 def partition_of(source: Source) -> Partition | None:
@@ -21,18 +18,8 @@ def partition_of(source: Source) -> Partition | None:
     return getattr(source, "partition", None)
 
 
-class KeptPartition(RunPart):
-    """Writes the centroids of a run's data.
-
-    Args:
-        config: Unused.
-        directory: Run directory.
-        supervision: Unused.
-    """
-
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del config, supervision
-        self._directory = directory
+class KeptPartition(ConfiguredPart):
+    """Writes the centroids of a run's data."""
 
     def record(self, begun: Begun) -> None:
         """Write the centroids, unless they are there.
@@ -40,7 +27,7 @@ class KeptPartition(RunPart):
         Raises:
             ValueError: The directory cannot be written.
         """
-        directory, partition = self._directory, partition_of(begun.assembly.source)
+        directory, partition = self.directory, partition_of(begun.assembly.source)
         if jax.process_index() != 0 or partition is None or directory.partition_file.exists():
             return
         with directory.usable():

@@ -11,33 +11,19 @@ from typing import Any
 from jaxmoe.contrib.offload.files_step import UpdateFromFiles, open_files
 from jaxmoe.contrib.offload.part_files import PartFiles
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
-from jaxmoe.run.supervision import Supervision
+from jaxmoe.run.parts import ConfiguredPart
 
 
-class OptimizerFiles(RunPart):
-    """Opens the files, lets the step update from them, and describes them in header and summary.
-
-    Args:
-        config: Unused.
-        directory: Run directory, in which the files are by default.
-        supervision: Resources of this process, which close the files.
-    """
+class OptimizerFiles(ConfiguredPart):
+    """Opens the files, lets the step update from them, and describes them in header and summary."""
 
     _files: PartFiles
 
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del config
-        self._directory = directory
-        self._resources = supervision.resources
-
     def prepared(self, assembly: Assembly) -> Assembly:
         """Return the run with a step that updates from the files, which are opened."""
-        where = assembly.execution.optimizer_directory or str(self._directory.path / "optimizer")
+        where = assembly.execution.optimizer_directory or str(self.directory.path / "optimizer")
         files = self._files = open_files(where, assembly.step(), assembly.state_shapes())
-        self._resources.callback(files.close)
+        self.supervision.resources.callback(files.close)
         return dataclasses.replace(assembly, update=UpdateFromFiles(files=files))
 
     def heading(self, assembly: Assembly) -> Sequence[str]:

@@ -30,7 +30,7 @@ from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
+from jaxmoe.run.parts import ConfiguredPart
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import SEPARATOR, flatten, unpack
@@ -41,17 +41,11 @@ logger = logging.getLogger(__name__)
 _LOCAL = f"parts/{WORKERS}/"
 
 
-class ReplicasPart(RunPart):
-    """Restores checkpoints of other numbers of workers, and describes the workers of a run.
-
-    Args:
-        config: Unused.
-        directory: Unused.
-        supervision: Unused.
-    """
+class ReplicasPart(ConfiguredPart):
+    """Restores checkpoints of other numbers of workers, and describes the workers of a run."""
 
     def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del config, directory, supervision
+        super().__init__(config, directory, supervision)
         self._description: str | None = None
 
     def sources(self) -> Sequence[PlacedSource]:

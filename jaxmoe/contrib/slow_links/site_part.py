@@ -78,8 +78,6 @@ class Site(RunPart):
         supervision: Watchdog and signals of this process.
     """
 
-    goes_back: ClassVar[bool] = False  # the others do not
-
     _training: WorkerTraining
     _between: BetweenJobs
     _like: dict[int, Any]

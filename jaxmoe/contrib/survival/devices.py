@@ -12,44 +12,22 @@ from jaxmoe.contrib.survival.links.watch import PROBE_BYTES, LinkHook
 from jaxmoe.contrib.survival.recompute import RecomputedStep
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
-from jaxmoe.run.supervision import Supervision, Watches
+from jaxmoe.run.parts import ConfiguredPart
+from jaxmoe.run.supervision import Watches
 from jaxmoe.training.hooks import Hook
 
 
-class Recomputation(RunPart):
-    """Computes steps twice, which finds a device that computes wrong numbers.
-
-    Args:
-        config: Configuration of the run.
-        directory: Unused.
-        supervision: Unused.
-    """
-
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del directory, supervision
-        self._every = config.checkpoint.recompute
+class Recomputation(ConfiguredPart):
+    """Computes steps twice, which finds a device that computes wrong numbers."""
 
     def around(self, step_function: CompiledStep, assembly: Assembly, step: int) -> CompiledStep:
         """Return the step that is computed twice every few steps."""
         del assembly
-        return RecomputedStep(step_function, self._every, step)
+        return RecomputedStep(step_function, self.config.checkpoint.recompute, step)
 
 
-class LinkMeasurements(RunPart):
-    """Measures the links between devices, and names slow ones.
-
-    Args:
-        config: Configuration of the run.
-        directory: Unused.
-        supervision: Unused.
-    """
-
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del directory, supervision
-        self._every = config.watch.links_every
+class LinkMeasurements(ConfiguredPart):
+    """Measures the links between devices, and names slow ones."""
 
     def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
         """Return the hook that measures; none on one device."""
@@ -57,7 +35,7 @@ class LinkMeasurements(RunPart):
             return ()
         hook = LinkHook(
             functools.partial(LinkProbe, assembly.mesh, PROBE_BYTES),
-            every=self._every,
+            every=self.config.watch.links_every,
             report=watches.warn,
             log=watches.reporter.watched,
         )

@@ -55,13 +55,10 @@ from jaxmoe.contrib.survival.surviving import (
 )
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
+from jaxmoe.run.parts import ConfiguredPart
 from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage, shared_lineage
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
-from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.state import TrainState
@@ -338,41 +335,31 @@ def _changes(
     return tuple(changes) or ("optimiser state or records are new where they are lost",)
 
 
-class Replacement(RunPart):
-    """Replaces what is lost of a state, and records it in lineage and summary.
-
-    Args:
-        config: Configuration of the run.
-        directory: Run directory.
-        supervision: Unused.
-    """
-
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del supervision
-        self._is_asked = config.checkpoint.on_lost_stage == "average"
-        self._directory = directory
+class Replacement(ConfiguredPart):
+    """Replaces what is lost of a state, and records it in lineage and summary."""
 
     def prepared(self, assembly: Assembly) -> Assembly:
         """Return the assembly with a higher learning rate after the steps of replacements."""
         is_first = jax.process_index() == 0
-        events = shared_lineage(self._directory)
+        events = shared_lineage(self.directory)
         steps = [event.step for event in events if event.event == AVERAGED]
         shared = share(np.asarray(steps, np.int32), is_first)
         return with_raised_rate(assembly, tuple(shared.tolist()))
 
     def sources(self) -> Sequence[PlacedSource]:
         """Return the newest damaged checkpoint, if what it lost is to be replaced."""
-        return ((Place.LOST, _from_damaged),) if self._is_asked else ()
+        averages = self.config.checkpoint.on_lost_stage == "average"
+        return ((Place.LOST, _from_damaged),) if averages else ()
 
     def record(self, begun: Begun) -> None:
         """Record what was replaced, if anything."""
         if begun.changes and jax.process_index() == 0:
             event = Event(event=AVERAGED, step=begun.step, changes=begun.changes)
-            add_event(self._directory, event)
+            add_event(self.directory, event)
 
     def rows(self) -> Mapping[str, Any]:
         """Return what was replaced in the run so far, if anything."""
-        events = read_lineage(self._directory) if jax.process_index() == 0 else ()
+        events = read_lineage(self.directory) if jax.process_index() == 0 else ()
         replaced = [str(event) for event in events if event.event == AVERAGED]
         return {"averaged": replaced} if replaced else {}
 

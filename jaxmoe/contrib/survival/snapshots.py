@@ -26,7 +26,7 @@ from jaxmoe.contrib.survival.snapshot_store import Restored, SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
+from jaxmoe.run.parts import ConfiguredPart
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Hook
@@ -62,25 +62,18 @@ def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore
     return SnapshotStore(where, run=f"{directory.path.absolute()} {_decisive(config)}")
 
 
-class Snapshots(RunPart):
-    """Keeps snapshots every few steps, from which processes restarted by a supervisor continue.
-
-    Args:
-        config: Configuration of the run.
-        directory: Run directory.
-        supervision: Unused.
-    """
+class Snapshots(ConfiguredPart):
+    """Keeps snapshots every few steps, from which processes restarted by a supervisor continue."""
 
     def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del supervision
+        super().__init__(config, directory, supervision)
         self._averages = config.checkpoint.on_lost_stage == "average"
-        self._directory = directory
         self._store: SnapshotStore | None = None
         self._restored: int | None = None
 
     def prepared(self, assembly: Assembly) -> Assembly:
         """Open the snapshots of this process."""
-        self._store = open_snapshots(assembly, self._directory)
+        self._store = open_snapshots(assembly, self.directory)
         return assembly
 
     def sources(self) -> Sequence[PlacedSource]:
@@ -113,13 +106,10 @@ class Snapshots(RunPart):
         return (watches.timed(hook, CHECKPOINT),)
 
     def ended(self, step: int, status: str) -> None:
-        """Wait for the snapshot that is written."""
-        del step, status
+        """Wait for the snapshot that is written; after refused steps delete all."""
+        del step
         self.close()
-
-    def go_back(self) -> None:
-        """Delete the snapshots."""
-        if self._store is not None:
+        if self._store is not None and status == "diverged":
             self._store.keep_only(None)
 
     def close(self) -> None:

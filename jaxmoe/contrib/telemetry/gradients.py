@@ -33,10 +33,8 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import RunPart
-from jaxmoe.run.supervision import Supervision, Watches
+from jaxmoe.run.parts import ConfiguredPart
+from jaxmoe.run.supervision import Watches
 from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.accumulation import first_micro_batch
 from jaxmoe.training.hooks import Hook
@@ -173,25 +171,15 @@ _PROBES = 4
 """Number of probes over which a worker must differ."""
 
 
-class GradientComparison(RunPart):
-    """Compares the gradients of the workers every few steps.
-
-    Args:
-        config: Configuration of the run.
-        directory: Unused.
-        supervision: Unused.
-    """
-
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        del directory, supervision
-        self._watch, self._training = config.watch, config.training
+class GradientComparison(ConfiguredPart):
+    """Compares the gradients of the workers every few steps."""
 
     def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
         """Return the hook that compares; none for one worker."""
         workers = assembly.workers.number
         if workers == 1:
             return ()
-        groups = max(n for n in range(1, self._watch.gradient_groups + 1) if workers % n == 0)
+        groups = max(n for n in range(1, self.config.watch.gradient_groups + 1) if workers % n == 0)
         groups = groups if groups > 1 else workers  # the number of workers is prime
 
         @functools.cache
@@ -201,7 +189,7 @@ class GradientComparison(RunPart):
                 workers=groups,
                 execution=assembly.execution,
                 accumulation=assembly.micro_batches(rows),
-                objective=self._training.objective,
+                objective=self.config.training.objective,
             )
 
         def report(step: int, gradients: WorkerGradients) -> None:
@@ -211,8 +199,8 @@ class GradientComparison(RunPart):
         hook = GradientHook(
             lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
             assembly.feed.batch,
-            every=self._watch.gradients_every,
-            last_step=self._training.steps,
+            every=self.config.watch.gradients_every,
+            last_step=self.config.training.steps,
             report=report,
         )
         return (hook,)

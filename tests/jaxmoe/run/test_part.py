@@ -29,6 +29,7 @@ from jaxmoe.run.parts import (
     HISTORY,
     PARTS,
     REQUESTS,
+    ConfiguredPart,
     Request,
     RunPart,
     TimeLimit,
@@ -56,7 +57,8 @@ ORDER = (
 
 
 def test_the_table_has_every_part():
-    assert set(RunPart.__subclasses__()) - {Recorder} == set(MEMBERS)
+    direct = {*RunPart.__subclasses__()} - {Recorder, ConfiguredPart}
+    assert direct | {*ConfiguredPart.__subclasses__()} == set(MEMBERS)
     addresses = {address for _, address in PARTS} | {*HISTORY.values(), *REQUESTS.values()}
     assert {pkgutil.resolve_name(address) for address in addresses} == {*MEMBERS} - {
         *(Request, TimeLimit)
@@ -179,4 +181,4 @@ def test_a_run_asks_a_part_in_the_order_of_its_contract(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "make_parts", with_recorder)
     assert [step.loss for step in Run(short, tmp_path / "recorded").steps()] == losses
     assert tuple(recorder.calls) == ORDER
-    assert set(SOCKET) - set(ORDER) == {"move", "go_back"}
+    assert set(SOCKET) - set(ORDER) == {"move"}
