@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a run that a field of its config, an environment variable or its history asks for.
 
-`jaxmoe/run/parts.py` imports a part when it is asked for. To add one: its row in `PARTS`,
-at its place in the order. A part that the tuple `parts` of a config names is a row of `runs.py`.
+`jaxmoe/run/parts.py` imports a part when it is asked for, and `PretrainConfig.step_parts` what its
+step keeps. To add one: its row in `PARTS` or `STEP_PARTS`, at its place in the order. A part that
+the tuple `parts` of a config names is a row of `runs.py`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,18 @@ PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
     ),
 )
 """What asks for a part, and the address of its class, in the order in which the parts act."""
+
+STEP_PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
+    (
+        lambda config: config.checkpoint.on_lost_stage == "average",
+        "jaxmoe.contrib.survival.layer_norms:LayerNorms",
+    ),
+    (
+        lambda config: config.checkpoint.on_lost_stage == "average",
+        "jaxmoe.contrib.survival.layer_norms:VocabularyMirror",
+    ),
+)
+"""What asks for a part of the step, and the address of its class, in the order of the chain."""
 
 HISTORY: Final = {"averaged": "jaxmoe.contrib.survival.recovery:Replacement"}
 """Events of lineage.json after which a part belongs to the run whatever its config says."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import pkgutil
 import re
 from typing import Any, ClassVar, Literal
 
+from jaxmoe.catalog.run_parts import STEP_PARTS
 from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.data.batch_sizes import BatchSizes
@@ -41,7 +43,6 @@ from jaxmoe.training.feed import FeedConfig
 from jaxmoe.training.guard import check_ratio
 from jaxmoe.training.parts.average import Average
 from jaxmoe.training.parts.base import StepPart
-from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.replicas import ReplicasKind, SynchronousConfig
 
 
@@ -318,11 +319,6 @@ class CheckpointConfig:
     initial_mapping: str | None = None
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
-    @property
-    def step_parts(self) -> tuple[StepPart, ...]:
-        """Parts of a step that keep in the state what a lost stage is replaced from."""
-        return (LayerNorms(), VocabularyMirror()) if self.on_lost_stage == "average" else ()
-
     def __post_init__(self):
         steps = ("every", "compare_replicas", "snapshot_every", "recovery_steps", "recompute")
         _check_least(self, "checkpoint", 0, *steps)
@@ -435,7 +431,8 @@ class PretrainConfig:
     @property
     def step_parts(self) -> tuple[StepPart, ...]:
         """Parts of a step beside gradients, update and guard."""
-        return self.training.step_parts + self.checkpoint.step_parts
+        addresses = (address for asks, address in STEP_PARTS if asks(self))
+        return self.training.step_parts + tuple(pkgutil.resolve_name(name)() for name in addresses)
 
     @property
     def held_out_batch_size(self) -> int:

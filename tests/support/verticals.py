@@ -302,7 +302,6 @@ VERTICALS = {
         sources=(
             "jaxmoe/contrib/survival/*",
             "experiments/replay.py",
-            "jaxmoe/training/parts/layer_norms.py",
         ),
         tests=(
             "tests/jaxmoe/contrib/survival/*",

@@ -12,7 +12,7 @@ CheckFree+, swapped_ends, it was trained for the place of the end as well as for
 
 No mean replaces rows of the vocabulary, which stages hold parts of. As CheckFree+ copies embedding
 and head to neighbouring stages, each stage keeps the rows of the one before it, in a ring
-(`jaxmoe/training/parts/layer_norms.py`, which keeps the norms as well).
+(`layer_norms.py`, which keeps the norms as well).
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointManifest,
     check_target,
 )
+from jaxmoe.contrib.survival.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.contrib.survival.neighbours import RATE, Sources, sources_of
 from jaxmoe.contrib.survival.shared_snapshot import shared_snapshot
 from jaxmoe.contrib.survival.snapshot_store import SnapshotStore
@@ -60,7 +61,6 @@ from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage, shared_lineage
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
-from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.distributed import share

@@ -25,6 +25,7 @@ from jaxmoe.checkpoint import (
 from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.manifest import check_target, make_manifest
 from jaxmoe.contrib.survival import recovery
+from jaxmoe.contrib.survival.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.contrib.survival.neighbours import sources_of
 from jaxmoe.contrib.survival.recovery import (
     restore_averaged,
@@ -39,7 +40,6 @@ from jaxmoe.run.assemble import assemble
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.guard import no_norms
 from jaxmoe.training.parts.base import run_after
-from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
 from sharding import MeshConfig

@@ -16,11 +16,12 @@ import pytest
 
 from jaxmoe.adapters import AdaLoraConfig
 from jaxmoe.contrib.adapters.average import Averaging, BalancedAverageConfig
+from jaxmoe.catalog.run_parts import STEP_PARTS
+from jaxmoe.contrib.survival.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.optim import adamw
 from jaxmoe.training import parts
 from jaxmoe.training.parts.adapter_rule import AdapterRule
 from jaxmoe.training.parts.base import StepPart
-from jaxmoe.training.parts.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.training.parts.measures import MEASURES
 from jaxmoe.training.parts.worker_losses import WorkerLosses
 from jaxmoe.training.state import init_state, model_parts
@@ -42,11 +43,11 @@ mirror on a mesh, tests/jaxmoe/training/parts/test_worker_losses.py the losses."
 
 
 def _members():
-    """Subclasses in the folder of the parts."""
+    """Subclasses in the folder of the parts, and those that a config asks for."""
     for module in pkgutil.iter_modules(parts.__path__, f"{parts.__name__}."):
         importlib.import_module(module.name)
     # A class with slots is a copy of one without: what its module has under the name counts.
-    return {
+    return {pkgutil.resolve_name(address) for _, address in STEP_PARTS} | {
         getattr(sys.modules[one.__module__], one.__name__)
         for one in StepPart.__subclasses__()
         if one.__module__.startswith(parts.__name__)

@@ -7,7 +7,7 @@
     mirror        rows of the vocabulary that the stage before holds, by the paths of `params`;
                   zeros before the first step, and none without stages
 
-`jaxmoe/contrib/survival/recovery.py` reads both.
+`recovery.py` reads both.
 """
 
 from __future__ import annotations
