@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes, layout rules, islands, and the movement of arrays between devices."""
+"""Meshes, layout rules, regions, and the movement of arrays between devices."""
 
 from sharding.fold import MoEMesh as MoEMesh
 from sharding.mesh import MeshConfig as MeshConfig

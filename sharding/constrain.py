@@ -11,7 +11,7 @@ One model runs in three surroundings, distinguished while tracing by the current
             (`sharding/regions.py`) one axis is Manual and the others are Explicit: arrays are
             local in that axis, and no sharding names it.
 
-`Placement` carries the rules and offers the operations a layer needs. `Placement.island` runs a
+`Placement` carries the rules and offers the operations a layer needs. `Placement.region` runs a
 function on local shards: routing, sorting, dispatch and kernels run there.
 """
 
@@ -77,7 +77,7 @@ def without_mesh():
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """Logical axes of a weight that is encoded as it enters an island, and gathered encoded."""
+    """Logical axes of a weight that is encoded as it enters a region, and gathered encoded."""
 
     axes: LogicalAxes
     """Logical axes where it is used."""
@@ -88,7 +88,7 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Entry:
-    """How an argument enters an island, and what is gathered inside."""
+    """How an argument enters a region, and what is gathered inside."""
 
     spec: PartitionSpec
     gathered: MeshAxes
@@ -97,7 +97,7 @@ class _Entry:
     """See `Encoded`."""
 
     def gather(self, x: Array, varying: tuple[str, ...]) -> Any:
-        """Return the argument as the island reads it.
+        """Return the argument as the region reads it.
 
         Args:
             x: Local shard.
@@ -163,7 +163,7 @@ class Placement:
             return x
         return jax.sharding.reshard(x, self.spec(axes))
 
-    def island(
+    def region(
         self,
         function: Callable[..., Any],
         *,
@@ -230,12 +230,12 @@ class Placement:
         return run
 
     def _entry(self, axes: LogicalAxes | Encoded, x: Array, spread: tuple[str, ...]) -> _Entry:
-        """Return how an argument with these logical axes enters an island.
+        """Return how an argument with these logical axes enters a region.
 
         Args:
             axes: Logical axes where it is used.
             x: Global array.
-            spread: Mesh axes that split the activations of the island.
+            spread: Mesh axes that split the activations of the region.
         """
         if isinstance(axes, Encoded):
             return dataclasses.replace(self._entry(axes.axes, x, spread), encode=axes.encode)
@@ -368,7 +368,7 @@ def _widened_einsum(
 
 
 def _encode_whole(axes: LogicalAxes | Encoded, x: Any) -> Any:
-    """Return an argument of an island where nothing is sharded."""
+    """Return an argument of a region where nothing is sharded."""
     return axes.encode(x, (), ()) if isinstance(axes, Encoded) else x
 
 

@@ -54,7 +54,7 @@ def region(function: Callable[..., Any], *, axis: str, out_specs: Any) -> Callab
         def only(tree: Any) -> Any:
             return jax.tree.map(lambda spec: _split(spec, axis)[0], tree, is_leaf=_is_spec)
 
-        # Differentiating an island inside fails to lower where the region checks what varies.
+        # Differentiating a region inside fails to lower where the region checks what varies.
         mapped = jax.shard_map(
             body,
             in_specs=only(specs),

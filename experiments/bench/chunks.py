@@ -238,5 +238,5 @@ def _run(
     placed = jax.tree.map(
         lambda spec, array: jax.device_put(array, NamedSharding(mesh, spec)), specs, arrays
     )
-    island = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out)
-    return timed(island, *placed)
+    region = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out)
+    return timed(region, *placed)

@@ -173,8 +173,8 @@ def current_order(
         return jnp.asarray(form.token_order(length, ranks, segment_ids))
 
     axes = (ax.ACT_BATCH, None)
-    island = execution.placement.island(run, in_axes=(axes,), out_axes=axes)
-    return island(jnp.asarray(segment_ids))
+    region = execution.placement.region(run, in_axes=(axes,), out_axes=axes)
+    return region(jnp.asarray(segment_ids))
 
 
 def lay_out(arrays: Any, order: Order | None, execution: ExecutionConfig) -> Any:
@@ -224,5 +224,5 @@ def _permute(arrays: Any, axes: Any, order: Any, execution: ExecutionConfig) -> 
         return jax.tree.map(lambda x: in_order(x, by_row.get("order", order)), arrays)
 
     axes_by_name = dict.fromkeys(by_row, (ax.ACT_BATCH, None))
-    island = execution.placement.island(run, in_axes=(axes, axes_by_name), out_axes=axes)
-    return island(arrays, by_row)
+    region = execution.placement.region(run, in_axes=(axes, axes_by_name), out_axes=axes)
+    return region(arrays, by_row)

@@ -6,7 +6,7 @@
     batch      all sequences of a micro-batch; collectives also over the axes that spread the batch
 
 The default everywhere is `sequence`: the result then depends neither on the mesh nor on the number
-of micro-batches. The mesh axes of a shard_map island are those of `RouterInputs.extent`.
+of micro-batches. The mesh axes of a region of shard_map are those of `RouterInputs.extent`.
 
 `kth_largest` is exact and the same on every mesh: it determines the value bit by bit, with one psum
 of E counts per bit (32 in total).

@@ -113,7 +113,7 @@ def chunked_loss(
     tokens = (targets, inputs)
     axes = jax.tree.map(lambda leaf: rows + (None,) * (leaf.ndim - 2), tokens)
     factor = as_factor(weight, execution.precision.compute_dtype)
-    island = placement.island(
+    region = placement.region(
         run,
         in_axes=(
             (ax.ACT_BATCH, ax.ACT_SEQ, None),
@@ -122,7 +122,7 @@ def chunked_loss(
         ),
         out_axes=((), (ax.ACT_BATCH,) if has_rows else {}),
     )
-    total, by_row = island(hidden, factor, tokens)
+    total, by_row = region(hidden, factor, tokens)
     return total, jax.lax.stop_gradient(by_row) if has_rows else None
 
 

@@ -97,13 +97,13 @@ def _all_nll(
     """Return the negative log-likelihood of all targets, from all logits at once."""
     placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
-    island = placement.island(
+    region = placement.region(
         lambda logits, targets, batch_axes: token_nll(logits, targets, axes=vocab_axes),
         in_axes=((*rows, ax.ACT_VOCAB), rows),
         out_axes=rows,
     )
     logits = output_logits(hidden, weight, model, execution)
-    return island(only_predicted(logits, objective.num_predicted(model)), targets)
+    return region(only_predicted(logits, objective.num_predicted(model)), targets)
 
 
 def token_log_probs(

@@ -218,13 +218,13 @@ def _mask(
     of_tokens = (ax.ACT_BATCH, None)
     segments = batch.segment_ids
     is_real = jnp.ones_like(tokens, bool) if segments is None else jnp.asarray(segments) != 0
-    island = placement.island(
+    region = placement.region(
         on_rows,
         in_axes=(of_tokens, of_tokens, (ax.ACT_BATCH,), jax.tree.map(lambda _: (), keys)),
         out_axes=(of_tokens, of_tokens, of_tokens),
     )
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    noisy, weights, ratios = island(tokens, is_real, rows, keys)
+    noisy, weights, ratios = region(tokens, is_real, rows, keys)
     return dataclasses.replace(
         batch, tokens=noisy, targets=tokens, loss_weights=weights, mask_ratio=ratios
     )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`expert_parallel`: sends rows to their experts and sums the outputs, with any dispatcher.
 
-Called inside an island, on the tokens of one device. Experts are sharded over the mesh axes
+Called inside a region, on the tokens of one device. Experts are sharded over the mesh axes
 `ExpertAxes.expert`, E / P on each device and in order; the hidden units of every expert over
 `ExpertAxes.expert_tensor`. The devices of `expert_tensor` share their tokens first and each adds
 its part of the outputs:

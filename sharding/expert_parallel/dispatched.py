@@ -34,7 +34,7 @@ class ExpertAxes:
         return self.expert + self.expert_tensor
 
     def experts_held(self, num_experts: int) -> int:
-        """Return e = E / P; call it inside an island.
+        """Return e = E / P; call it inside a region.
 
         Args:
             num_experts: E.

@@ -106,7 +106,7 @@ class Dispatcher(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
-        """Send each row to a device that computes its expert. Called inside an island.
+        """Send each row to a device that computes its expert. Called inside a region.
 
         Args:
             outgoing: Tokens, assignments and weights of this device.

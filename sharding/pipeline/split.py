@@ -7,7 +7,7 @@ gives the gradient of the stream, the second the gradients of the weights. No wo
 what only the late results need is left to the second half, and what both need is computed in the
 first and handed over.
 
-The program of the function is split equation by equation. Loops, islands and calls with results of
+The program of the function is split equation by equation. Loops, regions and calls with results of
 both kinds are split inside. What cannot be split, as a conditional or a loop of unknown length,
 stays whole in the first half.
 """
@@ -139,7 +139,7 @@ def _split_equation(equation: Any, are_late: list[bool | None]) -> tuple[list[St
         case "scan":
             return _split_loop(equation, are_late)
         case "shard_map":
-            return _split_island(equation, are_late)
+            return _split_region(equation, are_late)
         case "jit" | "pjit" | "remat2" | "checkpoint":
             return _split_call(equation, are_late)
         case _:
@@ -160,7 +160,7 @@ def _split_call(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
     return _split_inside(equation, inner, constants, are_late, around)
 
 
-def _split_island(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
+def _split_region(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
     """Return the halves of a `shard_map`; what is handed over is stacked over its devices."""
     params = equation.params
     inner, constants = open_program(params["jaxpr"])

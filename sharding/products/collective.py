@@ -44,7 +44,7 @@ class TensorProductsConfig(abc.ABC):
 
     @abc.abstractmethod
     def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
-        """Return products of rows that are split over mesh axes; inside an island.
+        """Return products of rows that are split over mesh axes; inside a region.
 
         Args:
             x: Rows of this device [B S/t D].

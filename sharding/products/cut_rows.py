@@ -31,7 +31,7 @@ class CutRows:
 
     @classmethod
     def of(cls, placement: Placement, rows: str) -> CutRows:
-        """Return the way to rows with this logical axis; called outside of islands.
+        """Return the way to rows with this logical axis; called outside of regions.
 
         Args:
             placement: Layout rules.
@@ -53,7 +53,7 @@ class CutRows:
         inputs: Float[Array, "R F"],
         values: Float[Array, "R Fv"],
     ) -> Float[Array, "B S Fv"]:
-        """Return the weighted sum of rows for the tokens of this device, inside an island.
+        """Return the weighted sum of rows for the tokens of this device, inside a region.
 
         Args:
             x: What each read row of `inputs` is multiplied with.

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in 8 bits with a sharded weight, gathered encoded or in its own dtype.
 
-A fully sharded weight is gathered inside an island (`sharding/constrain.py`), once per use:
+A fully sharded weight is gathered inside a region (`sharding/constrain.py`), once per use:
 
     codes    rotated and rounded on the devices of its pieces; 1 byte per value travels
     weight   gathered in its own dtype, then rotated and rounded by every device
 
-The gradient returns in the dtype of the weight either way. Weights gathered outside of islands
+The gradient returns in the dtype of the weight either way. Weights gathered outside of regions
 (`zero2` all once a step, `hierarchical` those of other replicas) travel in their own dtype.
 """
 

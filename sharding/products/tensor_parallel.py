@@ -60,14 +60,14 @@ class Product:
 
     @property
     def entry(self) -> Any:
-        """Logical axes with which the weight enters an island."""
+        """Logical axes with which the weight enters a region."""
         if self.halo is None:
             return logical_axes(self.weight, self.weight_axes)
         contracted = len(set.intersection(*map(set, self.subscripts.partition("->")[0].split(","))))
         return Encoded(self.weight_axes, partial(self.halo.encode, contracted=contracted))
 
     def of(self, x: Array, weight: Any, placement: Placement) -> Array:
-        """Return the product inside an island.
+        """Return the product inside a region.
 
         Args:
             x: Activations of this device.
@@ -114,7 +114,7 @@ def out_of_stream(
 
         return form.gathered(x, names, multiply) if names else multiply(x)
 
-    island = placement.island(
+    region = placement.region(
         run,
         in_axes=(
             _STREAM if is_stream else _GATHERED,
@@ -122,7 +122,7 @@ def out_of_stream(
         ),
         out_axes={name: p.spread_axes for name, p in products.items()},
     )
-    return island(x, {name: p.weight for name, p in products.items()})
+    return region(x, {name: p.weight for name, p in products.items()})
 
 
 def along_stream(
@@ -144,12 +144,12 @@ def along_stream(
             for name, p in products.items()
         }
 
-    island = placement.island(
+    region = placement.region(
         run,
         in_axes=(_STREAM, {name: p.weight_axes for name, p in products.items()}),
         out_axes=dict.fromkeys(products, _STREAM),
     )
-    return island(x, {name: p.weight for name, p in products.items()})
+    return region(x, {name: p.weight for name, p in products.items()})
 
 
 def into_stream(
@@ -179,8 +179,8 @@ def into_stream(
         y = form.scattered(hidden, names, multiply) if names else multiply(hidden)
         return jax.lax.psum(y, axes) if axes else y
 
-    island = placement.island(run, in_axes=(product.spread_axes, product.entry), out_axes=_STREAM)
-    return island(hidden, product.weight)
+    region = placement.region(run, in_axes=(product.spread_axes, product.entry), out_axes=_STREAM)
+    return region(hidden, product.weight)
 
 
 _STREAM = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
@@ -227,12 +227,12 @@ def look_up(
             return jax.lax.psum_scatter(rows, names, scatter_dimension=1, tiled=True)
         return jax.lax.psum(rows, names)
 
-    island = placement.island(
+    region = placement.region(
         take,
         in_axes=((ax.VOCAB, None), (ax.ACT_BATCH, ax.ACT_SEQ_INNER)),
         out_axes=(ax.ACT_BATCH, ax.ACT_SEQ, None),
     )
-    return island(table, ids)
+    return region(table, ids)
 
 
 def _rows(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:

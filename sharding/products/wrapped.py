@@ -7,7 +7,7 @@
     logical_axes(axes)                   layout of all its parts
 
 A member is a pytree in place of a parameter, put there by a `View` or before the forward pass: it
-measures operands, or computes with them otherwise. Layers, islands and scans treat it as the
+measures operands, or computes with them otherwise. Layers, regions and scans treat it as the
 matrix.
 """
 

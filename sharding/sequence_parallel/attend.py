@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attend`: self-attention of sequences that may be sharded, in any form.
 
-It opens an island: each form works on the tokens and heads of one device, and sends what it needs
+It opens a region: each form works on the tokens and heads of one device, and sends what it needs
 along the mesh axes of `ACT_SEQ_INNER`. Which tokens a device holds is the form's `layout`; the
 caller has laid them out (`SequenceForm.token_order`).
 """
@@ -90,9 +90,9 @@ def attend(
         cut = Cut(axes, length, q.shape[1])
         return config.attend(HeldAttention(q, k, v, tokens, rules, cut, token_arrays.get("level")))
 
-    island = placement.island(
+    region = placement.region(
         run,
         in_axes=(heads, kv_heads, kv_heads, given_axes),
         out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, ax.ACT_SEQ_INNER))),
     )
-    return island(q, k, v, token_arrays)
+    return region(q, k, v, token_arrays)

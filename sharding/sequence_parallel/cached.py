@@ -86,12 +86,12 @@ class KVCache(NamedTuple):
             out, seen = attend_and_merge(q, keys, values, *token_pair, rules, axes)
             return out, seen, cache
 
-        island = placement.island(
+        region = placement.region(
             run,
             in_axes=(heads, kv_heads, kv_heads, slots, (), (ax.ACT_BATCH, None)),
             out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
         )
-        return island(q, k, v, self, layer, positions)
+        return region(q, k, v, self, layer, positions)
 
 
 CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)

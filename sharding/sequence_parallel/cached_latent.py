@@ -75,7 +75,7 @@ def attend_latent(
         out, statistics = attend_and_merge(q, keys, keys[..., :latent_dim], *options, rules, axes)
         return out, statistics, entries
 
-    island = placement.island(
+    region = placement.region(
         run,
         in_axes=(
             heads,
@@ -90,4 +90,4 @@ def attend_latent(
             LATENT_CACHE_AXES,
         ),
     )
-    return island(q, new[:, :, None], entries, layer, positions)
+    return region(q, new[:, :, None], entries, layer, positions)

@@ -162,7 +162,7 @@ class SequenceForm(SequenceParallelism):
 
     @abc.abstractmethod
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
-        """Return attention of the queries of this device. Called inside an island.
+        """Return attention of the queries of this device. Called inside a region.
 
         Args:
             inputs: Arrays of this device.
@@ -209,7 +209,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """How sequences are sharded inside an island."""
+    """How sequences are sharded inside a region."""
 
     axes: tuple[str, ...]
     """Mesh axes over which positions are sharded."""

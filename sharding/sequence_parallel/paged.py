@@ -111,12 +111,12 @@ class PagedCache(NamedTuple):
             out = attend_pages(q[0], pool, layer, tables, positions[0], rules)
             return out[None], pool
 
-        island = placement.island(
+        region = placement.region(
             run,
             in_axes=(heads, kv_heads, kv_heads, pages, (), TABLE_AXES, (ax.ACT_BATCH, None)),
             out_axes=(heads, pages),
         )
-        out, pool = island(q, k, v, self.pool, layer, self.tables, positions)
+        out, pool = region(q, k, v, self.pool, layer, self.tables, positions)
         return out, {}, PagedCache(pool, self.tables)
 
 

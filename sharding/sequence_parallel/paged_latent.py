@@ -75,7 +75,7 @@ class PagedLatents(NamedTuple):
             )
             return out[None], pool
 
-        island = placement.island(
+        region = placement.region(
             run,
             in_axes=(
                 heads,
@@ -87,5 +87,5 @@ class PagedLatents(NamedTuple):
             ),
             out_axes=(heads, pages),
         )
-        out, pool = island(q, new[:, :, None], self.pool, layer, self.tables, positions)
+        out, pool = region(q, new[:, :, None], self.pool, layer, self.tables, positions)
         return out, {}, PagedLatents(pool, self.tables)

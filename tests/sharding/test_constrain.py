@@ -77,7 +77,7 @@ def place(placement, x, w):
     return placement.place(whole, axes) * placement.place(w, (None, None))[:6][None]
 
 
-def island(placement, x, w):
+def region(placement, x, w):
     """Every device sees its rows and the whole of w; the total over the batch is summed there."""
 
     def body(x, given, *, batch_axes):
@@ -86,14 +86,14 @@ def island(placement, x, w):
         return y, jax.lax.psum(total, batch_axes) if batch_axes else total
 
     rows = (ax.ACT_BATCH, None, None)
-    run = placement.island(
+    run = placement.region(
         body, in_axes=(rows, {"w": (None, None), "absent": {}}), out_axes=(rows, ())
     )
     y, total = run(x, {"w": w, "absent": {}})
     return placement.place(y / jnp.sqrt(total), (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
 
 
-OPERATIONS = {function.__name__: function for function in (einsum, rows, place, island)}
+OPERATIONS = {function.__name__: function for function in (einsum, rows, place, region)}
 RESULTS = dict.fromkeys(OPERATIONS, PartitionSpec(BATCH, (ax.SEQ, ax.TENSOR), None))
 RESULTS["einsum"] = PartitionSpec(BATCH, ax.SEQ, ax.TENSOR)
 

@@ -108,8 +108,8 @@ class LoraMixerConfig(MixedAdapter):
             del batch_axes
             return largest(gates, self.top_k)[:, :, None]
 
-        island = placement.island(chosen, in_axes=(_STREAM,), out_axes=(*_STREAM[:2], None, None))
-        return Gates(values=island(gates)), {}
+        region = placement.region(chosen, in_axes=(_STREAM,), out_axes=(*_STREAM[:2], None, None))
+        return Gates(values=region(gates)), {}
 
     def losses_of(self, gates: Float[Array, "B S n"], token_mask: Bool[Array, "B S"]) -> Losses:
         """Return the weighted losses of the gates of half a layer.

@@ -122,14 +122,14 @@ class MultiHeadRoutingConfig(MixedAdapter):
             own = logits.at[ids].get(mode="fill", fill_value=jnp.nan)  # no such task: no loss
             return task_weights(own, index // length, drawn)
 
-        island = placement.island(
+        region = placement.region(
             weigh,
             in_axes=(_ROWS, _ROWS, (None, None, None), () if is_drawn else {}),
             out_axes=(*_ROWS, None, None),
         )
         logits = own["logits"].astype(jnp.float32)
         rows, ids = half.context["index"], task_ids(half, self.task)
-        values = island(ids, rows, logits, key)
+        values = region(ids, rows, logits, key)
         return Gates(values=values, is_paired=False), {}
 
 

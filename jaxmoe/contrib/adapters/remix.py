@@ -124,13 +124,13 @@ class RemixConfig(MixedAdapter):
             chosen = jnp.sum(jax.nn.one_hot(ids, self.members, dtype=jnp.float32), axis=-2)
             return chosen[:, :, None] / jnp.float32(count), log_prob(logits, ids)
 
-        island = placement.island(
+        region = placement.region(
             choose,
             in_axes=(_STREAM, _ROWS, () if is_drawn else {}),
             out_axes=((*_ROWS, None, None), _ROWS),
         )
         key = half.key if is_drawn else {}
-        values, logs = island(logits, half.context["index"], key)
+        values, logs = region(logits, half.context["index"], key)
         losses: Losses = {}
         if is_drawn and ADVANTAGE in half.context:
             losses = {"adapter_router": router_loss(logs, half.context[ADVANTAGE], half)}

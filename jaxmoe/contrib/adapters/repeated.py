@@ -55,7 +55,7 @@ def repeated(rows: Any, passes: int, placement: Placement) -> Any:
     def one(array: Any) -> Array:
         array = jnp.asarray(array)
         axes = (ax.ACT_BATCH,) + (None,) * (array.ndim - 1)
-        return placement.island(repeat, in_axes=(axes,), out_axes=axes)(array)
+        return placement.region(repeat, in_axes=(axes,), out_axes=axes)(array)
 
     return jax.tree.map(one, rows)
 

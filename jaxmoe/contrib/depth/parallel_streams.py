@@ -131,12 +131,12 @@ class StreamRows(RowTransform):
             if leaf.ndim < 2:
                 return leaf
             axes = (*_STREAM[:2], *(None,) * (leaf.ndim - 2))
-            island = execution.placement.island(
+            region = execution.placement.region(
                 lambda rows, *, batch_axes: jnp.repeat(rows, self.num_streams, axis=0),
                 in_axes=(axes,),
                 out_axes=axes,
             )
-            return island(leaf)
+            return region(leaf)
 
         return jax.tree.map(repeat, (stream, tokens))
 
@@ -177,12 +177,12 @@ class StreamAttention(Attention):
             given = [self._prefix(name).astype(q.dtype) for name in ("prefix_k", "prefix_v")]
             rows, learned = (ax.ACT_BATCH, ax.ACT_SEQ_INNER), (None, None, ax.KV_HEADS, None)
             heads = (*rows, ax.ACT_HEADS, None)
-            island = placement.island(
+            region = placement.region(
                 self._merged,
                 in_axes=(heads, heads, (rows[0], ax.ACT_HEADS, rows[1]), learned, learned),
                 out_axes=heads,
             )
-            out = island(q, out, lse, *given)
+            out = region(q, out, lse, *given)
         return attended._replace(out=out, logits=logits if "top" in logits else {})
 
     def _prefix(self, name: str) -> Float[Array, "P U M H"]:
@@ -237,7 +237,7 @@ class MergeStreams(nn.Module):
             share += f32(self.smoothing) * (f32(1.0 / streams) - share)
             return jnp.sum(wide * share[..., None], axis=1).astype(x.dtype)
 
-        island = self.execution.placement.island(
+        region = self.execution.placement.region(
             run, in_axes=(_STREAM, (None,) * 3, (None,) * 2), out_axes=_STREAM
         )
-        return island(x, *weights)
+        return region(x, *weights)

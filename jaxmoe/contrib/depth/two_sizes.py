@@ -177,7 +177,7 @@ class TwoSizes(nn.Module):
 
         tokens = (*_TOKENS, None)
         placement = self.execution.placement
-        return placement.island(run, in_axes=(tokens, (None, None)), out_axes=tokens)(x, weight)
+        return placement.region(run, in_axes=(tokens, (None, None)), out_axes=tokens)(x, weight)
 
     def _draw(self, routing: RoutingInputs) -> Int[Array, "B S"]:
         """Return an option for each token: drawn in training, else the big one."""
@@ -192,5 +192,5 @@ class TwoSizes(nn.Module):
             keys = jax.vmap(jax.vmap(lambda one: jax.random.fold_in(key, one)))(index)
             return jax.vmap(jax.vmap(lambda one: jax.random.randint(one, (), 0, number)))(keys)
 
-        island = self.execution.placement.island(run, in_axes=(_TOKENS, ()), out_axes=_TOKENS)
-        return island(routing.context["index"], routing.key)
+        region = self.execution.placement.region(run, in_axes=(_TOKENS, ()), out_axes=_TOKENS)
+        return region(routing.context["index"], routing.key)

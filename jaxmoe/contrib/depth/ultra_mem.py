@@ -157,13 +157,13 @@ class MemoryLayer(nn.Module):
         rows = CutRows.of(placement, ax.MEMORY_ROWS)
         table = dict.fromkeys(("inputs", "values"), (ax.MEMORY_ROWS, None))
         entries = {name: product.entry for name, product in products.items()}
-        island = placement.island(
+        region = placement.region(
             functools.partial(self._read, products=products, rows=rows),
             in_axes=(_STREAM, entries, {"keys": (None,) * 4, "core": (None,) * 2} | table),
             out_axes=_STREAM,
         )
         weights = {name: product.weight for name, product in products.items()}
-        return y + island(x.astype(dtype), weights, own).astype(y.dtype), outputs
+        return y + region(x.astype(dtype), weights, own).astype(y.dtype), outputs
 
     def _product(self, name: str, inputs: int, outputs: int, role: Role) -> Product:
         """Return a product with a matrix that every device has whole."""

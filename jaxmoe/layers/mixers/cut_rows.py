@@ -7,7 +7,7 @@
     f_k       decay over part k; 0 if a document begins in it
 
 The pairs (f, s) combine associatively, so that log2(parts) exchanges give every part its h. The
-functions here run inside an island, on local parts.
+functions here run inside a region, on local parts.
 """
 
 from __future__ import annotations

@@ -369,8 +369,8 @@ class LatentAttention(nn.Module):
             del batch_axes
             return placement.einsum(subscripts, x, weight, axes=())
 
-        island = placement.island(run, in_axes=(axes, (None, ax.HEADS, None)), out_axes=axes)
-        return island(x, weight)
+        region = placement.region(run, in_axes=(axes, (None, ax.HEADS, None)), out_axes=axes)
+        return region(x, weight)
 
     def _in_halves(self, x: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """Return features in the layout of `rotate`; products do not depend on their order."""

@@ -191,7 +191,7 @@ class Mamba(nn.Module):
         segments = placement.place(document_ids(tokens, cache), _TOKENS)
         layer_cache = held_of_layer(cache)
         held_axes = {"x": _X, "state": _STATE} if layer_cache else {}
-        island = placement.island(
+        region = placement.region(
             functools.partial(
                 self._scan,
                 axes=placement.mesh_axes(ax.ACT_MLP),
@@ -200,7 +200,7 @@ class Mamba(nn.Module):
             in_axes=(dict.fromkeys("xz", _X), axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
         )
-        y, new = island(projected, weights, segments, layer_cache)
+        y, new = region(projected, weights, segments, layer_cache)
         weight = self._declare(
             "o", (config.inner_dim, width), (ax.MLP, ax.EMBED), role="attention_out"
         )

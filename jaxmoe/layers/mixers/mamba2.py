@@ -209,13 +209,13 @@ class Mamba2(nn.Module):
         layer_cache = held_of_layer(cache)
         held_axes = {"x": _X, "b": _SHARED, "c": _SHARED, "state": _STATE} if layer_cache else {}
         heads = placement.mesh_axes(ax.ACT_HEADS)
-        island = placement.island(
+        region = placement.region(
             functools.partial(self._scan, axes=heads, parts=parts_of(tokens, placement)),
             in_axes=(dict.fromkeys("zx", _X) | dict.fromkeys("bc", _SHARED) | {"dt": _X[:3]},)
             + (axes, _TOKENS, held_axes),
             out_axes=(_X, held_axes),
         )
-        y, new = island(projected, vectors, segments, layer_cache)
+        y, new = region(projected, vectors, segments, layer_cache)
         weight = self._matrix(
             "o", (*self._heads, self.context.embed_dim), ((-3, -2), (-1,)), is_output=True
         )

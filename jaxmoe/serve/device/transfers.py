@@ -52,7 +52,7 @@ def make_transfers(execution: ServedConfig) -> Transfers:
     Args:
         execution: Placement of the pools.
     """
-    island = execution.placement.island
+    region = execution.placement.region
 
     @jax.jit
     def take(pools: Pools, pages: Any) -> Any:
@@ -61,7 +61,7 @@ def make_transfers(execution: ServedConfig) -> Transfers:
             return jax.tree.map(lambda part: part.at[:, pages].get(mode="clip"), pools)
 
         axes = page_axes(pools)
-        return island(run, in_axes=(axes, (None,)), out_axes=axes)(pools, pages)
+        return region(run, in_axes=(axes, (None,)), out_axes=axes)(pools, pages)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def put(pools: Pools, pages: Any, host_pages: Any) -> Pools:
@@ -72,7 +72,7 @@ def make_transfers(execution: ServedConfig) -> Transfers:
             )
 
         axes = page_axes(pools)
-        return island(run, in_axes=(axes, (None,), axes), out_axes=axes)(pools, pages, host_pages)
+        return region(run, in_axes=(axes, (None,), axes), out_axes=axes)(pools, pages, host_pages)
 
     def copy(pools: Pools, pairs: Sequence[tuple[int, int]]) -> Pools:
         for page_part in _in_parts(pairs):

@@ -140,10 +140,10 @@ def _own_copies(weight: Array, targets: Array, placement: Placement) -> Float[Ar
         return match_varying(weight, targets)[None, None]
 
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
-    island = placement.island(
+    region = placement.region(
         run, in_axes=((None, ax.VOCAB), rows), out_axes=(*rows, None, ax.VOCAB)
     )
-    return island(weight, targets)
+    return region(weight, targets)
 
 
 def _cut_chunks(tree: Any, local: int, placement: Placement) -> Any:
@@ -158,12 +158,12 @@ def _cut_chunks(tree: Any, local: int, placement: Placement) -> Any:
     def axes(array: Array) -> tuple[str | None, ...]:
         return (ax.ACT_BATCH, ax.ACT_SEQ) + (None,) * (array.ndim - 2)
 
-    island = placement.island(
+    region = placement.region(
         lambda tree, batch_axes: in_chunks(tree, local),
         in_axes=(jax.tree.map(axes, tree),),
         out_axes=jax.tree.map(lambda array: (None, *axes(array)), tree),
     )
-    return island(tree)
+    return region(tree)
 
 
 def _join(parts: Array, length: int, placement: Placement) -> Array:
@@ -176,7 +176,7 @@ def _join(parts: Array, length: int, placement: Placement) -> Array:
         return joined.reshape(joined.shape[0], -1, joined.shape[-1])[:, :local]
 
     rows = (ax.ACT_BATCH, ax.ACT_SEQ, None)
-    return placement.island(join, in_axes=((None, *rows),), out_axes=rows)(parts)
+    return placement.region(join, in_axes=((None, *rows),), out_axes=rows)(parts)
 
 
 def _loss_of_positions(
@@ -203,7 +203,7 @@ def _loss_of_positions(
             hidden = jax.lax.all_gather(hidden, gathered, axis=1, tiled=True)
         return output_logits(hidden, weight[0, 0], model, execution, is_stream=False)
 
-    product = placement.island(
+    product = placement.region(
         multiply,
         in_axes=((ax.ACT_BATCH, ax.ACT_SEQ, None), (*rows, None, ax.VOCAB)),
         out_axes=(*rows, ax.ACT_VOCAB),

@@ -217,12 +217,12 @@ class PageSelectionConfig(CacheReading):
                 cache = cache._replace(is_kept=cache.is_kept.at[layer].set(pages_kept))
             return out, seen, cache
 
-        island = placement.island(
+        region = placement.region(
             run,
             in_axes=(heads, kv_heads, kv_heads, slots, (), rows, rows),
             out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
         )
-        return island(q, k, v, cache, layer, positions, token_mask)
+        return region(q, k, v, cache, layer, positions, token_mask)
 
     def _attend_to_pages(
         self,

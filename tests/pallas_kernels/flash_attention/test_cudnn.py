@@ -221,8 +221,8 @@ def test_whole_programs_know_that_there_is_no_such_gradient():
         return flash_attention(q, q, q)[0]
 
     def loss(q):
-        islands = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-        layer = jax.checkpoint(lambda x, _: (x + islands(x), None))
+        regions = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        layer = jax.checkpoint(lambda x, _: (x + regions(x), None))
         return jnp.sum(jax.lax.scan(layer, q, None, length=3)[0].astype(jnp.float32))
 
     q = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)

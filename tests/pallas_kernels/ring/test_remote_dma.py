@@ -154,14 +154,14 @@ def _compiled(mesh, local, *shapes, dtype=jnp.bfloat16, check_vma=True) -> str:
     given = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for shape in shapes
     ]
-    island = jax.shard_map(
+    region = jax.shard_map(
         lambda *arrays: jax.tree.map(lambda x: x[None], local(*arrays)),
         mesh=mesh,
         in_specs=spec,
         out_specs=PartitionSpec("seq"),
         check_vma=check_vma,
     )
-    return jax.jit(island).lower(*given).compile().as_text() or ""
+    return jax.jit(region).lower(*given).compile().as_text() or ""
 
 
 def _kernels(text: str) -> list[str]:

@@ -49,10 +49,10 @@ def compiled(mesh, config):
         return y
 
     specs = (TOKENS, TOKENS, WEIGHTS, TOKENS)
-    island = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=TOKENS)
+    region = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=TOKENS)
 
     def loss(*arguments):
-        return jnp.sum(island(*arguments).astype(jnp.float32) ** 2)
+        return jnp.sum(region(*arguments).astype(jnp.float32) ** 2)
 
     shapes = ((8 * T, D), (8 * T, K), (E, F, D), (8 * T, K))
     dtypes = (jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.int32)

@@ -58,23 +58,23 @@ def composed(x, w):
     return jax.lax.scan(turn, x, w)[0]
 
 
-def in_islands(x, w):
+def in_regions(x, w):
 
     def turn(x, w):
         cut = jax.tree.map(lambda _: P(), w)
-        island = jax.shard_map(layer, in_specs=(P("data"), cut), out_specs=P("data"))
-        return island(x, w), None
+        region = jax.shard_map(layer, in_specs=(P("data"), cut), out_specs=P("data"))
+        return region(x, w), None
 
     return jax.lax.scan(turn, x, w)[0]
 
 
-def composed_in_islands(x, w):
+def composed_in_regions(x, w):
     def turn(x, w):
-        def island(x, w):
+        def region(x, w):
             return jax.jit(layer)(x, w | {"in": w["in"] @ w["out"]})
 
         cut = jax.tree.map(lambda _: P(), w)
-        return jax.shard_map(island, in_specs=(P("data"), cut), out_specs=P("data"))(x, w), None
+        return jax.shard_map(region, in_specs=(P("data"), cut), out_specs=P("data"))(x, w), None
 
     return jax.lax.scan(turn, x, w)[0]
 
@@ -94,9 +94,9 @@ class Row:
 
 
 ROWS_OF_TABLE = {
-    **{f.__name__: Row(f) for f in (unrolled, scanned, rematerialised, called, shared, in_islands)},
+    **{f.__name__: Row(f) for f in (unrolled, scanned, rematerialised, called, shared, in_regions)},
     "composed": Row(composed, products=4),
-    "composed_in_islands": Row(composed_in_islands, products=4),
+    "composed_in_regions": Row(composed_in_regions, products=4),
     "in_branches": Row(in_branches, late=(), products=0),
 }
 
@@ -147,10 +147,10 @@ def are_matrices(shapes):
 def test_halves_give_the_results_of_the_whole_without_a_product_twice(row):
     run, arguments = backward(row.function), arrays()
     mesh = contextlib.nullcontext()
-    if row.function in (in_islands, composed_in_islands):
+    if row.function in (in_regions, composed_in_regions):
         mesh = jax.set_mesh(make_mesh(MeshConfig(data=8)))
     with mesh:
-        if row.function in (in_islands, composed_in_islands):
+        if row.function in (in_regions, composed_in_regions):
             w, *rows = arguments
             arguments = (jax.reshard(w, P()), *(jax.reshard(x, P("data")) for x in rows))
         halves = split(run, arguments, is_kept=[True, False, False], is_late=are_matrices)

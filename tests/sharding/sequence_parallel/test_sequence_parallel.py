@@ -347,7 +347,7 @@ def lowered(config, *, has_gradient, fold=None):
         text = jax.jit(function).lower(shapes).as_text("hlo")
     found: dict[str, list[int]] = {}
     for one in collectives(text):
-        # The batch's axes of one device are in the groups of the island, and move nothing.
+        # The batch's axes of one device are in the groups of the region, and move nothing.
         if one.kind == "collective-permute" or len(one.groups[0]) > 1:
             count = found.setdefault(one.kind, [0, 0])
             count[0] += 1

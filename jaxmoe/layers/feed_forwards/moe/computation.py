@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a MoE layer on the tokens of one device: route, dispatch, compute, combine.
 
-`Computation.run` is the body of the layer's island. Experts without computation are applied where
+`Computation.run` is the body of the layer's region. Experts without computation are applied where
 their tokens are and are not dispatched.
 """
 
@@ -43,7 +43,7 @@ from sharding.expert_parallel.token_shuffle import TokenOrder, count_local, home
 @typing.no_type_check
 @struct.dataclass
 class LocalInputs:
-    """Arguments of the island beside the activations, or their logical axes.
+    """Arguments of the region beside the activations, or their logical axes.
 
     An absent argument is an empty dict.
     """
@@ -77,7 +77,7 @@ class LocalInputs:
 @typing.no_type_check
 @struct.dataclass
 class Computed:
-    """Results of the island, or their logical axes."""
+    """Results of the region, or their logical axes."""
 
     y: Any
     """Combined output of the routed experts [B s D]."""
@@ -93,7 +93,7 @@ class Computed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """The static part of the island."""
+    """The static part of the region."""
 
     moe: MoEConfig
     """Sizes and parts."""
@@ -102,7 +102,7 @@ class Computation:
     execution: ExecutionConfig
     """Dispatcher, kernels and precision."""
     layout: MoELayout
-    """Mesh axes of the island."""
+    """Mesh axes of the region."""
     router: Router
     """The router, built."""
     train: bool
@@ -254,7 +254,7 @@ class Computation:
 
 
 def _given(array: Any) -> Array | None:
-    """Return an optional argument of the island."""
+    """Return an optional argument of the region."""
     return None if isinstance(array, dict) else array
 
 
@@ -265,7 +265,7 @@ def _router_inputs(
 
     Args:
         tokens: Activations.
-        given: `LocalInputs` of the island.
+        given: `LocalInputs` of the region.
         multiplier: Factor of the router logits.
         extent: Place of the tokens in the batch.
     """

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routed experts: E SwiGLUs as stacked weights, applied to rows sorted by expert.
 
-The weights are declared here and used inside the layer's island, where rows are local.
+The weights are declared here and used inside the layer's region, where rows are local.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
 
 def encoded(axes: Mapping[str, tuple[str | None, ...]], halo: HaloProduct) -> dict[str, Encoded]:
-    """Return how the weights enter the island where they are multiplied in few bits.
+    """Return how the weights enter the region where they are multiplied in few bits.
 
     Args:
         axes: Logical axes of the weights where they are used.

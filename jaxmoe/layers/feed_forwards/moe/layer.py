@@ -8,7 +8,7 @@
     y         = gate.mix_shared(y, shared(x))           if there are shared experts
 
 This module declares the parameters and lays out the arguments; `computation.py` computes from
-routing to combining in one island, on the tokens of one device. Statistics are summed over devices
+routing to combining in one region, on the tokens of one device. Statistics are summed over devices
 there, so that a loss of them equals that of the global batch.
 """
 
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         # Routers see whole sequences under a capacity, and tokens move after it.
         carry_axes = {"router_logits": (*rows, None), "expert_device": results}
         carried = moe.carries(self.context, self.execution)
-        island = placement.island(
+        region = placement.region(
             computation.run,
             in_axes=((*rows, None), axes),
             out_axes=Computed(
@@ -109,7 +109,7 @@ class MoE(nn.Module):
                 observed=computation.observed_axes(results),
             ),
         )
-        computed = island(x, arguments)
+        computed = region(x, arguments)
         carry = computed.carry
         tokens = _of_rows(carry, (ax.ACT_BATCH, ax.ACT_SEQ))
         outputs = FeedForwardOutputs(
@@ -144,7 +144,7 @@ class MoE(nn.Module):
         routing: RoutingInputs,
         layout: MoELayout,
     ) -> tuple[LocalInputs, LocalInputs]:
-        """Return the arguments of the island, and their logical axes in the same record."""
+        """Return the arguments of the region, and their logical axes in the same record."""
         dtype, (rows, _) = self.execution.precision.compute_dtype, _row_axes(layout)
         factors = {name: as_factor(weight, dtype) for name, weight in weights.items()}
         names = self.moe.carries(self.context, self.execution)
@@ -183,7 +183,7 @@ class MoE(nn.Module):
         return arguments, axes
 
     def _weight_axes(self, weights: dict[str, Any], layout: MoELayout) -> dict[str, Any]:
-        """Return the logical axes of the experts' weights in the island, and their encoding."""
+        """Return the logical axes of the experts' weights in the region, and their encoding."""
         axes = _whole(weights)
         if layout.experts.all:
             axes = {name: logical_axes(x, WEIGHT_AXES[name]) for name, x in weights.items()}
@@ -219,5 +219,5 @@ def _whole(arrays: Any) -> Any:
 
 
 def _or_absent(array: Array | None) -> Any:
-    """Return the array, or the empty dict by which an island marks an absent argument."""
+    """Return the array, or the empty dict by which a region marks an absent argument."""
     return {} if array is None else array

@@ -28,7 +28,7 @@ from sharding.expert_parallel import ExpertAxes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoELayout:
-    """Mesh axes of the island; empty outside an Explicit mesh."""
+    """Mesh axes of the region; empty outside an Explicit mesh."""
 
     sequence_axes: tuple[str, ...]
     """Mesh axes over which the positions that the router receives are spread."""
@@ -43,7 +43,7 @@ class MoELayout:
 
     @property
     def is_spread(self) -> bool:
-        """Whether the island's results are spread over positions."""
+        """Whether the region's results are spread over positions."""
         return bool(self.sequence_axes or self.own_axes)
 
 

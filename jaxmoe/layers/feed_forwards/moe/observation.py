@@ -129,8 +129,8 @@ def observe_activations(
         return jnp.sqrt(jax.lax.psum(squares, cut_units) if cut_units else squares)
 
     given = (whole, (ax.EXPERTS, None, ax.EXPERT_MLP))
-    island = placement.island(norms, in_axes=given, out_axes=(None, ax.EXPERTS))
-    computed = island(first_row(x).astype(x.dtype), gate_up[:, :, 0].astype(x.dtype))
+    region = placement.region(norms, in_axes=given, out_axes=(None, ax.EXPERTS))
+    computed = region(first_row(x).astype(x.dtype), gate_up[:, :, 0].astype(x.dtype))
     is_real = placement.place(jnp.any(is_first, axis=0), (None,))
     scores = first_row(logits)[:, :num_experts]
     mean = correlation(scores, placement.place(computed, whole), is_real).mean()
