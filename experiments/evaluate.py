@@ -25,10 +25,10 @@ from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce
 from experiments.cli.process import start_process
+from jaxmoe.contrib.telemetry.details import format_router_details, router_details
 from jaxmoe.data import SourceKind
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
-from jaxmoe.run.measures import format_router_details
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import (
     WHOLE_CACHE,
@@ -115,7 +115,8 @@ def main(argv: Sequence[str]) -> int:
         )
         result = run.evaluate(step=config.run.step)
         if config.routing == "detailed":
-            details = run.router_details(step=config.run.step)
+            with run.restore(config.run.step) as loaded:
+                details = router_details(loaded.assembly, loaded.state)
         if reading.selects:
             decoded = run.measure_reading(reading, step=config.run.step)
     per_byte = ""

@@ -95,7 +95,7 @@ class ExecutionConfig:
     unroll."""
     telemetry: Literal["brief", "detailed"] = "brief"
     """Extent of the measurements: the load of the routers; or also those of
-    jaxmoe/routing/telemetry/detailed.py and jaxmoe/layers/indicators.py; runs experts twice."""
+    jaxmoe/contrib/telemetry, which runs experts twice."""
     loss_chunk: int = 0
     """Positions whose logits are computed at a time in the loss, rounded up to a multiple of the
     devices that share a sequence; 0 for all at once."""

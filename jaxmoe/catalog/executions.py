@@ -82,6 +82,16 @@ _PLACER: Final = {
     ),
 }
 
+_OBSERVER: Final = {
+    "brief": (
+        "jaxmoe.layers.observer:BriefObserver",
+        "Observes nothing beside the load of the routers.",
+    ),
+    "detailed": (
+        "jaxmoe.contrib.telemetry.observer:DetailedObserver",
+        "Observes sizes and outliers of branches, logits, correlations of experts and updates.",
+    ),
+}
 _UPDATE: Final = {
     "whole": (
         "jaxmoe.training.parts.update:WholeUpdate",
@@ -159,6 +169,7 @@ _BACKWARD: Final = {
 
 BASES: Final = {
     "backward": "jaxmoe.training.estimators.backward:Backward",
+    "observer": "jaxmoe.layers.observer:Observer",
     "update": "jaxmoe.training.parts.update:Update",
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
@@ -172,6 +183,7 @@ BASES: Final = {
 
 MEMBERS: Final = {
     "backward": _BACKWARD,
+    "observer": _OBSERVER,
     "update": _UPDATE,
     "dispatcher": _DISPATCHER,
     "sequence_parallel": _SEQUENCE_PARALLEL,

@@ -51,6 +51,10 @@ PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
         "jaxmoe.contrib.survival.devices:LinkMeasurements",
     ),
     (
+        lambda config: config.execution.telemetry == "detailed",
+        "jaxmoe.contrib.telemetry.part:Telemetry",
+    ),
+    (
         lambda config: config.watch.gradients_every,
         "jaxmoe.contrib.telemetry.gradients:GradientComparison",
     ),
@@ -68,6 +72,20 @@ STEP_PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
     ),
 )
 """What asks for a part of the step, and the address of its class, in the order of the chain."""
+
+FILES: Final = {
+    "indicators.npz": (
+        "jaxmoe.contrib.telemetry.part:Telemetry",
+        "jaxmoe.contrib.telemetry.pictures:indicators_of_run",
+    ),
+    "congestion.npz": (
+        "jaxmoe.contrib.telemetry.part:Telemetry",
+        "jaxmoe.contrib.telemetry.pictures:congestion_of_run",
+    ),
+}
+"""Files of the run directory with records of a part, which belongs to the run once they are there:
+its address, and that of a function (directory, metrics) that returns a section of the report as
+HTML. A branch of the run goes on with copies of the files."""
 
 HISTORY: Final = {"averaged": "jaxmoe.contrib.survival.recovery:Replacement"}
 """Events of lineage.json after which a part belongs to the run whatever its config says."""

@@ -24,9 +24,9 @@ from jaxmoe.declarations import own_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards import FeedForwardBase
-from jaxmoe.layers.indicators import observe_branch
 from jaxmoe.layers.mixers import MixerBase
 from jaxmoe.layers.norms import RMSNorm
+from jaxmoe.layers.observer import observer_of, unite
 from jaxmoe.layers.records import (
     FeedForwardOutputs,
     Half,
@@ -91,13 +91,10 @@ class Block(nn.Module):
         before = stream
         stream, mixed = self.mix(stream, layer, tokens)
         stream, fed = self.feed(stream, layer, tokens)
-        indicators = None
-        if mixed.indicators is not None and fed.indicators is not None:
-            indicators = mixed.indicators | fed.indicators
         outputs = LayerOutputs(
             statistics=fed.statistics,
             losses=sum_losses(mixed.losses, fed.losses),
-            indicators=indicators,
+            observations=unite(mixed.observations, fed.observations),
         )
         return where_kept(layer.is_kept, stream, before, outputs)
 
@@ -169,11 +166,9 @@ class Block(nn.Module):
         return view.mix(own_of(self, half), inputs, placement, train=self.train)
 
     def _observe(self, outputs: Any, name: str, y: Array, tokens: TokenInputs) -> Any:
-        """Return the outputs of a half with the indicators of its branch, if they are detailed."""
-        if self.execution.telemetry != "detailed":
-            return outputs
-        branch, known = observe_branch(name, y, tokens.token_mask), outputs.indicators
-        return dataclasses.replace(outputs, indicators=branch if known is None else known | branch)
+        """Return the outputs of a half with what the observer sees of its branch."""
+        branch = observer_of(self.execution).branch(name, y, tokens.token_mask)
+        return dataclasses.replace(outputs, observations=unite(outputs.observations, branch))
 
 
 def sum_losses(one: Losses, other: Losses) -> Losses:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.layers.indicators import Indicators
+from jaxmoe.layers.observer import Observations
 from jaxmoe.routing import RouterStatistics
 from sharding.products.low_rank import Mix
 
@@ -101,8 +101,8 @@ class MixerOutputs:
     """Arrays of `Stream.carry` that change."""
     losses: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
     """Losses of the gates of an adapter, in training."""
-    indicators: Indicators | None = None
-    """Indicators of the global batch, with detailed telemetry."""
+    observations: Observations | None = None
+    """What the observer has seen, of the global batch."""
 
 
 @typing.no_type_check
@@ -143,8 +143,8 @@ class FeedForwardOutputs:
     losses: dict[str, Float[Array, "*L"]] = struct.field(default_factory=dict)
     """Losses of the balancers that read this layer's weights, and of the gates of an adapter, in
     training."""
-    indicators: Indicators | None = None
-    """Indicators of the global batch, with detailed telemetry."""
+    observations: Observations | None = None
+    """What the observer has seen, of the global batch."""
 
 
 @typing.no_type_check
@@ -156,5 +156,5 @@ class LayerOutputs:
     """Routing statistics of the global batch; None for a dense layer."""
     losses: dict[str, Float[Array, "*L"]]
     """Losses of the balancers that read the layer's weights, and of the gates of an adapter."""
-    indicators: Indicators | None = None
-    """Indicators of the global batch, with detailed telemetry."""
+    observations: Observations | None = None
+    """What the observer has seen, of the global batch."""

@@ -18,7 +18,7 @@ from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.layers.block import STREAM, Block
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
-from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
+from jaxmoe.layers.observer import Observations, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.layers.rows import rows_of
 from jaxmoe.layers.view import VIEW, Rewrite, SaveOutsideViews, check_view, rewritten
@@ -245,7 +245,7 @@ def _by_place(scan: Scan, parts: list[Any]) -> Any:
 
 def join_outputs(
     scans: tuple[Scan, ...], outputs: list[Any]
-) -> tuple[RouterStatistics | None, dict[str, Array], Indicators | None]:
+) -> tuple[RouterStatistics | None, dict[str, Array], Observations | None]:
     """Join what the scans return into arrays over the layers of the model.
 
     Args:
@@ -253,9 +253,9 @@ def join_outputs(
         outputs: Output of each, in order.
 
     Returns:
-        Statistics over MoE layers, losses of layers by name, and indicators over all layers.
+        Statistics over MoE layers, losses of layers by name, and observations over all layers.
     """
-    statistics, losses, indicators = [], [], []
+    statistics, losses, observations = [], [], []
     others: dict[str, list[Array]] = {}
     for scan, output in zip(scans, outputs, strict=True):
         stacks = list(output.values()) if scan.is_cycle else [output]
@@ -267,16 +267,16 @@ def join_outputs(
             (n, v) for o in stacks if o.statistics is None for n, v in o.losses.items()
         ):
             others.setdefault(name, []).append(value)
-        known = [o.indicators for o in stacks if o.indicators is not None]
+        known = [o.observations for o in stacks if o.observations is not None]
         if known:
-            indicators.append((interleave(known, scan.length), scan.num_layers))
+            observations.append((interleave(known, scan.length), scan.num_layers))
     for own in losses:
         for name, value in own.items():
             others.setdefault(name, []).append(value)
     return (
         _concatenate(statistics),
         {name: _concatenate(own) for name, own in others.items()},
-        join_stacks(indicators) if indicators else None,
+        join_stacks(observations) if observations else None,
     )
 
 

@@ -138,7 +138,7 @@ def _sum_up(before: Any, output: Any) -> Any:
     return LayerOutputs(
         statistics=_sum(before.statistics, output.statistics),
         losses=output.losses,  # of weights: the same in every turn; of gates: of the last one
-        indicators=_sum(before.indicators, output.indicators),
+        observations=_sum(before.observations, output.observations),
     )
 
 

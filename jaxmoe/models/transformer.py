@@ -25,8 +25,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.carry import initial_carry
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.gather import WHOLE
-from jaxmoe.layers.indicators import Indicators
 from jaxmoe.layers.norms import RMSNorm
+from jaxmoe.layers.observer import Observations
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
 from jaxmoe.layers.view import VIEW, Rewrite, View
@@ -69,8 +69,8 @@ class Output:
     """Hidden states after the final norm."""
     cache: Cache | None
     """Caches with the new entries, when they were given; see `jaxmoe.models.cache`."""
-    indicators: Indicators | None = None
-    """Indicators of every layer, with detailed telemetry."""
+    observations: Observations | None = None
+    """What the observer has seen, of every layer."""
 
 
 class Transformer(nn.Module):
@@ -151,7 +151,7 @@ class Transformer(nn.Module):
             return flow, output
 
         flow, outputs = run_scans(model.scans, call, flow, model.loop, shared, execution)
-        statistics, losses, indicators = join_outputs(model.scans, outputs)
+        statistics, losses, observations = join_outputs(model.scans, outputs)
         x = rows.leave(flow, shared, execution).x
         x = x if places is not None else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
             router_state=router_state,
             hidden=x,
             cache=caches,
-            indicators=indicators,
+            observations=observations,
         )
 
 

@@ -8,8 +8,6 @@
         metrics.jsonl      one object per logged step
         tensorboard/       the same, for TensorBoard
         router.npz         load per step, layer and expert
-        indicators.npz     with detailed telemetry: indicators of instability per step and layer
-        congestion.npz     with detailed telemetry: gamma_eff of the routers every few steps
         plots/             PNG files
         report.html        everything on one page, self-contained
         samples.txt        generated text
@@ -147,10 +145,6 @@ class RunDirectory:
     """One JSON object per logged step."""
     router_file = _Path("router.npz")
     """Load per step, layer and expert."""
-    indicators_file = _Path("indicators.npz")
-    """Indicators of instability per step and layer, with detailed telemetry."""
-    congestion_file = _Path("congestion.npz")
-    """Congestion coefficient of every layer, with detailed telemetry."""
     plots_directory = _Path("plots")
     """PNG files."""
     report_file = _Path("report.html")

@@ -1,16 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a trained run on held-out tokens: routers, a trace of them, readings of the cache.
+"""Measures a trained run on held-out tokens: statistics of routers, a trace, readings of the cache.
 
-For `evaluate --routing detailed`:
-
-    gamma_eff       congestion coefficient fitted to the loads, with a bootstrap interval
-    token           mutual information of token and expert, nats
-    domain          the same of domain and expert, normalized, where the data knows domains
-    together        largest share of an expert's tokens that one other expert has as well
-    window          max violation of all batches together
-
-A domain is a language of the synthetic mixture; other data have none. A routing trace is of the
+A routing trace is of the
 forward pass of an evaluation on the current mesh, until there are `MOST_TOKENS` tokens; the file
 format is in `jaxmoe/routing/telemetry/trace.py`. For `--cache_pages` decoded tokens are
 measured with a part of the cache and with all of it.
@@ -29,19 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxmoe.catalog import choice, names
 from jaxmoe.data import Batch
-from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.models.cache import bytes_read, num_slots
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import cache_length
 from jaxmoe.models.transformer import forward
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.routing import RouterStatistics
-from jaxmoe.routing.telemetry import load
-from jaxmoe.routing.telemetry.congestion import fit_congestion
-from jaxmoe.routing.telemetry.detailed import coactivation, domain_information, mutual_information
 from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
 from jaxmoe.routing.telemetry.trace import RoutingTrace
 from jaxmoe.run.assemble import Assembly
@@ -119,82 +105,6 @@ class Details(abc.ABC):
             assembly: Plan, devices and data of the run; its mesh is current.
             state: State with parameters.
         """
-
-
-def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
-    """Return one row of statistics per MoE layer; none for a dense model.
-
-    A model with a feed-forward that has `Details` of its own has the rows of these instead.
-
-    Args:
-        assembly: Plan, devices and data of the run; its mesh is current.
-        state: State with parameters and router state.
-    """
-    model = assembly.plan.model
-    for feed_forward in model.context.feed_forwards:
-        if feed_forward.name in names("details"):
-            return choice("details", feed_forward.name)().rows(assembly, state)
-    per_batch = _statistics(assembly, state, assembly.held_out())
-    if not per_batch:
-        return []
-    summed = per_batch[0]
-    for statistics in per_batch[1:]:
-        summed = summed + statistics
-    extra, rows = summed.extra, []
-    columns = {"token": mutual_information(summed)}
-    if "detail_domains" in extra:
-        columns["domain"] = domain_information(extra["detail_domains"])
-    if "detail_coactivation" in extra:
-        columns["together"] = coactivation(extra["detail_coactivation"])
-    share = np.asarray(load(summed))
-    for layer in range(share.shape[0]):
-        row: dict[str, Any] = {"layer": layer}
-        row |= {name: float(values[layer]) for name, values in columns.items()}
-        row["window"] = float(share[layer].max() * share.shape[1] - 1.0)
-        counts = np.stack([statistics.counts[layer] for statistics in per_batch])
-        if "detail_log_prob" in extra and (counts.sum(-1) > 0).all():
-            quality = np.stack(
-                [s.extra["detail_log_prob"][layer] / s.num_tokens[layer] for s in per_batch]
-            )
-            fit = fit_congestion(counts, quality)
-            row |= {"gamma_eff": fit.gamma, "low": fit.low, "high": fit.high}
-        rows.append(row)
-    return rows
-
-
-def format_router_details(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of `router_details` as a table."""
-    if not rows:
-        return "no MoE layer: there is no router to look at"
-    names = list(rows[0])
-    lines = ["".join(f"{name:>11}" for name in names)]
-    for row in rows:
-        cells = (row[name] for name in names)
-        lines.append("".join(f"{c:>11}" if isinstance(c, int) else f"{c:>11.4g}" for c in cells))
-    return "\n".join(lines)
-
-
-def _statistics(
-    assembly: Assembly, state: TrainState, batches: Iterable[Batch]
-) -> list[RouterStatistics]:
-    """Return the detailed statistics of each batch, on the host."""
-    model, source = assembly.plan.model, assembly.source
-    execution = dataclasses.replace(assembly.execution, telemetry="detailed")
-    symbols = None
-    if isinstance(source, SyntheticSource) and len(source.chains) > 1:
-        symbols = jnp.int32(source.chains[0].transitions.shape[1])
-    rows = [
-        router_statistics(
-            model,
-            execution,
-            state.params,
-            state.router_state,
-            batch,
-            None if symbols is None else jnp.asarray(batch.tokens) // symbols,
-        )
-        for batch in batches
-    ]
-    return [jax.device_get(statistics) for statistics in rows if statistics is not None]
 
 
 MOST_TOKENS = 65_536

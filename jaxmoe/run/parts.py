@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxmoe.catalog.run_parts import HISTORY, PARTS, REQUESTS
+from jaxmoe.catalog.run_parts import FILES, HISTORY, PARTS, REQUESTS
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly, Setting
 from jaxmoe.run.compile import CompiledStep
@@ -34,6 +34,7 @@ from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import shapes_of
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Stop, StopReason
+from jaxmoe.training.metrics import StepMetrics
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree
 
@@ -50,7 +51,7 @@ class Moved:
 class RunPart:
     """A capability of a run; each method does nothing by default.
 
-    All processes call the methods alike, in this order:
+    All processes call the methods alike but where it says so, in this order:
 
     fit             before the run is assembled: its config and devices
     prepared        once the run directory is held: plan, devices and data
@@ -62,6 +63,8 @@ class RunPart:
     around, hooks   make the step and the hooks of each loop of steps
     begin           just before the first step of each loop
     event           after each step: a reason to end the loop
+    trained         when the metrics of a step have arrived: numbers to log
+    flush           before the state is saved, and at the end: write the records of the steps
     ended           after each loop
     move            before a loop on another mesh
     rows            for the summary
@@ -153,6 +156,19 @@ class RunPart:
     def event(self) -> StopReason | None:
         """Return a reason to end the loop, the same on all processes; each asks at one step."""
         return None
+
+    def trained(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
+        """Return numbers to log with a step; only the first process calls this.
+
+        Args:
+            step: Number of the step.
+            metrics: Its metrics, on the host.
+        """
+        del step, metrics
+        return {}
+
+    def flush(self) -> None:
+        """Write the records of the steps so far, unless another process holds the directory."""
 
     def ended(self, step: int, status: str) -> None:
         """Finish what belongs to the loop; its state is still there.
@@ -284,6 +300,7 @@ def make_parts(
     """
     names = {event.event for event in shared_lineage(directory)}
     past = {address for name, address in HISTORY.items() if agree(name in names)}
+    past |= {FILES[name][0] for name in FILES if agree((directory.path / name).exists())}
     addresses = [address for asks, address in PARTS if asks(config) or address in past]
     parts: list[RunPart] = [
         pkgutil.resolve_name(address)(config, directory, supervision) for address in addresses

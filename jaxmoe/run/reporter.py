@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -17,9 +17,7 @@ from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.tracking.congestion import CongestionRecorder
 from jaxmoe.tracking.history import RouterLoadRecorder, load_metrics
-from jaxmoe.tracking.indicators import IndicatorRecorder, scalars_of
 from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
 from jaxmoe.tracking.load_map import LOAD_IMAGE_CAPTION, LOAD_IMAGE_RECORDS, load_image
 from jaxmoe.tracking.terminal import Console, LiveTracker, SilentConsole, open_console
@@ -108,6 +106,17 @@ def check_packages(tracking: TrackingConfig) -> None:
         require("rich")
 
 
+class StepRecorder(Protocol):
+    """What a part of a run does with the metrics of steps (`jaxmoe.run.parts.RunPart`)."""
+
+    def trained(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
+        """Return numbers to log with a step."""
+        ...
+
+    def flush(self) -> None:
+        """Write the records of the steps so far."""
+
+
 class Reporter:
     """Receives the metrics of the loop and passes them on; only the first process writes.
 
@@ -116,15 +125,24 @@ class Reporter:
         directory: Run directory.
         assembly: Plan and data of the run, for the schedule and the units.
         first_step: Number of steps already done; records of later ones are dropped.
+        parts: Parts of the run, which record steps too.
 
     Raises:
         MissingPackageError: The package of a tracker is not installed.
         ValueError: A tracker cannot start.
     """
 
-    def __init__(self, name: str, directory: RunDirectory, assembly: Assembly, first_step: int):
+    def __init__(
+        self,
+        name: str,
+        directory: RunDirectory,
+        assembly: Assembly,
+        first_step: int,
+        parts: Sequence[StepRecorder] = (),
+    ):
         plan, training = assembly.plan, assembly.plan.config.training
         self._name, self._directory, self._assembly = name, directory, assembly
+        self._parts = parts
         self.skipped = 0
         """Number of steps refused by the guard in this start."""
         self.flops_per_token = plan.flops_per_token
@@ -143,8 +161,6 @@ class Reporter:
         self._files: Tracker = NullTracker()
         self._console: Console = SilentConsole()
         self._loads: RouterLoadRecorder | None = None
-        self._indicators: IndicatorRecorder | None = None
-        self._congestion: CongestionRecorder | None = None
         self.last: dict[str, float] = {}
         """Latest value of every metric, over all starts."""
         if jax.process_index() == 0:
@@ -160,11 +176,6 @@ class Reporter:
             record = JsonlTracker(directory.metrics_file, first_step)
             self._files = CompositeTracker(record, *trackers)
             self._loads = RouterLoadRecorder(directory.router_file, first_step)
-            is_detailed = config.execution.telemetry == "detailed"
-            if is_detailed or directory.indicators_file.exists():
-                self._indicators = IndicatorRecorder(directory.indicators_file, first_step)
-            if is_detailed or directory.congestion_file.exists():
-                self._congestion = CongestionRecorder(directory.congestion_file, first_step)
             if first_step:
                 recorded = read_metrics(directory.metrics_file)
                 self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
@@ -208,16 +219,15 @@ class Reporter:
                 if (mfu := self._utilization(report.tokens_per_second)) is not None:
                     values[MFU] = mfu
             self.skipped += bool(metrics.is_skipped)
-            if self._congestion is not None:
-                values |= self._congestion.record(step, metrics.load, metrics.quality)
+            if self._loads is not None:
+                for part in self._parts:
+                    values |= part.trained(step, metrics)
             self.last.update(values)
             if self._loads is not None and metrics.load is not None:
                 load = np.asarray(metrics.load)
                 self._loads.record(step, load)
                 values |= self._log_load(step, load, self._loads)
             self._files.log(step, values)
-            if self._indicators is not None:
-                self._indicators.record(step, metrics.indicators)
         for refused in _refused_in_a_row(report, self._training.max_skipped):
             self._console.log_text(refused[0][0], "warning", _skip_text(refused))
         self._console.show({}, load)
@@ -266,13 +276,14 @@ class Reporter:
 
     def flush(self) -> None:
         """Write the records of the steps so far; called before they are saved."""
-        for recorder in (self._loads, self._indicators, self._congestion):
-            if recorder is not None:
-                recorder.save()
+        if self._loads is not None:
+            self._loads.save()
+            for part in self._parts:
+                part.flush()
 
     def abandon(self) -> None:
         """Close without writing to files that another process holds by now."""
-        self._loads = self._indicators = self._congestion = None
+        self._loads = None
         self.close()
 
     def close(self) -> None:
@@ -319,7 +330,6 @@ class Reporter:
             **router,
             **({} if worst is None else {MAX_VIOLATION: worst}),
             TRAINED_TOKENS: float(self._training.tokens_before(step)),
-            **(scalars_of(metrics.indicators) if metrics.indicators else {}),
             **({} if metrics.worker_loss is None else loss_scalars(metrics.worker_loss)),
             **{f"replicas/{name}": float(value) for name, value in metrics.exchange.items()},
             **{f"levels/{name}": float(value) for name, value in metrics.levels.items()},

@@ -37,7 +37,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import describe_precision, restore_run
-from jaxmoe.run.measures import ReadingResult, decoding, measure_reading, router_details
+from jaxmoe.run.measures import ReadingResult, decoding, measure_reading
 from jaxmoe.run.provenance.saved import Ends as Ends
 from jaxmoe.run.provenance.saved import at_execution, end_ids, on_data, on_task, saved_config
 from jaxmoe.run.reporter import EvaluateResult, TrainedStep, TrainResult
@@ -86,7 +86,7 @@ class Run:
         """Name of the run in messages and trackers."""
         self.result: TrainResult | None = None
         """How the latest call of `train` or `steps` ended; None before."""
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedRun | None = None
         self._extends = extends
         self._has_own_data, self._is_on_host = True, False
 
@@ -177,7 +177,7 @@ class Run:
         Raises:
             ConfigurationError: There is no such checkpoint.
         """
-        with self._restored(step) as loaded:
+        with self.restore(step) as loaded:
             assembly, state = loaded.assembly, loaded.state
             eval_step = make_eval_step(
                 assembly.plan.model,
@@ -270,18 +270,6 @@ class Run:
         """Source whose tokens the model has; reads a checkpoint and no data."""
         return self._load(None, needs_data=False).assembly.source
 
-    def router_details(self, *, step: int | None = None) -> list[dict[str, Any]]:
-        """Measure what the routers do with the held-out tokens: one row per MoE layer.
-
-        Args:
-            step: Step of the checkpoint; the newest when None.
-
-        Raises:
-            ConfigurationError: There is no such checkpoint.
-        """
-        with self._restored(step) as loaded:
-            return router_details(loaded.assembly, loaded.state)
-
     def measure_reading(self, reading: CacheReading, *, step: int | None = None) -> ReadingResult:
         """Compute the held-out loss of decoded tokens that attend to a part of the cache.
 
@@ -292,7 +280,7 @@ class Run:
         Raises:
             ConfigurationError: There is no such checkpoint, or the model or the data do not fit.
         """
-        with self._restored(step) as loaded, configuration_errors():
+        with self.restore(step) as loaded, configuration_errors():
             return measure_reading(loaded.assembly, loaded.state, loaded.step, reading)
 
     def report(self) -> pathlib.Path:
@@ -327,7 +315,7 @@ class Run:
         ):
             yield supervision
 
-    def _load(self, step: int | None, *, needs_data: bool) -> _Loaded:
+    def _load(self, step: int | None, *, needs_data: bool) -> LoadedRun:
         """Return the state of a checkpoint, kept on the devices until training or another step."""
         loaded = self._loaded
         is_it = loaded is not None and (loaded.is_newest if step is None else loaded.step == step)
@@ -338,7 +326,7 @@ class Run:
             self._loaded = loaded
         return loaded
 
-    def _restore(self, step: int | None, needs_data: bool) -> _Loaded:
+    def _restore(self, step: int | None, needs_data: bool) -> LoadedRun:
         if self._has_own_data and not is_huggingface(self.directory.path):
             saved = migrate(self.directory.config_json())
             if lines := differences(saved, to_json(self.config), FREE_FIELDS, FIXED_FIELDS):
@@ -353,10 +341,18 @@ class Run:
             devices=jax.local_devices(backend="cpu")[:1] if self._is_on_host else None,
         )
         options = {"is_newest": step is None, "has_data": needs_data}
-        return _Loaded(assembly=assembly, state=state, step=manifest, **options)
+        return LoadedRun(assembly=assembly, state=state, step=manifest, **options)
 
     @contextlib.contextmanager
-    def _restored(self, step: int | None) -> Generator[_Loaded, None, None]:
+    def restore(self, step: int | None = None) -> Generator[LoadedRun, None, None]:
+        """Restore a checkpoint for measurements of one's own, on the mesh of the run.
+
+        Args:
+            step: Step of the checkpoint; the newest when None.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint, or the run has no data.
+        """
         if not self.config.data.has_rows:
             raise ConfigurationError(
                 f"run.directory={self.directory.path} holds a model without data of its own: give"
@@ -375,7 +371,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Loaded:
+class LoadedRun:
     """A run on devices with the state of one checkpoint."""
 
     assembly: Assembly

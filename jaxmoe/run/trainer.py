@@ -168,7 +168,9 @@ class Trainer:
         """Open the files of the metrics, compile the step, and wait for the other processes."""
         begun = self._begun
         with configuration_errors(), self._directory.usable():
-            reporter = Reporter(self._name, self._directory, begun.assembly, begun.step)
+            reporter = Reporter(
+                self._name, self._directory, begun.assembly, begun.step, self._parts
+            )
             self._watches = Watches(
                 self._directory,
                 begun.assembly,

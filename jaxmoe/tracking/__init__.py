@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records a run: trackers, recorders of load and indicators, plots and the report.
+"""Records a run: trackers, recorders of load, plots and the report.
 
 Trackers receive the metrics during the run; plots and report are drawn from its files afterwards.
 `import jaxmoe.tracking` needs no optional package: tensorboardX, matplotlib and others are imported

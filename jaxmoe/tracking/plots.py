@@ -6,7 +6,6 @@
     router_load.png    load of every expert over the run, one panel per layer, 1.0 = fair
     routing.png        loss, and on the same steps max violation and entropies of the routers
     optimizer.png      learning rate and gradient norm
-    indicators.png     indicators of instability, one line per layer
     rewards.png        reward and solved share of a run on its own answers, and their length
 
 pyplot is not used: no global state, no display, safe in a thread. Each function draws one file from
@@ -29,7 +28,7 @@ import numpy as np
 
 from jaxmoe.disk import replace_file
 from jaxmoe.optional import require
-from jaxmoe.tracking.history import read_history, read_router_load
+from jaxmoe.tracking.history import read_router_load
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
 from jaxmoe.tracking.smoothing import binned, smooth
@@ -56,7 +55,6 @@ def plot_run(
     router_file: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
-    indicators_file: str | os.PathLike[str] | None = None,
     references: Mapping[str, float] | None = None,
     bytes_per_token: float | None = 1.0,
 ) -> list[pathlib.Path]:
@@ -66,7 +64,6 @@ def plot_run(
         metrics_file: `metrics.jsonl`.
         router_file: `router.npz`; need not exist.
         directory: Where the PNG files go.
-        indicators_file: `indicators.npz`; need not exist.
         references: Loss of other predictors by label, in the same unit, drawn as lines into it.
         bytes_per_token: Of the tokenizer, to draw the loss in bits per byte; bits per token if
             None.
@@ -102,11 +99,6 @@ def plot_run(
     if LEARNING_RATE in series and GRADIENT_NORM in series:
         written.append(directory / "optimizer.png")
         plot_optimizer(written[-1], series[LEARNING_RATE], series[GRADIENT_NORM])
-    if indicators_file is not None and pathlib.Path(indicators_file).exists():
-        steps, indicators = read_history(indicators_file)
-        if indicators:
-            written.append(directory / "indicators.png")
-            plot_indicators(written[-1], steps, indicators)
     if all(name in series for name in (REWARD, SOLVED, ANSWER_LENGTH)):
         written.append(directory / "rewards.png")
         plot_rewards(written[-1], series[REWARD], series[SOLVED], series[ANSWER_LENGTH])
@@ -308,42 +300,6 @@ def plot_rewards(
     below.set_ylim(bottom=0.0)
     below.set_ylabel("tokens of an answer")
     below.set_xlabel("step")
-    save_figure(figure, path)
-
-
-def plot_indicators(path: str | os.PathLike[str], steps: np.ndarray, series: Mapping) -> None:
-    """Draw a panel for each indicator, a line for each layer: the first dark, the last light.
-
-    Args:
-        path: The PNG file.
-        steps: [n], rising.
-        series: By name, [n L].
-
-    Raises:
-        MissingPackageError: If matplotlib is not installed.
-        OSError: If the file cannot be written.
-    """
-    colors = require("matplotlib").colormaps["viridis"]
-    columns = 4
-    rows = math.ceil(len(series) / columns)
-    figure, panels = figure_of_panels(
-        width=15.0, height=0.6 + 2.3 * rows, rows=rows, columns=columns
-    )
-    for axes in panels[len(series) :]:
-        axes.set_visible(False)
-    most = max(values.shape[1] for values in series.values())
-    for axes, (name, values) in zip(panels, series.items(), strict=False):
-        layers = values.shape[1]
-        for layer in range(layers):
-            color = GRAY if layers < most else colors(0.9 * layer / max(layers - 1, 1))
-            axes.plot(steps, smooth(values[:, layer]), color=color, linewidth=1.2)
-        axes.set_title(name.replace("_", " ").replace("/", ": "), fontsize=9, loc="left")
-        axes.margins(x=0.01)
-        axes.tick_params(labelsize=8)
-    figure.suptitle(
-        f"Indicators by step, smoothed; layers 0 (dark) to {most - 1} (light), gray: of no layer",
-        fontsize=11,
-    )
     save_figure(figure, path)
 
 

@@ -24,9 +24,7 @@ import numpy as np
 from jaxmoe.disk import replace_file
 from jaxmoe.tracking import html_page
 from jaxmoe.tracking.charts import Line, line_chart, with_smoothed
-from jaxmoe.tracking.congestion import NAMES, phases
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration, format_flops
-from jaxmoe.tracking.history import History
 from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.load_map import load_map, load_strips, load_style
 from jaxmoe.tracking.tracker import (
@@ -104,7 +102,7 @@ def write_report(
     summary: Mapping[str, Any],
     metrics: Series | None = None,
     load: tuple[np.ndarray, np.ndarray] | None = None,
-    congestion: History | None = None,
+    further: Sequence[str] = (),
     plots: Sequence[str | os.PathLike[str]] = (),
     samples: str = "",
     config: Mapping[str, Any] | None = None,
@@ -120,7 +118,7 @@ def write_report(
         summary: The numbers of `summary.json`.
         metrics: Steps and values by metric, of `metrics.jsonl`.
         load: Steps [n] and load [n L E], of `router.npz`.
-        congestion: Steps and series, of `congestion.npz`.
+        further: Further sections, as HTML, after that of the router.
         plots: Further pictures, PNG files.
         samples: Generated text.
         config: The resolved config, as JSON.
@@ -141,22 +139,14 @@ def write_report(
     if load is not None and load[1].size:
         style = load_style(load[1].shape[1])
         sections.append(_router(series, summary, *load))
-    if congestion is not None and len(congestion[0]):
-        sections.append(_congestion(series, *congestion))
+    sections += further
     if units := summary.get("load_balance_units"):
         sections.append(_units(units))
     if goodput := summary.get("goodput"):
         sections.append(_goodput(goodput))
     if pipeline is not None:
         sections.append(_pipeline(*pipeline))
-    for plot in map(pathlib.Path, plots):
-        image = base64.b64encode(plot.read_bytes()).decode()
-        heading = TITLES.get(plot.stem, plot.stem.replace("_", " ").capitalize())
-        picture = (
-            f'<img class="plot" alt="{html_page.escape(heading)}"'
-            f' src="data:image/png;base64,{image}">'
-        )
-        sections.append(html_page.section(heading, picture))
+    sections += map(picture_section, plots)
     if samples:
         text = f"<pre>{html_page.escape(samples)}</pre>"
         sections.append(html_page.section("Samples", text))
@@ -225,6 +215,21 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         note = f"dropped {summary.get('router_dropped_fraction') or 0.0:.1%} of the assignments"
         cards.append(("max violation", f"{summary['router_max_violation']:.2f}", note))
     return cards
+
+
+def picture_section(path: str | os.PathLike[str]) -> str:
+    """Return a section with a picture in it.
+
+    Args:
+        path: PNG file, whose name is the heading unless `TITLES` has another.
+    """
+    plot = pathlib.Path(path)
+    image = base64.b64encode(plot.read_bytes()).decode()
+    heading = TITLES.get(plot.stem, plot.stem.replace("_", " ").capitalize())
+    picture = (
+        f'<img class="plot" alt="{html_page.escape(heading)}" src="data:image/png;base64,{image}">'
+    )
+    return html_page.section(heading, picture)
 
 
 def bits_of_training(series: Series, summary: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -338,46 +343,6 @@ def _router(series: Series, summary: Mapping[str, Any], steps: np.ndarray, load:
         _beside_loss(series, summary),
         html_page.pair(*charts) if charts else "",
     )
-
-
-def _congestion(series: Series, steps: np.ndarray, arrays: Mapping[str, np.ndarray]) -> str:
-    """Return gamma_eff over training with its interval and phases, and the coupling of weights."""
-    labels = ("gamma_eff, mean over layers", "lower end of the interval", "upper end")
-    lines = [
-        Line(label=label, x=steps, y=arrays[name].mean(-1), color=color, kind=kind)
-        for color, (label, name, kind) in enumerate(
-            zip(labels, NAMES, ("dots", "line", "line"), strict=True)
-        )
-    ]
-    charts = [line_chart(lines, y_label="gamma_eff", from_zero=True, size=(960, 260))]
-    coupled = []
-    for color, (label, name) in enumerate(
-        (
-            ("router row and its expert's gate neurons", "indicators/direction_coupling"),
-            ("two router rows", "router/row_similarity"),
-            ("router logit and norm of gate neurons", "indicators/activation_correlation"),
-        )
-    ):
-        if name in series:
-            coupled += with_smoothed(label, *series[name], color=color)
-    if coupled:
-        charts.append(line_chart(coupled, y_label="mean cosine, correlation", size=(960, 200)))
-
-    def spell(estimate: tuple[float, float, float]) -> str:
-        return "{:.3g} ({:.3g} to {:.3g})".format(*estimate)
-
-    rows = [
-        (str(layer), p.name, f"{p.first} to {p.last}", spell(p.start), spell(p.end))
-        for layer in range(arrays[NAMES[0]].shape[1])
-        for p in phases(steps, *(arrays[name][:, layer] for name in NAMES))
-    ]
-    table = html_page.table(("layer", "phase", "steps", "gamma_eff at first", "at last"), rows)
-    note = (
-        '<p class="soft small">gamma_eff: how strongly routers avoid loaded experts; 95 %'
-        " intervals by bootstrap over the steps of an estimate. Surge ends at the largest,"
-        " stabilization where the interval no longer reaches that of the largest.</p>"
-    )
-    return html_page.section("Congestion of the routers", *charts, table + note)
 
 
 def _units(units: Mapping[str, float]) -> str:

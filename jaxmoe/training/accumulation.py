@@ -20,7 +20,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.layers.indicators import Indicators
+from jaxmoe.layers.observer import Observations
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.training.host_arrays import add
 from sharding import axes as ax
@@ -61,8 +61,8 @@ class GradientSums:
     loss: Float[Array, ""]
     losses: dict[str, Float[Array, ""]]
     statistics: RouterStatistics | None
-    indicators: Indicators | None = None
-    """Indicators of the layers, with detailed telemetry."""
+    observations: Observations | None = None
+    """What the observer has seen."""
     row_nll: Float[Array, " B"] | None = None
     """Sum of row i of each micro-batch, which one worker holds, if the losses of workers are
     reported."""
@@ -70,16 +70,16 @@ class GradientSums:
     """Further arguments of the optimiser's update; see `MeasuringTransformation.backward`."""
 
     def __add__(self, other: GradientSums) -> GradientSums:
-        # Some indicators are maxima: the record defines its own sum.
-        return jax.tree.map(_add, self, other, is_leaf=_is_indicators)
+        # Some observations are maxima: the record defines its own sum.
+        return jax.tree.map(_add, self, other, is_leaf=_is_observations)
 
 
 def _add(x: Any, y: Any) -> Any:
-    return x + y if _is_indicators(x) else add(x, y)
+    return x + y if _is_observations(x) else add(x, y)
 
 
-def _is_indicators(node: Any) -> bool:
-    return isinstance(node, Indicators)
+def _is_observations(node: Any) -> bool:
+    return isinstance(node, Observations)
 
 
 Share = float | Float[Array, ""]

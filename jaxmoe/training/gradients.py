@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
+from jaxmoe.layers.observer import observer_of, unite
 from jaxmoe.layers.view import View
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
@@ -29,7 +30,6 @@ from jaxmoe.training.accumulation import GradientSums, MicroBatch, Rows, Share, 
 from jaxmoe.training.balance import buffered_losses, linearized_losses, takes_two_passes
 from jaxmoe.training.estimators.backward import Backward, backward_of
 from jaxmoe.training.loss import forward_and_row_nll
-from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -153,22 +153,21 @@ def compute_gradients(
             if output.statistics is not None:
                 losses = losses | buffered_losses(model, output.statistics, others)
             losses = {name: share * value for name, value in losses.items()}
-        indicators = output.indicators
-        if indicators is not None:
-            indicators |= observe_head(params, output.hidden, micro.batch, model, step.execution)
-        return loss + sum(losses.values()), (loss, losses, output.statistics, indicators, rows)
+        head = observer_of(step.execution).head(params, output.hidden, micro.batch, step)
+        observations = unite(output.observations, head)
+        return loss + sum(losses.values()), (loss, losses, output.statistics, observations, rows)
 
     trained = state.params if table is None else table.trained(state.params)
     grads, extra_args, (loss, losses, *aside) = backward.differentiate(
         step, loss_of, trained, micro.batch
     )
-    statistics, indicators, rows = jax.lax.stop_gradient(aside)
+    statistics, observations, rows = jax.lax.stop_gradient(aside)
     return GradientSums(
         grads=grads,
         loss=loss,
         losses=losses,
         statistics=statistics,
-        indicators=indicators,
+        observations=observations,
         row_nll=rows,
         extra_args=extra_args,
     )

@@ -37,12 +37,8 @@ class StepMetrics:
     """Scalars of `RouterMeasures` for the whole batch; empty for a dense model."""
     load: Float[Array, "L E"] | None = None
     """Share of the assignments of each expert, per MoE layer."""
-    indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
-    """Indicators per layer, with detailed telemetry; NaN for a layer without one, a single number
-    without layers. See `jaxmoe/layers/indicators.py` and
-    `jaxmoe/training/measures/indicators.py`."""
-    quality: Float[Array, "L E"] | None = None
-    """Mean log probability of each expert, per MoE layer, with detailed telemetry."""
+    measures: dict[str, Any] = struct.field(default_factory=dict)
+    """Further measures of parts of the step, by name."""
     norm_limit: Float[Array, ""] | None = None
     """Largest gradient norm that the guard accepts; infinite without a bound."""
     worker_loss: Float[Array, " W"] | None = None

@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.observer import observer_of
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
@@ -127,7 +128,8 @@ class Step:
     @property
     def chain(self) -> tuple[StepPart, ...]:
         """All parts in their order: those that the model brings first, those that measure last."""
-        return (*model_parts(self.model), *self.parts, *MEASURES)
+        observer = observer_of(self.execution)
+        return (*model_parts(self.model), *self.parts, *MEASURES, *observer.parts)
 
     @property
     def updater(self) -> Update:

@@ -19,10 +19,9 @@ from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.reporting.summary import closing_message, judge_indicators, load_window
+from jaxmoe.run.reporting.summary import closing_message, load_window
 from jaxmoe.scaling import BasePoint, MuPConfig
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
-from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.tracker import BITS_PER_TOKEN, TRAINED_SECONDS, TRAINED_TOKENS
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
@@ -163,48 +162,9 @@ def test_the_load_of_many_steps_together():
     assert load_window(np.zeros(0, int), load[:0]) is None
 
 
-def _detailed(assembly):
-    config = assembly.plan.config
-    execution = dataclasses.replace(config.execution, telemetry="detailed")
-    config = dataclasses.replace(config, execution=execution)
-    plan = dataclasses.replace(assembly.plan, config=config)
-    return dataclasses.replace(assembly, plan=plan)
-
-
-def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
-    directory = RunDirectory(tmp_path)
-    reporter = Reporter("r", directory, _detailed(assembly), 0)
-    given = report(1, 20, 1.0)
-    layers = {"router_z": np.array([np.nan, 2.0, 4.0]), "head_z": np.array([9.0])}
-    load, quality = np.array([[0.4, 0.3, 0.2, 0.1]]), np.log([[0.4, 0.3, 0.2, 0.1]])
-    detailed = tuple(
-        dataclasses.replace(m, indicators=layers, load=load, quality=quality) for m in given.metrics
-    )
-    reporter.trained(dataclasses.replace(given, metrics=detailed))
-    reporter.close()
-    steps, series = read_history(directory.indicators_file)
-    assert steps.tolist() == list(range(1, 21)) and series["router_z"].shape == (20, 3)
-    metrics = read_metrics(directory.metrics_file)
-    assert metrics["indicators/router_z"][1].tolist() == [3.0] * 20
-    steps, congestion = read_history(directory.congestion_file)
-    assert steps.tolist() == [10, 20] == metrics["router/gamma_eff"][0].tolist()
-    np.testing.assert_allclose(congestion["gamma_eff"], 0.0, atol=1e-3)  # the load is the quality
-    said = judge_indicators(directory)
-    assert set(said) == {"router_z", "head_z"} and said["head_z"].startswith("bounded: peak 9")
-
-
 def test_a_brief_run_is_told_once_that_it_is_not_judged(tmp_path):
     summary = dict.fromkeys(("checkpoint_step", "eval_bits_per_byte", "eval_bits_per_token"))
     summary |= {"status": "done", "steps": 6, "profile": None}
     summary["stability"] = dict.fromkeys(("router_z", "head_z"), "not judged: too short")
     words = closing_message(RunDirectory(tmp_path), summary, {})
     assert words.count("not judged") == 1 and "NOT bounded" not in words
-
-
-def test_brief_runs_have_no_such_file(assembly, tmp_path):
-    directory = RunDirectory(tmp_path)
-    reporter = Reporter("r", directory, assembly, 0)
-    reporter.trained(report(1, 2, 1.0))
-    reporter.close()
-    assert not directory.indicators_file.exists() and judge_indicators(directory) == {}
-    assert not directory.congestion_file.exists()

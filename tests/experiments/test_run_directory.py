@@ -55,8 +55,6 @@ def test_the_layout_of_the_contract(tmp_path):
         run.environment_file: "environment.json",
         run.metrics_file: "metrics.jsonl",
         run.router_file: "router.npz",
-        run.indicators_file: "indicators.npz",
-        run.congestion_file: "congestion.npz",
         run.plots_directory: "plots",
         run.report_file: "report.html",
         run.samples_file: "samples.txt",

@@ -316,27 +316,13 @@ VERTICALS = {
         sockets=_RUN,
     ),
     "telemetry": Vertical(
-        sources=(
-            "jaxmoe/contrib/telemetry/*",
-            "jaxmoe/layers/indicators.py",
-            "jaxmoe/training/measures/indicators.py",
-            "jaxmoe/routing/telemetry/geometry.py",
-            "jaxmoe/routing/telemetry/congestion.py",
-            "jaxmoe/routing/telemetry/detailed.py",
-            "jaxmoe/tracking/indicators.py",
-            "jaxmoe/tracking/congestion.py",
-        ),
-        tests=(
-            "tests/jaxmoe/contrib/telemetry/*",
-            "tests/jaxmoe/tracking/test_congestion.py",
-            "tests/jaxmoe/tracking/test_indicators.py",
-            "tests/experiments/test_router_details.py",
-        ),
+        sources=("jaxmoe/contrib/telemetry/*",),
+        tests=("tests/jaxmoe/contrib/telemetry/*",),
         smoke=(
-            "tests/jaxmoe/tracking/test_congestion.py"
+            "tests/jaxmoe/contrib/telemetry/test_congestion.py"
             "::test_gamma_eff_of_a_run_is_recorded_with_its_interval"
         ),
-        sockets=("jaxmoe/routing/telemetry/*",),
+        sockets=("jaxmoe/layers/observer.py", "jaxmoe/run/parts.py") + _LAYERS + _STEP,
     ),
     "token_routes": Vertical(
         sources=(

@@ -33,9 +33,10 @@ from experiments.studies.programs import RARE, Programs
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged, train
 from jaxmoe.configs import to_json
+from jaxmoe.contrib.telemetry.indicators import summarise_indicators
 from jaxmoe.data import Batch, Source
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.indicators import Indicators, summarise_indicators
+from jaxmoe.layers.observer import Observations
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.scaling import Budget
 from jaxmoe.scaling.initialize import parameter_table
@@ -97,7 +98,7 @@ class GatePrograms(Programs):
         )
 
     @functools.cached_property
-    def look(self) -> Callable[[Any, Any, Batch], tuple[Array, Array, Indicators]]:
+    def look(self) -> Callable[[Any, Any, Batch], tuple[Array, Array, Observations]]:
         """Program from parameters, router state and a batch to sums of nll and weights, and
         indicators."""
 
@@ -105,7 +106,7 @@ class GatePrograms(Programs):
             nll, output = forward_and_nll(
                 self.model, _DETAILED, params, batch, router_state=router_state
             )
-            return nll, jnp.asarray(batch.loss_weights).sum(), output.indicators
+            return nll, jnp.asarray(batch.loss_weights).sum(), output.observations
 
         state = self.any_state
         arguments = (state.params, state.router_state, self.batch)

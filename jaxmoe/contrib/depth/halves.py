@@ -21,6 +21,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block, sum_losses, where_kept
 from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.observer import unite
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.layers.rows import ExecutionRows
 from jaxmoe.layers.view import Losses
@@ -63,17 +64,17 @@ class HalvedBlock(Block):
         ]
         after = (fed[0][0], fed[1][0])
         first, second = fed[0][1], fed[1][1]
-        statistics, indicators = first.statistics, None
+        statistics, observations = first.statistics, None
         if statistics is not None and second.statistics is not None:
             statistics = statistics + second.statistics
         for (_, mix), (_, feed) in zip(mixed, fed, strict=True):
-            if mix.indicators is not None and feed.indicators is not None:
-                own = mix.indicators | feed.indicators
-                indicators = own if indicators is None else indicators + own
+            both = unite(mix.observations, feed.observations)
+            if both is not None:
+                observations = both if observations is None else observations + both
         outputs = LayerOutputs(
             statistics=statistics,
             losses=_halved_losses(mixed, fed),
-            indicators=indicators,
+            observations=observations,
         )
         return where_kept(layer.is_kept, after, before, outputs)
 

@@ -25,8 +25,8 @@ from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_m
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
-from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
+from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
@@ -216,7 +216,7 @@ class Attention(nn.Module):
             layer: Number and key of the layer, and the arrays that reach it; see `Carry`.
 
         Returns:
-            The output [B S D] in the compute dtype, and the new cache and indicators.
+            The output [B S D] in the compute dtype, and the new cache and observations.
         """
         positions = tokens.positions
         config, placement = self.config, self.execution.placement
@@ -255,8 +255,8 @@ class Attention(nn.Module):
             halo=self.execution.halo,
         )
         y = into_stream(out, product, placement, form=form)
-        indicators = observe_attention(logits, tokens.token_mask) if logits else None
-        return y, MixerOutputs(cache=entries, indicators=indicators, carry=carry)
+        observations = observer_of(self.execution).attention(logits, tokens.token_mask)
+        return y, MixerOutputs(cache=entries, observations=observations, carry=carry)
 
     def _attend(
         self,
@@ -279,7 +279,7 @@ class Attention(nn.Module):
             softcap=config.softcap,
             scale=self.context.multipliers.attention_scale,
             implementation=self.execution.kernels.attention,
-            is_observed=self.execution.telemetry == "detailed",
+            is_observed=observer_of(self.execution).reads_attention,
             keeps_lse=keeps_lse,
         )
         if cache is None:

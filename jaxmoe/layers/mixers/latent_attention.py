@@ -37,8 +37,8 @@ from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
-from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
+from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import YarnConfig, rotary_angles, rotate, yarn_size
 from jaxmoe.layers.sequences import current_form, current_order, places_of
@@ -253,7 +253,7 @@ class LatentAttention(nn.Module):
             is_causal=config.is_causal,
             scale=(self.context.multipliers.attention_scale or config.head_dim**-0.5) * stretch,
             implementation=self.execution.kernels.attention,
-            is_observed=self.execution.telemetry == "detailed",
+            is_observed=observer_of(self.execution).reads_attention,
         )
         entries = None
         if cache is None:
@@ -276,8 +276,8 @@ class LatentAttention(nn.Module):
         weight = self._declare("o", shape, axes, ((-3, -2), (-1,)), role="attention_out")
         product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _HEADS)
         y = into_stream(out, product, placement, form=form)
-        indicators = observe_attention(logits, tokens.token_mask) if logits else None
-        return y, MixerOutputs(cache=entries, indicators=indicators)
+        observations = observer_of(self.execution).attention(logits, tokens.token_mask)
+        return y, MixerOutputs(cache=entries, observations=observations)
 
     def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
         """Return queries [B S N H]; latent [B S R] and RoPE's key, both cut as the stream."""

@@ -1,14 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-from jaxmoe.routing.telemetry.geometry import activation_correlation as activation_correlation
-from jaxmoe.routing.telemetry.geometry import correlation as correlation
-from jaxmoe.routing.telemetry.geometry import direction_coupling as direction_coupling
-from jaxmoe.routing.telemetry.geometry import gate_directions as gate_directions
-from jaxmoe.routing.telemetry.geometry import row_similarity as row_similarity
 from jaxmoe.routing.telemetry.summary import LoadWindow as LoadWindow
 from jaxmoe.routing.telemetry.summary import dropped_fraction as dropped_fraction
 from jaxmoe.routing.telemetry.summary import load as load
 from jaxmoe.routing.telemetry.summary import max_violation as max_violation
 from jaxmoe.routing.telemetry.summary import summarise as summarise
-from jaxmoe.routing.telemetry.summary import watch_params as watch_params
 from jaxmoe.routing.telemetry.summary import watch_state as watch_state

@@ -17,8 +17,7 @@ replayed           share of the assignments that were recorded elsewhere (jaxmoe
 replay changed     share of those that the router itself would not have chosen
 
 `LoadWindow` accumulates loads over steps: experts that are overloaded in turn are balanced over a
-window. `watch_state` and `watch_params` summarise biases and router weights. `detailed.py` has the
-metrics of detailed telemetry, `congestion.py` gamma_eff.
+window. `watch_state` summarises biases.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from jaxtyping import Array, Float
 from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
 from jaxmoe.routing.replay import REPLAYED
-from jaxmoe.routing.telemetry.detailed import summarise_detailed
-from jaxmoe.routing.telemetry.geometry import row_similarity
 
 LOCAL_ASSIGNMENTS = "local_assignments"
 """Statistic in `RouterStatistics.extra` [3]: assignments that are computed, those local after
@@ -69,7 +66,6 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1)
     tokens = jnp.maximum(statistics.num_tokens, 1.0)
     violation = max_violation(statistics)
-    is_detailed = any(name.startswith("detail_") for name in statistics.extra)
     return {
         "load_balance": load_balance(statistics).mean(),
         "load_balance_pooled": load_balance(pool_layers(statistics)),
@@ -85,7 +81,6 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         "dead_fraction": jnp.mean(statistics.counts == 0.0, dtype=jnp.float32),
         **_local_activation(statistics),
         **_replay(statistics),
-        **(summarise_detailed(statistics) if is_detailed else {}),
     }
 
 
@@ -128,22 +123,6 @@ def watch_state(router_state: Any) -> dict[str, Float[Array, ""]]:
     spans = [(bias.max(-1) - bias.min(-1)).max() for bias in biases]
     sizes = [jnp.abs(bias).max() for bias in biases]
     return {"bias_range": jnp.stack(spans).max(), "bias_max": jnp.stack(sizes).max()}
-
-
-def watch_params(params: Any) -> dict[str, Float[Array, ""]]:
-    """Return the mean cosine of two router rows, over all layers whose router has one matrix.
-
-    Args:
-        params: Parameters of the model; the matrices are the leaves `router/weight`.
-
-    Returns:
-        `row_similarity`; empty if there is no such matrix.
-    """
-    rows = _leaves_named(params, "router", "weight")
-    if not rows:
-        return {}
-    similar = [row_similarity(weight.astype(jnp.float32)).reshape(-1) for weight in rows]
-    return {"row_similarity": jnp.concatenate(similar).mean()}
 
 
 # Records are not type-checked at run time: tree functions also fill them with shapes and specs.

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.catalog.run_parts import FILES
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json, varying_fields
@@ -253,9 +254,9 @@ def _copy_records(source: RunDirectory, directory: RunDirectory, step: int) -> N
         directory: Run directory of the branch.
         step: Step of the branch. Later records are dropped when the branch opens its files.
     """
-    files = ("metrics_file", "router_file", "indicators_file", "congestion_file")
+    files = (RunDirectory.metrics_file, RunDirectory.router_file, *FILES)
     with directory.usable():
-        for before, after in ((getattr(source, f), getattr(directory, f)) for f in files):
+        for before, after in ((source.path / f, directory.path / f) for f in files):
             if before.exists() and not after.exists():
                 shutil.copyfile(before, after)
     if not read_lineage(directory):

@@ -20,7 +20,6 @@ from jaxmoe.run.reporting.report import write_run_report
 from jaxmoe.run.reporting.samples import sample_text
 from jaxmoe.run.reporting.summary import (
     closing_message,
-    judge_indicators,
     load_window,
     reference_lines,
     summarise,
@@ -82,8 +81,6 @@ def _write_files(
     summary = summarise(assembly, reporter, facts, references)
     if directory.router_file.exists():
         summary["router_load_window"] = load_window(*read_router_load(directory.router_file))
-    if stability := judge_indicators(directory):
-        summary["stability"] = stability
     samples = ""
     length = assembly.plan.config.tracking.sample_length
     if facts["status"] == "done" and length and jax.process_count() == 1:
@@ -97,7 +94,6 @@ def _write_files(
             directory.metrics_file,
             directory.router_file,
             directory.plots_directory,
-            indicators_file=directory.indicators_file,
             references=references,
             bytes_per_token=assembly.source.bytes_per_token,
         )

@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 import pathlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmoe.catalog.run_parts import FILES
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_of_report
 from jaxmoe.run.reporting.recorded import RecordedRun
-from jaxmoe.tracking.history import read_history, read_router_load
+from jaxmoe.tracking.history import read_router_load
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
@@ -41,17 +43,21 @@ def write_run_report(
     """
     has_loads = directory.router_file.exists()
     stages = (summary.get("mesh") or {}).get(ax.STAGE, 1)
-    drawn = [directory.plots_directory / f"{name}.png" for name in ("rewards", "indicators")]
+    metrics = read_metrics(directory.metrics_file)
+    rewards = directory.plots_directory / "rewards.png"
+    further = [
+        pkgutil.resolve_name(section)(directory, metrics)
+        for name, (_, section) in FILES.items()
+        if (directory.path / name).exists()
+    ]
     write_report(
         directory.report_file,
         title=f"jaxmoe: {name}",
         summary=summary,
-        metrics=read_metrics(directory.metrics_file),
+        metrics=metrics,
         load=read_router_load(directory.router_file) if has_loads else None,
-        congestion=read_history(directory.congestion_file)
-        if directory.congestion_file.exists()
-        else None,
-        plots=[path for path in drawn if path.exists()],
+        further=further,
+        plots=[rewards] if rewards.exists() else [],
         samples=samples,
         config=config,
         lineage=[(event.time, str(event)) for event in read_lineage(directory)],
@@ -78,7 +84,6 @@ def rebuild_report(run: RecordedRun) -> pathlib.Path:
             directory.metrics_file,
             directory.router_file,
             directory.plots_directory,
-            indicators_file=directory.indicators_file,
             references=run.summary.get("references_bits"),
             bytes_per_token=run.bytes_per_token,
         )

@@ -21,9 +21,6 @@ from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.header import sequence_form
-from jaxmoe.tracking.history import read_history
-from jaxmoe.tracking.indicators import over_layers
-from jaxmoe.tracking.stability import judge_run
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
@@ -39,9 +36,6 @@ from pallas_kernels.backend import Choices, choices
 from sharding.axes import BATCH_AXES, pieces
 
 logger = logging.getLogger(__name__)
-
-_VERDICTS = {True: "bounded", False: "NOT bounded", None: "not judged"}
-"""Text for the verdict of an indicator."""
 
 
 def summarise(
@@ -145,18 +139,6 @@ def load_window(
         window = window.add(jax.numpy.asarray(row))
     worst = {name: float(values.max()) for name, values in window.summarise().items()}
     return {"steps": [int(steps[-length:][0]), int(steps[-1])], **worst}
-
-
-def judge_indicators(directory: RunDirectory) -> dict[str, str]:
-    """Return for each indicator whether it stayed bounded, with its numbers as text."""
-    if not directory.indicators_file.exists():
-        return {}
-    _, series = read_history(directory.indicators_file)
-    means = {name: over_layers(name, values) for name, values in series.items()}
-    return {
-        name: f"{_VERDICTS[verdict.holds]}: {verdict.words}"
-        for name, verdict in judge_run(means).items()
-    }
 
 
 def reference_lines(assembly: Assembly) -> dict[str, float]:

@@ -146,7 +146,7 @@ class StepPart:
         return after
 
     def measure(self, step: Step, outcome: Outcome) -> dict[str, Any]:
-        """Return further fields of `StepMetrics` by name.
+        """Return further fields of `StepMetrics` by name; entries of dicts are added to a field.
 
         Args:
             step: Step with the part.
@@ -243,7 +243,8 @@ def run_measure(parts: Sequence[StepPart], step: Step, outcome: Outcome) -> dict
     """
     fields = dict(outcome.gradients.measures)
     for part in parts:
-        fields |= part.measure(step, outcome)
+        for name, value in part.measure(step, outcome).items():
+            fields[name] = {**fields.get(name, {}), **value} if isinstance(value, dict) else value
     return fields
 
 

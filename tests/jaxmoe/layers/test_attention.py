@@ -113,7 +113,7 @@ def test_attention_equals_oracle(name):
 
     def ours(params, x):
         out, aside = module.apply({"params": params}, x, given, None)
-        assert aside.cache is None and aside.indicators is None
+        assert aside.cache is None and aside.observations is None
         return jnp.sum(out * cotangent), out
 
     def theirs(params, x):

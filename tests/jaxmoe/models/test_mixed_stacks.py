@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe import configs
+from jaxmoe.contrib.telemetry.indicators import summarise_indicators
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.feed_forwards import DenseConfig
-from jaxmoe.layers.indicators import summarise_indicators
 from jaxmoe.layers.mixers import AttentionConfig, LatentAttentionConfig
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
@@ -194,7 +194,7 @@ def test_indicators_are_in_the_order_of_the_layers():
     output = jax.jit(Transformer(MODEL, execution).apply)(
         {"params": params_of(MODEL)}, jnp.asarray(tokens())
     )
-    found = summarise_indicators(output.indicators, residual_multiplier=1.0)
+    found = summarise_indicators(output.observations, residual_multiplier=1.0)
     assert not np.isnan(found["attention_z"]).any() and found["attention_z"].shape == (5,)
     dense = [not kind.feed_forward.is_routed for kind in MODEL.kinds]
     np.testing.assert_array_equal(np.isnan(found["router_z"]), dense)

@@ -22,10 +22,12 @@ from jaxmoe.contrib.survival.recovery import Replacement
 from jaxmoe.contrib.survival.shared_memory import ELASTIC
 from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.contrib.telemetry.gradients import GradientComparison
+from jaxmoe.contrib.telemetry.part import Telemetry
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import (
+    FILES,
     HISTORY,
     PARTS,
     REQUESTS,
@@ -44,7 +46,8 @@ from tests.support.source_tree import ROOT
 
 MEMBERS = (
     *(GradientComparison, KeptPartition, LinkMeasurements, OptimizerFiles, Recomputation),
-    *(Replacement, ReplicasPart, Request, Resizing, Shrink, Site, Snapshots, TimeLimit),
+    *(Replacement, ReplicasPart, Request, Resizing, Shrink, Site, Snapshots),
+    *(Telemetry, TimeLimit),
 )
 ABSENT = {"jaxmoe.contrib", "jaxmoe.run.serving"}
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
@@ -54,12 +57,18 @@ ORDER = (
     *("event", "event", "event"),
     *("ended", "rows", "close"),
 )
+RECORDS = ("trained", "flush")
+"""What follows reports and saves, whose steps the config chooses."""
 
 
 def test_the_table_has_every_part():
     direct = {*RunPart.__subclasses__()} - {Recorder, ConfiguredPart}
     assert direct | {*ConfiguredPart.__subclasses__()} == set(MEMBERS)
-    addresses = {address for _, address in PARTS} | {*HISTORY.values(), *REQUESTS.values()}
+    addresses = {address for _, address in PARTS} | {
+        *(part for part, _ in FILES.values()),
+        *HISTORY.values(),
+        *REQUESTS.values(),
+    }
     assert {pkgutil.resolve_name(address) for address in addresses} == {*MEMBERS} - {
         *(Request, TimeLimit)
     }
@@ -180,5 +189,14 @@ def test_a_run_asks_a_part_in_the_order_of_its_contract(tmp_path, monkeypatch):
     losses = [step.loss for step in Run(short, tmp_path / "plain").steps()]
     monkeypatch.setattr(prepare, "make_parts", with_recorder)
     assert [step.loss for step in Run(short, tmp_path / "recorded").steps()] == losses
+<<<<<<< HEAD
     assert tuple(recorder.calls) == ORDER
     assert set(SOCKET) - set(ORDER) == {"move"}
+=======
+    calls = recorder.calls
+    assert tuple(name for name in calls if name not in RECORDS) == ORDER
+    assert calls.count("trained") == 3
+    assert calls.index("begin") < calls.index("trained")
+    assert "flush" in calls[len(calls) - calls[::-1].index("trained") : calls.index("close")]
+    assert set(SOCKET) - set(ORDER) - set(RECORDS) == {"move", "go_back"}
+>>>>>>> 0095f353 (telemetry: an observer in the layers, and a part of the run)

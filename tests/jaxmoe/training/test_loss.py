@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from jaxmoe.contrib.telemetry.step import observe_head
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
@@ -19,7 +20,6 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.cross_entropy import token_nll
 from jaxmoe.training.loss import summed_loss
-from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.objective import TokenGiven
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import AllGatherKVConfig

@@ -174,14 +174,14 @@ def _combine(
 
     total = jnp.sum(jnp.where(counted, tokens, 0.0))
     share = tokens / jnp.where(total > 0.0, total, 1.0)
-    indicators = sums.indicators
-    if indicators is not None:
-        indicators = replace(
-            indicators,
-            sums=jax.tree.map(add, indicators.sums),
-            counts=jax.tree.map(add, indicators.counts),
+    observations = sums.observations
+    if observations is not None:
+        observations = replace(
+            observations,
+            sums=jax.tree.map(add, observations.sums),
+            counts=jax.tree.map(add, observations.counts),
             peaks=jax.tree.map(
-                lambda x: jnp.max(chosen(x, -jnp.inf), axis=(0, 1)), indicators.peaks
+                lambda x: jnp.max(chosen(x, -jnp.inf), axis=(0, 1)), observations.peaks
             ),
         )
     return total, GradientSums(
@@ -189,5 +189,5 @@ def _combine(
         loss=add(sums.loss * share),
         losses={name: add(loss * share) for name, loss in sums.losses.items()},
         statistics=jax.tree.map(add, sums.statistics),
-        indicators=indicators,
+        observations=observations,
     )

@@ -23,14 +23,13 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout
-from jaxmoe.layers.feed_forwards.moe.observation import observe_experts, observed_axes
 from jaxmoe.layers.feed_forwards.moe.slots import read_slots, write_slots
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
+from jaxmoe.layers.observer import Observer, observer_of
 from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
 from jaxmoe.routing.replay import EXPERTS
-from jaxmoe.routing.telemetry.detailed import observe
 from jaxmoe.routing.telemetry.summary import LOCAL_ASSIGNMENTS
 from pallas_kernels.jax_versions import agreed
 from sharding.assignments import Assignments, combine, own_assignments, own_positions
@@ -88,7 +87,7 @@ class Computed:
     losses: dict[str, Any]
     """Losses [] of the balancers that read weights."""
     observed: dict[str, Any]
-    """Detailed telemetry of every token [B s] and its logits [B s E]; see `observation.py`."""
+    """Values of every token [B s ...], from `Observer.experts`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +125,8 @@ class Computation:
         extent = Extent(sequence_length=length, sequence_axes=sequence_axes, batch_axes=batch_axes)
         inputs = _router_inputs(tokens, given, self.context.multipliers.router, extent)
         output = self.router.route(given.router, given.state, inputs, train=self.train, key=key)
-        is_detailed = self.execution.telemetry == "detailed"
-        assignments, statistics = _assign(output, inputs, moe, length, is_detailed=is_detailed)
+        observer = observer_of(self.execution)
+        assignments, statistics = _assign(output, inputs, moe, length, observer)
         logits = output.logits
         if layout.own_axes:  # whole sequences were routed; continue with the device's own positions
             tokens, logits = (own_positions(a, batch, layout.own_axes) for a in (tokens, logits))
@@ -197,14 +196,6 @@ class Computation:
         """Balancers that read this layer's weights; none outside training."""
         return of_weights(self.moe.balancers) if self.train else ()
 
-    def observed_axes(self, axes: tuple[str | None, ...]) -> dict[str, tuple[str | None, ...]]:
-        """Return the logical axes of `Computed.observed`; none unless telemetry is detailed.
-
-        Args:
-            axes: Logical axes [B s] of the results.
-        """
-        return observed_axes(self.moe, axes) if self.execution.telemetry == "detailed" else {}
-
     def _dispatcher(self) -> Any:
         return partial(
             expert_parallel,
@@ -226,20 +217,16 @@ class Computation:
     def _observe(
         self, tokens: Array, logits: Array, computed: Assignments, weights: Any, batch: int
     ) -> dict[str, Array]:
-        """Return the detailed telemetry of every token [B s]."""
-        names = self.observed_axes((None, None))
-        if not names:
-            return {}
-        observed = observe_experts(
-            names,
+        """Return what the observer sees of every token [B s]."""
+        observed = observer_of(self.execution).experts(
+            self.moe,
             tokens,
             logits,
             computed,
-            self.moe.num_experts,
-            self._dispatcher(),
-            self._experts(),
-            weights,
-            self.layout.experts.expert_tensor,
+            dispatch=self._dispatcher(),
+            experts=self._experts(),
+            weights=weights,
+            expert_tensor=self.layout.experts.expert_tensor,
         )
         return {
             name: value.reshape(batch, -1, *value.shape[1:]) for name, value in observed.items()
@@ -294,8 +281,7 @@ def _assign(
     inputs: RouterInputs,
     moe: MoEConfig,
     length: int,
-    *,
-    is_detailed: bool,
+    observer: Observer,
 ) -> tuple[Assignments, RouterStatistics]:
     """Apply the gate and the capacity to a router's selection.
 
@@ -304,7 +290,7 @@ def _assign(
         inputs: Its inputs.
         moe: Gate, capacity and balancers.
         length: Positions of a sequence.
-        is_detailed: Whether the statistics hold the detailed telemetry.
+        observer: Observer of the router.
 
     Returns:
         The assignments of tokens to experts, and the statistics of this device's tokens.
@@ -329,8 +315,7 @@ def _assign(
     extra = statistics.extra
     for balancer in of_statistics(moe.balancers):
         extra = extra | balancer.observe(output, inputs)
-    if is_detailed:
-        extra = extra | observe(output, inputs)
+    extra = extra | observer.router(output, inputs)
     return assignments, dataclasses.replace(statistics, extra=extra)
 
 

@@ -14,7 +14,6 @@ there, so that a loss of them equals that of the global batch.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -29,9 +28,8 @@ from jaxmoe.layers.feed_forwards.moe.computation import Computation, Computed, L
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded, in_halves
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
-from jaxmoe.layers.feed_forwards.moe.observation import observe_activations
 from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
-from jaxmoe.layers.indicators import observe_routing
+from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import FeedForwardOutputs, RoutingInputs
 from jaxmoe.routing import Router
 from jaxmoe.routing.balancers import of_weights
@@ -106,7 +104,7 @@ class MoE(nn.Module):
                 statistics=(),
                 carry={name: axes for name, axes in carry_axes.items() if name in carried},
                 losses={balancer.name: () for balancer in computation.coupling_balancers},
-                observed=computation.observed_axes(results),
+                observed=observer_of(self.execution).expert_axes(moe, results),
             ),
         )
         computed = region(x, arguments)
@@ -116,13 +114,10 @@ class MoE(nn.Module):
             statistics=computed.statistics,
             losses=computed.losses,
             carry={name: placement.place(array, tokens[name]) for name, array in carry.items()},
+            observations=observer_of(self.execution).routing(
+                x, computed.statistics, computed.observed, weights, routing, placement
+            ),
         )
-        if self.execution.telemetry == "detailed":
-            found = observe_routing(computed.statistics, computed.observed, routing.token_mask)
-            observed, gate_up = computed.observed, weights["gate_up"]
-            if "logits" in observed and isinstance(gate_up, jax.Array):  # not rounded to few bits
-                found |= observe_activations(x, observed["logits"], gate_up, routing, placement)
-            outputs = dataclasses.replace(outputs, indicators=found)
         y = placement.place(computed.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
         if not moe.num_shared_experts:
             return y, outputs

@@ -16,7 +16,7 @@ re-implementation; random unit vectors as the initial centroids, since zeros lea
 tokens; gates from the softmax of the cosine over a temperature, through which x, and nothing else,
 gets a gradient. Without a bias the load stays uneven: the default is the paper's, loss-free.
 
-`jaxmoe.routing.telemetry.geometry` measures how similar trained routers are to this one.
+`jaxmoe.contrib.telemetry.geometry` measures how similar trained routers are to this one.
 """
 
 from __future__ import annotations

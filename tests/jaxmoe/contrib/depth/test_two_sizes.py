@@ -13,6 +13,7 @@ import pytest
 
 from experiments.doctor.devices import tiny_config
 from jaxmoe.contrib.depth.size_oracle import find_oracle
+from jaxmoe.contrib.telemetry.details import router_details
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import DenseConfig, TwoSizesConfig
@@ -20,7 +21,6 @@ from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.measures import router_details
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import on_mesh, on_one_device

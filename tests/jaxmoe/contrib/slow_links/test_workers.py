@@ -105,7 +105,7 @@ def test_resume_within_a_round_evaluate_and_open(tmp_path, caplog):
     opened = Run.open(whole.directory.path)
     evaluated = opened.evaluate()
     assert (evaluated.step, evaluated.bits_per_token) == (STEPS, values[-1])
-    with opened._restored(None) as loaded:
+    with opened.restore() as loaded:
         assert loaded.state.parts == {} and loaded.state.opt_state == {}
         for path, leaf in found.items():
             if path.startswith("['params']"):

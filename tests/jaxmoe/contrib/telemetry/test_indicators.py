@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.indicators import (
+from jaxmoe.contrib.telemetry.congestion import EVERY
+from jaxmoe.contrib.telemetry.indicators import (
     mean_cosine,
     observe_branch,
     summarise_indicators,
     token_means,
     unit_rows,
 )
+from jaxmoe.contrib.telemetry.step import coupled_directions, update_ratios, watch_layers
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig, MoEConfig
 from jaxmoe.models.transformer import forward, initial_router_state
 from jaxmoe.routing import CosineTopKConfig, ExpertChoiceConfig, SoftmaxGateConfig, SoftMoEConfig
-from jaxmoe.routing.telemetry.congestion import EVERY
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.measures.indicators import coupled_directions, update_ratios, watch_layers
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
@@ -188,7 +188,7 @@ def one_step(model, *, parts=1, mesh=None, **execution):
         with jax.set_mesh(mesh_named(mesh)):
             placed = jax.device_put(state, jax.sharding.NamedSharding(mesh_named(mesh), jax.P()))
             state, metrics = step(placed, global_batch(batch(), mesh_named(mesh)))
-    return jax.device_get((metrics.indicators, params, state.params))
+    return jax.device_get((metrics.measures["indicators"], params, state.params))
 
 
 @functools.cache
@@ -275,7 +275,7 @@ def test_padding_counts_nowhere():
     @jax.jit
     def observe(tokens):
         output = forward(MODEL, DETAILED, params, tokens, segment_ids=jnp.asarray(rows.segment_ids))
-        return summarise_indicators(output.indicators, residual_multiplier=0.5)
+        return summarise_indicators(output.observations, residual_multiplier=0.5)
 
     assert_close(observe(jnp.asarray(other)), observe(jnp.asarray(rows.tokens)), "elementwise")
 
@@ -292,7 +292,7 @@ def test_brief_computes_none_of_it():
 
     assert lines(DETAILED) > 1.2 * lines(ExecutionConfig())
     output = jax.eval_shape(functools.partial(forward, MODEL, ExecutionConfig()), shapes, tokens)
-    assert output.indicators is None
+    assert output.observations is None
 
 
 def test_they_have_no_gradient():
@@ -300,7 +300,7 @@ def test_they_have_no_gradient():
 
     def total(params):
         output = forward(MODEL, DETAILED, params, tokens)
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(output.indicators.sums))
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(output.observations.sums))
 
     slopes = jax.jit(jax.grad(total))(params_of(MODEL))
     assert all((np.asarray(leaf) == 0.0).all() for leaf in jax.tree.leaves(slopes))
@@ -321,8 +321,8 @@ NO_PAIRS = {
 def test_without_pairs_there_is_no_correlation(model):
     observe = functools.partial(forward, model, DETAILED)
     output = jax.eval_shape(observe, params_of(model), jnp.asarray(batch().tokens))
-    assert "expert_correlation" not in output.indicators.sums
-    assert "router_z" in output.indicators.sums
+    assert "expert_correlation" not in output.observations.sums
+    assert "router_z" in output.observations.sums
 
 
 def test_correlation_where_experts_choose():
@@ -334,7 +334,7 @@ def test_correlation_where_experts_choose():
     same = jax.tree.map(lambda w: jnp.broadcast_to(w[:, :1], w.shape), experts)
     params = jax.tree.map(jnp.array, params)
     params["moe_blocks_0"]["moe"]["experts"] = same
-    observe = jax.jit(lambda params, rows: forward(model, DETAILED, params, rows).indicators)
+    observe = jax.jit(lambda params, rows: forward(model, DETAILED, params, rows).observations)
     found = observe(params, jnp.asarray(batch().tokens))
     count = np.asarray(found.counts["expert_correlation"])
     assert ((0 < count) & (count < BATCH * LENGTH)).all()

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from experiments.doctor.devices import tiny_config
+from jaxmoe.contrib.telemetry.details import format_router_details, router_details
 from jaxmoe.data import LanguageMixtureConfig
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.measures import format_router_details, router_details
 
 
 def test_a_row_for_each_layer():

@@ -5,9 +5,10 @@
 import numpy as np
 import pytest
 
-from jaxmoe.routing.telemetry.congestion import equilibrium
+from jaxmoe.contrib.telemetry.congestion import EVERY, equilibrium
+from jaxmoe.contrib.telemetry.pictures import congestion_section
+from jaxmoe.contrib.telemetry.recorders import CongestionRecorder, phases
 from jaxmoe.tracking import write_report
-from jaxmoe.tracking.congestion import EVERY, CongestionRecorder, phases
 from jaxmoe.tracking.history import read_history
 
 
@@ -81,7 +82,8 @@ def test_the_report_shows_the_phases_with_intervals(tmp_path):
     series = {"gamma_eff": columns, "gamma_eff_low": columns - 1, "gamma_eff_high": columns + 1}
     metrics = {"indicators/direction_coupling": (STEPS, np.linspace(0.0, 0.4, 8))}
     path = tmp_path / "report.html"
-    write_report(path, title="t", summary={}, metrics=metrics, congestion=(STEPS, series))
+    section = congestion_section(metrics, STEPS, series)
+    write_report(path, title="t", summary={}, metrics=metrics, further=(section,))
     page = path.read_text()
     assert "Congestion of the routers" in page and "gates neurons" not in page
     for cell in ("surge", "10 to 30", "14 (13 to 15)", "36 (35 to 37)", "relaxation", "50 to 80"):

@@ -30,22 +30,22 @@ experts and of q k^T.
 
 Source: HyperP (arXiv 2603.28743, section 4 and its code), which takes h after the multiplier. The
 indicators of a step (update over weight, the head's) are in
-`jaxmoe/training/measures/indicators.py`.
+`jaxmoe/contrib/telemetry/step.py`.
 
-To add an indicator: a value per token, through `token_means`, in jaxmoe/layers/indicators.py, and a
-call in the layer that has the arrays (jaxmoe/layers/block.py for those of all layers).
+To add an indicator: a value per token, through `token_means`, in
+jaxmoe/contrib/telemetry/indicators.py, called by the method of
+jaxmoe/contrib/telemetry/observer.py that has the arrays.
 """
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe.layers.observer import Observations
 from jaxmoe.routing import RouterStatistics
 from sharding.constrain import place_like
 
@@ -53,40 +53,11 @@ OUTLIER_STDS = 5.0
 """Standard deviations from the mean beyond which an entry counts as an outlier."""
 
 
-# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
-@typing.no_type_check
-@struct.dataclass
-class Indicators:
-    """Sums over tokens and maxima, by name; stacked over layers they have a leading L."""
-
-    sums: dict[str, Float[Array, "*L"]]
-    counts: dict[str, Float[Array, "*L"]]
-    """Tokens in each sum."""
-    peaks: dict[str, Float[Array, "*L"]]
-    """Maxima; -inf where there was no token."""
-
-    def __add__(self, other: Indicators) -> Indicators:
-        """Return the indicators of two micro-batches together."""
-        return Indicators(
-            sums=jax.tree.map(jnp.add, self.sums, other.sums),
-            counts=jax.tree.map(jnp.add, self.counts, other.counts),
-            peaks=jax.tree.map(jnp.maximum, self.peaks, other.peaks),
-        )
-
-    def __or__(self, other: Indicators) -> Indicators:
-        """Return the indicators of two parts of a layer, whose names differ."""
-        return Indicators(
-            sums=self.sums | other.sums,
-            counts=self.counts | other.counts,
-            peaks=self.peaks | other.peaks,
-        )
-
-
 def token_means(
     values: Mapping[str, Float[Array, "B S"]],
     token_mask: Bool[Array, "B S"],
     peaks: Mapping[str, Float[Array, "B S"]] | None = None,
-) -> Indicators:
+) -> Observations:
     """Return indicators of values that every token has.
 
     Args:
@@ -101,7 +72,7 @@ def token_means(
         # Within a sublayer positions may be cut into fewer parts than in the stream.
         return jnp.where(place_like(token_mask, value), value, instead)
 
-    return Indicators(
+    return Observations(
         sums={name: jnp.sum(mask(v, 0.0)) for name, v in values.items()},
         counts=dict.fromkeys(values, number),
         peaks={name: jnp.max(mask(v, -jnp.inf)) for name, v in peaks.items()},
@@ -110,7 +81,7 @@ def token_means(
 
 def observe_branch(
     name: str, output: Float[Array, "B S D"], token_mask: Bool[Array, "B S"]
-) -> Indicators:
+) -> Observations:
     """Return the size and outliers of the output that a branch adds to the residual stream.
 
     Args:
@@ -130,7 +101,7 @@ def observe_branch(
 
 def observe_attention(
     logits: Mapping[str, Float[Array, "B N S"]], token_mask: Bool[Array, "B S"]
-) -> Indicators:
+) -> Observations:
     """Return the size of the attention logits.
 
     Args:
@@ -148,7 +119,7 @@ def observe_routing(
     statistics: RouterStatistics,
     observed: Mapping[str, Float[Array, "B S"]],
     token_mask: Bool[Array, "B S"],
-) -> Indicators:
+) -> Observations:
     """Return the size of the router logits and the correlation of the experts.
 
     Args:
@@ -194,58 +165,13 @@ def mean_cosine(
     return jnp.where(has_pair, mean, 0.0), has_pair.astype(jnp.float32)
 
 
-def interleave(parts: Sequence[Indicators], repeats: int) -> Indicators:
-    """Join the indicators of a period's layers in the order of the layers.
-
-    Args:
-        parts: Indicators of each layer of the period, stacked over the repeats.
-        repeats: Number of repeats.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    return _join(parts, [repeats] * len(parts), lambda rows: jnp.stack(rows, 1).reshape(-1))
-
-
-def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
-    """Return the indicators of all layers from those of consecutive scans.
-
-    Args:
-        parts: Indicators of each scan and its number of layers. A layer without an indicator has a
-            count of 0, or a peak of -inf.
-    """
-    found, layers = zip(*parts, strict=True)
-    return _join(found, layers, jnp.concatenate)
-
-
-def _join(
-    parts: Sequence[Indicators],
-    layers: Sequence[int],
-    join: Callable[[list[Array]], Array],
-) -> Indicators:
-    """Return the indicators of several scans, each of so many layers, joined by name."""
-
-    def joined(kind: str, fill: float) -> dict[str, Array]:
-        names = dict.fromkeys(name for part in parts for name in getattr(part, kind))
-        absent = [jnp.full((number,), fill, jnp.float32) for number in layers]
-        return {
-            name: join(
-                [getattr(p, kind).get(name, none) for p, none in zip(parts, absent, strict=True)]
-            )
-            for name in names
-        }
-
-    return Indicators(
-        sums=joined("sums", 0.0), counts=joined("counts", 0.0), peaks=joined("peaks", -jnp.inf)
-    )
-
-
 def summarise_indicators(
-    indicators: Indicators, *, residual_multiplier: float
+    indicators: Observations, *, residual_multiplier: float
 ) -> dict[str, Float[Array, "*L"]]:
     """Return the indicators by name; NaN for a layer that does not have one.
 
     Args:
-        indicators: Indicators of the whole batch.
+        indicators: Observations of the whole batch.
         residual_multiplier: Residual multiplier of the model.
     """
     result = {}

@@ -1,13 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Congestion coefficient gamma_eff of the routers over training, and its phases: `congestion.npz`.
+"""Records indicators of layers and the congestion of routers over a run.
 
-    gamma_eff[n, l]                         fitted to the loads of the steps up to steps[n], layer l
-    gamma_eff_low[n, l], gamma_eff_high     bootstrap interval over these steps
+    indicators.npz  <name>[n, l] = the indicator at steps[n] in layer l; NaN where a layer does not
+                    have it (`indicators.py` and `step.py`)
+    congestion.npz  gamma_eff[n, l] fitted to the loads of the steps up to steps[n] in layer l, and
+                    gamma_eff_low[n, l], gamma_eff_high: bootstrap interval over these steps
 
-written with `--execution.telemetry detailed`, every `EVERY` steps, from loads and mean log
-probabilities that the steps compute anyway: no pass of the model is added. The fit is that of
-`jaxmoe/routing/telemetry/congestion.py`.
+gamma_eff is estimated every `EVERY` steps, from loads and mean log probabilities that the steps
+compute anyway: no pass of the model is added. The fit is in `congestion.py`.
 
     surge           up to the largest gamma_eff
     stabilization   as long as the interval reaches up to that of the largest
@@ -20,13 +21,61 @@ they begin and end is our reading.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxmoe.routing.telemetry.congestion import EVERY, fit_congestion
+from jaxmoe.contrib.telemetry.congestion import EVERY, fit_congestion
 from jaxmoe.tracking.history import HistoryRecorder
+
+INDICATORS = "indicators.npz"
+CONGESTION = "congestion.npz"
+PREFIX = "indicators/"
+"""Prefix of the means over layers among the metrics of a run."""
+
+
+class IndicatorRecorder(HistoryRecorder):
+    """Keeps the indicators of every layer and saves them on request."""
+
+    def record(self, step: int, indicators: Mapping[str, Any]) -> None:
+        """Add the indicators of a step.
+
+        Args:
+            step: Optimiser steps done.
+            indicators: [L] by name; none is no record.
+        """
+        if indicators:
+            self.add(step, indicators)
+
+
+def over_layers(name: str, values: np.ndarray) -> np.ndarray:
+    """Return one number for all layers: the largest maximum, the mean of anything else.
+
+    Args:
+        name: Of the indicator.
+        values: [... L]; NaN is left out.
+
+    Returns:
+        [...], NaN where no layer has the indicator.
+    """
+    values = np.asarray(values, np.float64)
+    is_finite = np.isfinite(values)
+    if name.endswith("max_logit"):
+        top = np.where(is_finite, values, -np.inf).max(axis=-1)
+        return np.where(is_finite.any(axis=-1), top, np.nan)
+    count = is_finite.sum(axis=-1)
+    total = np.where(is_finite, values, 0.0).sum(axis=-1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def scalars_of(indicators: Mapping[str, Any]) -> dict[str, float]:
+    """Return the indicators of a step as metrics, one number each."""
+    numbers = {name: float(over_layers(name, values)) for name, values in indicators.items()}
+    return {f"{PREFIX}{name}": value for name, value in numbers.items() if math.isfinite(value)}
+
 
 _NUM_RESAMPLES = 50
 NAMES: tuple[str, ...] = ("gamma_eff", "gamma_eff_low", "gamma_eff_high")

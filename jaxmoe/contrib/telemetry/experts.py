@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmoe.contrib.telemetry.geometry import correlation, squared_norms
+from jaxmoe.contrib.telemetry.indicators import mean_cosine, unit_rows
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
-from jaxmoe.layers.indicators import Indicators, mean_cosine, unit_rows
+from jaxmoe.layers.observer import Observations
 from jaxmoe.layers.records import RoutingInputs
-from jaxmoe.routing.telemetry.geometry import correlation, squared_norms
 from sharding import axes as ax
 from sharding.assignments import Assignments
 from sharding.constrain import Placement
@@ -98,7 +99,7 @@ def observe_activations(
     gate_up: Float[Array, "e D 2 F"],
     routing: RoutingInputs,
     placement: Placement,
-) -> Indicators:
+) -> Observations:
     """Return the correlation of router logit and norm of the gate neurons; see `geometry.py`.
 
     It is taken over the tokens of the first row of the step, for which all experts compute their
@@ -135,7 +136,7 @@ def observe_activations(
     scores = first_row(logits)[:, :num_experts]
     mean = correlation(scores, placement.place(computed, whole), is_real).mean()
     has_tokens = jnp.any(is_real).astype(jnp.float32)
-    return Indicators(
+    return Observations(
         sums={"activation_correlation": has_tokens * mean},
         counts={"activation_correlation": has_tokens},
         peaks={},

@@ -7,17 +7,18 @@
     update_ratio/<role>    |W' - W| / |W| (Frobenius) of all parameters of one role in one layer;
                            the embedding, the head and the last norm under their own names
     direction_coupling     mean over experts of the cosine of router row and mean gate neuron, of
-                           the parameters before the step (jaxmoe/routing/telemetry/geometry.py);
+                           the parameters before the step (jaxmoe/contrib/telemetry/geometry.py);
                            in steps 1, 11, 21, ..., NaN in the others
 
 Under MuonH the ratio of a matrix is its learning rate. They exist with
 `ExecutionConfig(telemetry="detailed")` only; those of the head cost one more product with the head.
-Indicators of layers are defined in `jaxmoe/layers/indicators.py`.
+Observations of layers are defined in `jaxmoe/contrib/telemetry/indicators.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +26,22 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.contrib.telemetry.congestion import EVERY
+from jaxmoe.contrib.telemetry.geometry import direction_coupling, gate_directions, row_similarity
+from jaxmoe.contrib.telemetry.indicators import summarise_indicators, token_means
+from jaxmoe.contrib.telemetry.routing import mean_log_prob, summarise_detailed
 from jaxmoe.data.batch import Batch
 from jaxmoe.declarations import Role
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_means
+from jaxmoe.layers.observer import Observations
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
-from jaxmoe.routing.telemetry import direction_coupling, gate_directions
-from jaxmoe.routing.telemetry.congestion import EVERY
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.loss import lay_out_batch
+from jaxmoe.training.parts.base import Outcome, StepPart
+from jaxmoe.training.step import Step
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -47,7 +52,7 @@ def observe_head(
     batch: Batch,
     model: ModelConfig,
     execution: ExecutionConfig,
-) -> Indicators:
+) -> Observations:
     """Return indicators of the output logits, with a leading dimension of 1 in place of L.
 
     Args:
@@ -59,7 +64,7 @@ def observe_head(
     """
     weight, hidden = jax.lax.stop_gradient((head_weight(params, model), hidden))
 
-    def observe(hidden: Array, loss_weights: Array) -> Indicators:
+    def observe(hidden: Array, loss_weights: Array) -> Observations:
         logits = output_logits(hidden, weight, model, execution, is_stream=is_whole)
         z = jax.nn.logsumexp(logits, axis=-1) ** 2
         return token_means(
@@ -77,7 +82,7 @@ def observe_head(
         execution.placement.place(loss_weights, rows),
     )
     parts = jax.lax.map(lambda part: observe(*part), in_chunks(gathered, chunk))
-    return Indicators(
+    return Observations(
         sums=jax.tree.map(lambda leaf: leaf.sum(keepdims=True), parts.sums),
         counts=jax.tree.map(lambda leaf: leaf.sum(keepdims=True), parts.counts),
         peaks=jax.tree.map(lambda leaf: leaf.max(keepdims=True), parts.peaks),
@@ -131,7 +136,7 @@ def _squares(row: ParameterSpec, value: Array) -> Float[Array, " layers"]:
 
 def watch_layers(
     model: ModelConfig,
-    indicators: Indicators,
+    indicators: Observations,
     updates: Any,
     params: Any,
     is_good: Bool[Array, ""],
@@ -143,7 +148,7 @@ def watch_layers(
 
     Args:
         model: Model that has the parameters.
-        indicators: Indicators of the layers, summed over the batch.
+        indicators: Observations of the layers, summed over the batch.
         updates: Updates of the parameters.
         params: Parameters before the step.
         is_good: Whether the step is applied; a refused one has update ratios of 0.
@@ -206,3 +211,49 @@ def coupled_directions(
 def _has_role(row: ParameterSpec, role: Role, *axes: str) -> bool:
     """Return whether a stacked parameter has a role and, after the layers, these logical axes."""
     return row.declaration.role == role and row.declaration.axes[1:] == axes
+
+
+def watch_params(params: Any) -> dict[str, Float[Array, ""]]:
+    """Return the mean cosine of two router rows, over all layers whose router has one matrix.
+
+    Args:
+        params: Parameters of the model; the matrices are the leaves `router/weight`.
+
+    Returns:
+        `row_similarity`; empty if there is no such matrix.
+    """
+    rows = [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if tuple(getattr(key, "key", None) for key in path[-2:]) == ("router", "weight")
+    ]
+    if not rows:
+        return {}
+    similarities = [row_similarity(weight.astype(jnp.float32)).reshape(-1) for weight in rows]
+    return {"row_similarity": jnp.concatenate(similarities).mean()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DetailedMeasures(StepPart):
+    """Indicators of layers, scalars of detailed routing statistics, and quality of the experts."""
+
+    name: ClassVar[str] = "detailed_measures"
+
+    def measure(self, step: Step, outcome: Outcome) -> dict[str, Any]:
+        """Return `indicators` and `quality` among the measures, and further scalars of routers."""
+        summed, params = outcome.gradients.summed, outcome.before.params
+        measures, router = {}, {}
+        if summed.observations is not None:
+            measures["indicators"] = watch_layers(
+                step.model,
+                summed.observations,
+                outcome.updates,
+                params,
+                outcome.is_accepted,
+                step.execution.placement,
+                step=outcome.after.step - 1,
+            )
+        if summed.statistics is not None:
+            measures["quality"] = mean_log_prob(summed.statistics)
+            router = summarise_detailed(summed.statistics) | watch_params(outcome.after.params)
+        return {"measures": measures, "router": router}

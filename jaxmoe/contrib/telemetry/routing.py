@@ -22,7 +22,7 @@ The margin is that of the probabilities, before any bias. `z_max` is the upper e
 bin that is not empty: at most a factor sqrt(2) too large.
 
 To add a statistic: an additive entry in `observe` and its scalar in `summarise_detailed`, both in
-`jaxmoe/routing/telemetry/detailed.py`.
+`jaxmoe/contrib/telemetry/routing.py`.
 """
 
 from __future__ import annotations
