@@ -13,7 +13,8 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import flag_tables  # noqa: E402  (after the path that it is found on)
+import combination_page  # noqa: E402  (after the path that it is found on)
+import flag_tables  # noqa: E402
 import package_pages  # noqa: E402
 import reference_pages  # noqa: E402
 
@@ -36,6 +37,7 @@ def write_generated_pages(app) -> None:
     package_pages.write(HERE.parent, target / "packages")
     reference_pages.write(HERE.parent, target / "reference")
     flag_tables.write(target / "flags")
+    combination_page.write(target)
 
 
 def setup(app) -> None:

@@ -13,9 +13,10 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
+from jaxmoe import combinations
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.kernels import KernelsConfig as KernelsConfig
-from jaxmoe.precision import MATMULS, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels.backend import platform
 from sharding.constrain import Placement
 from sharding.expert_parallel import Dispatcher, LocalConfig, ResidentConfig
@@ -105,45 +106,18 @@ class ExecutionConfig:
         self.sequence_parallel.check_mesh(seq=self.mesh.seq, seq_inner=inner)
         if self.mesh_fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.mesh_fold)
-        self._check_kernels()
         if sorted(self.host_order) != list(range(len(self.host_order))):
             raise ValueError(
                 f"execution.host_order={self.host_order} must name the processes 0 to"
                 f" {len(self.host_order) - 1} once each"
             )
-        self._check_parts()
-        self._check_parameters()
-        self._check_products()
-        if self.halves == 2 and self.mesh.stage != 1:
-            raise ValueError(
-                f"execution.halves=2 halves micro-batches that execution.mesh.stage="
-                f"{self.mesh.stage} overlaps already: set one of them to 1"
-            )
-        if self.halves == 2 and self.dispatcher.has_bound:
-            raise ValueError(
-                "execution.halves=2 sends half of a device's rows at a time, and"
-                f" execution.dispatcher {self.dispatcher.name!r} drops what exceeds a bound of"
-                " those: other rows than of the whole. Choose all_to_all, or set execution.halves"
-                " to 1"
-            )
         if self.unroll is not None and self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
-
-    def _check_kernels(self) -> None:
-        """Refuse an implementation of a kernel that no product uses."""
-        matmul = self.precision.matmul
-        for kernel in self.kernels.products:
-            asked = getattr(self.kernels, kernel)
-            if asked is None or kernel in matmul.kernels:
-                continue
-            users = [name for name in MATMULS if kernel in MATMULS[name].kernels]
-            raise ValueError(
-                f"execution.kernels.{kernel}={asked} computes nothing where"
-                f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
-                f" execution.precision.matmul to {' or '.join(users)}"
-            )
+        if self.optimizer_parts < 1:
+            raise ValueError(f"execution.optimizer_parts={self.optimizer_parts} must be at least 1")
+        combinations.check(execution=self)
 
     def unroll_of(self, length: int) -> int:
         """Return the layers in one iteration of a loop, on the devices of the mesh in context.
@@ -168,45 +142,6 @@ class ExecutionConfig:
             return self.remat
         return self.remat_dense
 
-    def _check_products(self) -> None:
-        """Refuse to cut the rows of products in few bits, whose scales would change."""
-        form, precision = self.tensor_products, self.precision
-        is_plain = precision.matmul.build() is None and precision.has_floating_weights
-        if form.cuts_rows and not is_plain:
-            raise ValueError(
-                f"execution.tensor_products {form.name!r} takes products in parts of their rows,"
-                f" and execution.precision has matmul {precision.matmul.name!r} and weights"
-                f" {precision.weights}: set tensor_products to whole, or matmul to full and weights"
-                " to floating"
-            )
-
-    def _check_parts(self) -> None:
-        """Refuse parts of a state that is not fetched, or whose layers are split over stages."""
-        parts = self.optimizer_parts
-        if parts < 1:
-            raise ValueError(f"execution.optimizer_parts={parts} must be at least 1")
-        if self.optimizer_memory == "files":
-            self._check_files()
-        elif self.optimizer_directory:
-            raise ValueError(
-                f"execution.optimizer_directory={self.optimizer_directory} is not used where"
-                f" execution.optimizer_memory is {self.optimizer_memory}: leave it out, or set"
-                " optimizer_memory to files"
-            )
-        if parts == 1:
-            return
-        if self.optimizer_memory == "device":
-            raise ValueError(
-                f"execution.optimizer_parts={parts} fetches state from host memory, and"
-                " execution.optimizer_memory is device: set it to host or files, or optimizer_parts"
-                " to 1"
-            )
-        if self.mesh.stage != 1:
-            raise ValueError(
-                f"execution.optimizer_parts={parts} cuts between layers, which"
-                f" execution.mesh.stage={self.mesh.stage} splits over devices: set one of them to 1"
-            )
-
     @property
     def update(self) -> Literal["whole", "parts", "files"]:
         """Name of how the optimiser is updated, in the catalogue."""
@@ -224,59 +159,6 @@ class ExecutionConfig:
         """Whether the optimiser updates the layers of a stack apart."""
         is_away = self.parameter_memory == "host" or self.optimizer_memory == "files"
         return self.optimizer_parts > 1 or is_away
-
-    def _check_files(self) -> None:
-        """Refuse what needs more of the state than a part, or reads the updates of all parts."""
-        files = "execution.optimizer_memory=files updates one part after another, and"
-        if self.mesh.stage != 1:
-            raise ValueError(
-                f"{files} execution.mesh.stage={self.mesh.stage} splits layers over devices: set"
-                " mesh.stage to 1, or optimizer_memory to host"
-            )
-        if self.parameter_memory == "host":
-            raise ValueError(
-                f"{files} execution.parameter_memory=host brings parameters with state in host"
-                " memory: set parameter_memory to device, or optimizer_memory to host"
-            )
-        if self.telemetry != "brief":
-            raise ValueError(
-                f"{files} execution.telemetry={self.telemetry} compares the parameters with all of"
-                " their updates: set telemetry to brief, or optimizer_memory to host"
-            )
-
-    def _check_parameters(self) -> None:
-        """Refuse what needs the parameters of all layers on the device."""
-        if self.parameter_memory == "device":
-            return
-        whole = "execution.parameter_memory=host brings the parameters of layers one at a time, and"
-        remat = {"remat": self.remat, "remat_dense": self.remat_dense or self.remat}
-        for field, value in remat.items():
-            if value not in ("full", "offload"):
-                raise ValueError(
-                    f"{whole} execution.{field}={value} keeps values made of them for the backward"
-                    f" pass: set {field} to full or offload, or parameter_memory to device"
-                )
-        if self.optimizer_memory == "device":
-            raise ValueError(
-                f"{whole} execution.optimizer_memory=device updates all of them at once: set"
-                " optimizer_memory to host, or parameter_memory to device"
-            )
-        if self.mesh.stage != 1:
-            raise ValueError(
-                f"{whole} execution.mesh.stage={self.mesh.stage} keeps those of a stage on its"
-                " devices: set mesh.stage to 1, or parameter_memory to device"
-            )
-        if not STATE_LAYOUTS[self.rules].is_streamable:
-            names = [name for name, layout in STATE_LAYOUTS.items() if layout.is_streamable]
-            raise ValueError(
-                f"{whole} execution.rules={self.rules} lays all of them out again in a step: set"
-                f" rules to {' or '.join(names)}, or parameter_memory to device"
-            )
-        if self.telemetry != "brief":
-            raise ValueError(
-                f"{whole} execution.telemetry={self.telemetry} compares all of them with their"
-                " updates: set telemetry to brief, or parameter_memory to device"
-            )
 
     @property
     def halo(self) -> HaloProduct | None:

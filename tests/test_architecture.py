@@ -68,6 +68,7 @@ ORDER = (
         "errors",
         "public_names",
         "catalog",
+        "combinations",
         "configs",
         "field_docs",
         "disk",

@@ -14,6 +14,7 @@ import functools
 import warnings
 from typing import ClassVar
 
+from jaxmoe import combinations
 from jaxmoe.adapters.base import Adapter
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
@@ -95,12 +96,7 @@ class ModelConfig:
         self._check_layers()
         if self.loop is not None:
             self.loop.check(self.num_layers, self.residual.arrays)
-        if self.moe and self.attention.is_causal and not self.moe.router.traits.is_causal:
-            raise ValueError(
-                f"model.moe.router={self.moe.router.name} lets later tokens decide about earlier"
-                " ones, and model.attention.is_causal=True promises that they do not: train it by"
-                " masked diffusion with model.attention.is_causal=False, or take another router"
-            )
+        combinations.check(model=self)
         if self.moe and self.attention.is_causal:
             for text in causal_advice(self.moe):
                 warnings.warn(text, RoutingWarning, stacklevel=3)

@@ -14,7 +14,9 @@ reductions of gradients are taken to be hidden; they are the same at every level
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
+from jaxmoe import combinations
 from jaxmoe.data.levels import Assigner, LevelCost, LevelPacking, Room
 from jaxmoe.layers.context import heads_of
 from jaxmoe.models.flops import matmul_parameters
@@ -40,18 +42,8 @@ def level_packing(plan: StepPlan, assigner: Assigner, chip: Chip) -> LevelPackin
         ValueError: The step cannot leave out micro-batches.
     """
     execution = plan.execution
-    if execution.mesh.stage > 1:
-        raise ValueError(
-            "data.packing levels computes as many micro-batches as a step needs, and"
-            f" execution.mesh.stage={execution.mesh.stage} has a schedule of a fixed number: set"
-            " mesh.stage to 1, or data.packing to best_fit"
-        )
-    if plan.paths is not None:
-        raise ValueError(
-            "data.packing levels computes as many micro-batches as a step needs, and"
-            " training.skipping draws layers for a fixed number: set it to None, or data.packing to"
-            " best_fit"
-        )
+    packing = SimpleNamespace(packs_levels=True, packing="levels")
+    combinations.check(data=packing, execution=execution)
     room = level_room(plan)
     return LevelPacking(
         assigner=assigner,

@@ -300,11 +300,6 @@ def _source(config: PretrainConfig, data: SourceKind | None, *, needs_data: bool
 def _level_packing(plan: Plan, execution: ExecutionConfig, mesh: Mesh) -> LevelPacking:
     """Return the packing of the documents of a step by level."""
     training = plan.config.training
-    if training.batch_ramp is not None:
-        raise ValueError(
-            "training.batch_ramp changes the rows of a step, and data.packing levels packs them"
-            " again: leave out training.batch_ramp, or set data.packing to best_fit"
-        )
     chip = attached_chip(mesh.devices.flat[0])
     return level_packing(plan.step_plan(execution), training.assign, chip)
 

@@ -21,6 +21,7 @@ import pkgutil
 import re
 from typing import Any, ClassVar, Literal
 
+from jaxmoe import combinations
 from jaxmoe.catalog.run_parts import STEP_PARTS
 from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, SourceKind
@@ -195,12 +196,6 @@ class TrainingConfig:
             raise ValueError(f"training.seed={self.seed} must lie in [0, 2^31)")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
-        self.gradients.check_clip(self.clip)
-        if self.skipping is not None and self.gradients != BackpropConfig():
-            raise ValueError(
-                f"training.gradients:{self.gradients.name} takes its gradient of all layers, and"
-                " training.skipping leaves out some: set training.skipping to None"
-            )
         _ = self.batch_sizes  # raises for a ramp that does not fit
 
     @property
@@ -323,22 +318,6 @@ class CheckpointConfig:
         steps = ("every", "compare_replicas", "snapshot_every", "recovery_steps", "recompute")
         _check_least(self, "checkpoint", 0, *steps)
         _check_least(self, "checkpoint", 1, "max_failed_saves")
-        for field in ("initial_step", "initial_mapping"):
-            if self.initial is None and getattr(self, field) is not None:
-                raise ValueError(
-                    f"checkpoint.{field}={getattr(self, field)} is of another run: name it with"
-                    " --checkpoint.initial"
-                )
-        if self.initial_state == "all" and self.initial is None:
-            raise ValueError(
-                "checkpoint.initial_state=all is of another run: name it with --checkpoint.initial"
-            )
-        if self.initial_state == "all" and self.initial_mapping is not None:
-            raise ValueError(
-                f"checkpoint.initial_mapping={self.initial_mapping} maps parameters, and"
-                " checkpoint.initial_state=all takes all arrays under their own names: leave out"
-                " one of them"
-            )
         if self.keep < 2:
             raise ValueError(
                 f"checkpoint.keep={self.keep} must be at least 2: the last may be unfinished"
@@ -440,45 +419,15 @@ class PretrainConfig:
         return self.evaluation.batch_size or self.training.batch_size
 
     def __post_init__(self):
-        (objective := self.training.objective).check(self.model)
-        if self.data.has_loss_weights and not objective.reads_loss_weights:
-            raise ValueError(
-                f"training.objective:{objective.name} predicts every token, and data:"
-                f"{self.data.name} trains on some: choose training.objective:next_token, or"
-                " data.train_on=all"
-            )
+        self.training.objective.check(self.model)
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
             raise ValueError(f"parts={', '.join(names)}: name each at most once")
-        self.training.gradients.check_run(self.replicas, self.watch.gradients_every)
-        self.training.gradients.check_update(self.optimizer, self.training.clip)
+        combinations.check_config(self)
         if self.rl is not None:
             self.rl.check_run(self)
-        elif objective.reads_answers:
-            raise ValueError(
-                f"training.objective:{objective.name} trains on answers and their rewards, and rl"
-                " is None: train with python -m experiments.rl"
-            )
-        self._check_files()
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} must end within the run of"
                 f" training.steps={self.training.steps}"
-            )
-
-    def _check_files(self) -> None:
-        """Refuse what holds the optimiser state twice where it lies in files."""
-        if self.execution.optimizer_memory != "files":
-            return
-        for field in ("recompute", "snapshot_every"):
-            if value := getattr(self.checkpoint, field):
-                raise ValueError(
-                    f"checkpoint.{field}={value} copies the optimizer state, and optimizer_memory"
-                    f"=files keeps it out of memory: set {field} to 0, or optimizer_memory to host"
-                )
-        if self.checkpoint.on_lost_stage == "average":
-            raise ValueError(
-                "checkpoint.on_lost_stage=average keeps gradient norms, and optimizer_memory=files"
-                " writes parameters over the gradients: set on_lost_stage to fail, or"
-                " optimizer_memory to host"
             )

@@ -186,6 +186,7 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
         trains: Whether the run is trained on this mesh.
     """
     config, training, mesh_config = plan.config, plan.config.training, execution.mesh
+    config = dataclasses.replace(config, execution=execution)  # checks the sizes of the mesh too
     names, counts = named_sizes(mesh_config, execution.mesh_fold)
     sizes = dict(zip(names, counts, strict=True))
     has_pipeline = mesh_config.stage > 1 or execution.pipeline.chunks > 1
@@ -196,12 +197,6 @@ def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
         step = dataclasses.replace(plan.step_plan(execution), accumulation=number)
         step.gradients.check(step)
     _check_workers(config, mesh_config, trains=trains)
-    if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
-        raise ValueError(
-            f"watch.gradients_every={every} compares gradients of whole layers, and"
-            f" execution.mesh.stage={execution.mesh.stage} separates them: set"
-            " watch.gradients_every to 0"
-        )
     for rules in execution.state_layout.rules:
         plan.table.check_divides(rules, sizes)
     length = (training.sequence_length,)
@@ -270,7 +265,7 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
 
 
 def _check_workers(config: PretrainConfig, mesh: MeshConfig, *, trains: bool) -> None:
-    """Refuse batches that workers cannot share, and features that need one state.
+    """Refuse batches that workers cannot share.
 
     Args:
         config: Configuration of a run.
@@ -281,11 +276,6 @@ def _check_workers(config: PretrainConfig, mesh: MeshConfig, *, trains: bool) ->
     if replicas.exchanges == "nothing":
         return
     number = replicas.num_workers(mesh.replica)
-    if config.data.packs_levels:
-        raise ValueError(
-            f"data.packing levels packs the batch of all devices, and replicas {replicas.name!r}"
-            f" gives each of {number} workers a batch of its own: set data.packing to best_fit"
-        )
     devices = mesh.batch_shards // mesh.replica if trains else 1
     for _, rows in training.batch_sizes.stages:
         accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
@@ -297,13 +287,3 @@ def _check_workers(config: PretrainConfig, mesh: MeshConfig, *, trains: bool) ->
                 f"{shared * (devices > 1)}: choose a multiple of"
                 f" {number * accumulation * devices}"
             )
-    if config.checkpoint.on_lost_stage == "average":
-        raise ValueError(
-            "checkpoint.on_lost_stage=average weighs layers by the gradients of one model, and"
-            f" replicas {replicas.name!r} trains {number}: set checkpoint.on_lost_stage to fail"
-        )
-    if every := config.watch.gradients_every:
-        raise ValueError(
-            f"watch.gradients_every={every} compares gradients of equal parameters, and workers of"
-            f" replicas {replicas.name!r} have their own: set watch.gradients_every to 0"
-        )

@@ -55,6 +55,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe import combinations
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.parameterization import (
@@ -71,7 +72,6 @@ from jaxmoe.scaling.tables import (
     TokenScaling,
     attention_scale,
     check_exponents,
-    check_tied,
     sphere_table,
     with_multipliers,
 )
@@ -131,7 +131,7 @@ def hyperp(
             other multipliers.
     """
     options, rule = options or HyperPConfig(), "hyperp"
-    check_tied(model, options.tied_embeddings, rule)
+    combinations.check(model=model, parameterization=options)
     outer = laws.batch_factor(budget, base, options.batch_exponent, rule)
     outer *= laws.depth_factor(model.num_layers, base, options.depth_exponent, rule)
     tokens = laws.token_factor(budget, base, options.token_exponent, rule)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe import combinations
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Hyperparameters
 from jaxmoe.scaling import laws
@@ -37,7 +38,6 @@ from jaxmoe.scaling.tables import (
     HEAD_STD,
     TiedEmbeddings,
     check_exponents,
-    check_tied,
     sphere_table,
 )
 
@@ -75,7 +75,7 @@ def muonh_vanilla(
         ValueError: The batch of the base point is missing, or the embeddings are tied.
     """
     options, rule = options or VanillaMuonHConfig(), "muonh_vanilla"
-    check_tied(model, options.tied_embeddings, rule)
+    combinations.check(model=model, parameterization=options)
     rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
 
     return Parameterization(

@@ -185,25 +185,6 @@ def with_multipliers(model: ModelConfig, multipliers: ForwardMultipliers, rule: 
     return dataclasses.replace(model, multipliers=multipliers)
 
 
-def check_tied(model: ModelConfig, tied: TiedEmbeddings, rule: str) -> None:
-    """Refuse tied embeddings for a rule with the head on a sphere.
-
-    Args:
-        model: Model to train.
-        tied: Option of the parameterisation.
-        rule: Name of the parameterisation, for the error.
-
-    Raises:
-        ValueError: The embeddings are tied; names both ways out.
-    """
-    if model.has_tied_embeddings and tied == "refuse":
-        raise ValueError(
-            f"model.has_tied_embeddings=True: {rule} keeps the head on a sphere and the embedding"
-            " off it, and tied they are one matrix: set model.has_tied_embeddings to False, or"
-            " parameterization.tied_embeddings to adamw, which leaves the one matrix to AdamW"
-        )
-
-
 def check_exponents(config: object) -> None:
     """Refuse exponents outside -2 to 2, and a head width below 1."""
     for field in (field.name for field in dataclasses.fields(config)):  # pyright: ignore[reportArgumentType]

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe import combinations
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.observer import observer_of
@@ -121,7 +122,7 @@ class Step:
         self.execution.precision.check_trains(has_adapter=self.model.adapter is not None)
         self.objective.check(self.model)
         self.updater.check(self)
-        self.gradients.check_clip(self.clip)
+        combinations.check(model=self.model, execution=self.execution, training=self)
         self.gradients.check(self)
         check_parts(self.chain, self)
 

@@ -39,8 +39,7 @@ class GPipeConfig(PipelineOrder):
     def check_paths(self) -> None:
         """Refuse micro-batches that leave out groups, always."""
         raise ValueError(
-            "execution.pipeline gpipe has no timetable for training.skipping: set"
-            " execution.pipeline to interleaved"
+            "gpipe has no timetable for micro-batches that leave out groups: take interleaved"
         )
 
     def schedule(self, stages: int, micro_batches: int, paths: Paths | None = None) -> Schedule:

@@ -76,8 +76,8 @@ class InterleavedConfig(PipelineOrder):
         """
         if self.is_deferred:
             raise ValueError(
-                "execution.pipeline.weight_gradients=deferred is not available with"
-                " training.skipping, whose timetable has idle ticks elsewhere: set it to at_once"
+                "weight_gradients=deferred is not available where micro-batches leave out groups,"
+                " whose timetable has idle ticks elsewhere: set it to at_once"
             )
 
     def schedule(self, stages: int, micro_batches: int, paths: Paths | None = None) -> Schedule:

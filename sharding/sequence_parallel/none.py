@@ -22,22 +22,13 @@ class NoSequenceParallelConfig(SequenceForm):
     name: ClassVar[str] = "none"
     layout: ClassVar[SequenceLayout] = "contiguous"
 
-    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
-        """Check that mesh.seq is 1.
-
-        Raises:
-            ValueError: It is not.
-        """
-        del seq_inner
-        if seq != 1:
-            raise ValueError(
-                f"mesh.seq={seq} needs a sequence-parallel attention, and sequence_parallel is"
-                " 'none': set mesh.seq to 1, or execution.sequence_parallel to auto"
-            )
-
     def check_heads(self, sizes: AttentionSizes) -> None:
         """Refuse any sharded sequence."""
-        self.check_mesh(seq=sizes.ranks, seq_inner=1)
+        if sizes.ranks != 1:
+            raise ValueError(
+                f"mesh.seq cuts sequences into {sizes.ranks} parts, and this form has whole ones:"
+                " set mesh.seq to 1, or choose another form, such as auto"
+            )
 
     def attend(self, arrays: HeldAttention) -> tuple[Array, Seen]:
         """Refuse sharded sequences; whole ones need no form."""

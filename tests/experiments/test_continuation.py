@@ -15,7 +15,6 @@ from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.configs import to_json
 from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
-from jaxmoe.run.config import CheckpointConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.lineage import check_config, config_check, read_lineage
@@ -223,13 +222,6 @@ def test_command_lines_that_cannot_continue_a_run(begun, more, words, capsys):
         pretrain.main([word.format(run=directory.path) for word in more])
     assert stopped.value.code == ExitCode.BAD_CONFIGURATION
     assert words in " ".join(capsys.readouterr().err.split())
-
-
-def test_whole_state_needs_a_run_and_no_mapping():
-    with pytest.raises(ValueError, match=r"initial_state=all is of another run: name it with"):
-        CheckpointConfig(initial_state="all")
-    with pytest.raises(ValueError, match=r"initial_mapping=m.py maps parameters, and"):
-        CheckpointConfig(initial="runs/a", initial_state="all", initial_mapping="m.py")
 
 
 def test_stable_step_is_the_last_before_the_decay():

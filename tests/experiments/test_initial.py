@@ -9,7 +9,6 @@ import pytest
 
 from experiments import pretrain
 from experiments.cli.flags import ExitCode
-from jaxmoe.run.config import CheckpointConfig
 from tests.support.runs import flags, saved_leaves
 
 
@@ -46,8 +45,3 @@ def test_another_optimizer_takes_the_parameters(tmp_path, capsys):
 
     assert pretrain.main(flags(second, 3, *still)) == ExitCode.DONE
     assert f"checkpoint.initial={first} is ignored: the run continues" in capsys.readouterr().out
-
-
-def test_a_step_of_no_run_is_refused():
-    with pytest.raises(ValueError, match=r"checkpoint.initial_step=3 is of another run: name it"):
-        CheckpointConfig(initial_step=3)

@@ -298,7 +298,7 @@ def _refused(arguments: list[str], capsys) -> str:
         ),
         (
             ("--model.has_tied_embeddings", "True", "parameterization:hyperp"),
-            "model.has_tied_embeddings=True: hyperp keeps the head on a sphere",
+            "model.has_tied_embeddings=True: parameterization:hyperp keeps the head on a sphere",
         ),
         (
             ("--model.multipliers.residual", "0.5", "parameterization:hyperp"),

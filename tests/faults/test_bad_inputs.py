@@ -168,7 +168,7 @@ COMMANDS = {
     ),
     "chunks without stages": (
         [*mesh(data=8), "--execution.pipeline.chunks", "2"],
-        r"execution\.pipeline\.chunks=2 cuts .* and execution\.mesh\.stage is 1: set",
+        r"execution\.pipeline\.chunks=2 cuts .* and execution\.mesh\.stage=1 has one: set",
     ),
     "stages that do not divide the vocabulary": (
         [*mesh(stage=2, data=4), "--model.num_layers", "2", "--model.vocab_size", "17"],

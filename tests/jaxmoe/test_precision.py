@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.configs import differences, from_json, to_json
-from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.halo import HaloConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.models.transformer import Transformer
-from jaxmoe.precision import FullPrecisionConfig, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding.distributed import global_batch
@@ -59,22 +59,6 @@ def test_a_resumed_run_may_change_its_mesh_and_not_its_rounding():
     assert differences(given, other, FREE_FIELDS, FIXED_FIELDS) == [
         "execution.precision.matmul.level: saved 2, given 1"
     ]
-
-
-@pytest.mark.parametrize(
-    ("matmul", "kernels", "words"),
-    [
-        (HALO, {"grouped_swiglu": "xla"}, "grouped_swiglu=xla computes nothing .* is 'halo'"),
-        (
-            FullPrecisionConfig(),
-            {"quantized_matmul": "reference"},
-            "quantized_matmul=reference computes nothing .* set .* to halo",
-        ),
-    ],
-)
-def test_a_kernel_that_nothing_would_run_is_refused(matmul, kernels, words):
-    with pytest.raises(ValueError, match=words):
-        ExecutionConfig(precision=PrecisionPolicy(matmul=matmul), kernels=KernelsConfig(**kernels))
 
 
 def test_a_block_of_one_is_refused():

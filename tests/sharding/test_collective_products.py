@@ -11,9 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.halo import HaloConfig
 from jaxmoe.planning.hlo import collectives
-from jaxmoe.precision import PrecisionPolicy
 from sharding import MeshConfig
 from sharding import axes as ax
 from sharding.mesh import make_mesh
@@ -85,13 +83,6 @@ def test_rings_send_as_many_bytes_as_the_whole_form():
         sent[name] = sum(one.wire_bytes * one.trip_count for one in found)
         assert len(found) == {"whole": 6, "ring": 6 * 3}[name]
     assert sent["ring"] == sent["whole"] > 0
-
-
-def test_rings_of_products_in_few_bits_are_refused():
-    with pytest.raises(ValueError, match="'ring' takes products in parts of their rows"):
-        ExecutionConfig(
-            tensor_products=RingProductsConfig(), precision=PrecisionPolicy(matmul=HaloConfig())
-        )
 
 
 def overlapped(text):

@@ -23,11 +23,12 @@ its place, so that a copy of it costs less where the end is lost with a device
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxmoe import combinations
 from jaxmoe.contrib.depth.paths import Order, choose_paths
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.training.balance import takes_two_passes
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.base import LayerPaths
 from jaxmoe.training.estimators.skipping import Skipping
@@ -145,16 +146,16 @@ class SkippingConfig(Skipping):
                 filled in.
 
         Raises:
-            ValueError: The groups divide neither the layers nor fit the stages, there is one
-                micro-batch, stages to swap are missing, or a feature needs every layer of every
-                micro-batch.
+            ValueError: The groups divide neither the layers nor fit the stages, or another choice
+                needs every layer of every micro-batch.
         """
-        model, execution, accumulation = step.model, step.execution, step.accumulation
-        if accumulation < 2:
-            raise ValueError(
-                "training.skipping leaves out other layers in each micro-batch, and"
-                f" training.accumulation is {accumulation}: set it to 2 or more"
-            )
+        model, execution = step.model, step.execution
+        training = types.SimpleNamespace(
+            skipping=self,
+            accumulation=step.accumulation,
+            accumulated_balance=step.accumulated_balance,
+        )
+        combinations.check(model=model, execution=execution, training=training)
         (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
         if scan.length % self.groups:
             kind = "periods of layers" if scan.is_cycle else "equal layers"
@@ -170,23 +171,6 @@ class SkippingConfig(Skipping):
                     f" execution.pipeline.chunks = {stages} x {chunks}: set it to"
                     f" {stages * chunks}, or other stages or chunks"
                 )
-            execution.pipeline.check_paths()
-        elif self.order != "ascending":
-            raise ValueError(
-                f"training.skipping.order={self.order} exchanges stages, and execution.mesh.stage"
-                f" is 1: set execution.mesh.stage to {self.groups}, or training.skipping.order to"
-                " ascending"
-            )
-        if takes_two_passes(model, step.accumulated_balance):
-            raise ValueError(
-                "training.accumulated_balance=two_pass takes balance losses of whole batches, and"
-                " with training.skipping layers see parts of them: set it to buffer"
-            )
-        if execution.telemetry == "detailed":
-            raise ValueError(
-                "execution.telemetry=detailed observes every layer, and training.skipping leaves"
-                " out some: set it to brief"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from jaxmoe import combinations
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.view import View, check_view, view_outside
 from jaxmoe.models.transformer import balance_losses
@@ -87,27 +88,9 @@ def check_forward(step: Step, name: str) -> None:
             f"adapter:{adapter.name} trains a router by the losses of several draws, and"
             f" {start}: set training.gradients to backprop"
         )
-    if execution.mesh.stage > 1:
-        raise ValueError(
-            f"{start} and no pipeline: execution.mesh.stage={execution.mesh.stage} must be 1"
-        )
+    combinations.check(execution=execution, training=step)
     check_view(execution)
-    if execution.mesh.replica > 1 and execution.rules == "hybrid":
-        raise ValueError(
-            f"{start}, and each replica computes with all parameters: execution.rules="
-            f"{execution.rules} cuts them over replicas: set it to fully_sharded"
-        )
-    if execution.mesh.replica > 1 and execution.mesh_fold is not None:
-        raise ValueError(
-            f"{start}, and replicas compute by themselves: execution.fold with"
-            f" execution.mesh.replica={execution.mesh.replica} is not possible: set replica to 1"
-        )
     backward_of(step).check(step)
-    if execution.telemetry == "detailed":
-        raise ValueError(
-            f"{start}, and execution.telemetry=detailed observes gradients of layers: set it to"
-            " brief"
-        )
 
 
 def table_of(step: Step) -> ParameterTable:
@@ -134,6 +117,8 @@ def prepare(
             "data.packing levels makes micro-batches for backward passes: with another estimator"
             " in training.gradients set data.packing to best_fit"
         )
+    if batch.level is not None:
+        raise ValueError("batch.level is for backward passes: give a batch without levels")
     placement, number = step.execution.placement, step.accumulation
     weight = step.objective.num_tokens(batch)
     key = jax.random.fold_in(state.rng, state.step)

@@ -38,7 +38,6 @@ from jaxmoe.contrib.estimators.spsa import (
     slopes_of,
 )
 from jaxmoe.data.batch import Batch
-from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.state import TrainState
@@ -88,16 +87,6 @@ class SeedPoolConfig(Gradients):
             if (value := getattr(self, field)) < 1:
                 raise ValueError(f"training.gradients.{field}={value} must be at least 1")
         check_epsilon(self.epsilon)
-
-    def check_update(self, optimizer: Optimizer, clip: float | None) -> None:
-        """Refuse what the sums do not hold, too: momentum and weight decay."""
-        Gradients.check_update(self, optimizer, clip)
-        for field in ("momentum", "weight_decay"):
-            if value := getattr(optimizer, field):
-                raise ValueError(
-                    f"optimizer.{field}={value} moves parameters beside the sums of derivatives,"
-                    f" which are all that training.gradients:{self.name} sends: set it to 0"
-                )
 
     def init(self, table: ParameterTable) -> SeedSums:
         """Return sums of zero."""

@@ -140,7 +140,7 @@ class RolloutsConfig(FeedConfig):
             )
 
     def check_run(self, config: PretrainConfig) -> None:
-        """Refuse a run without an objective that reads answers, and what needs rows of data.
+        """Refuse batches that are not the answers of a step, and rows shorter than an answer.
 
         Args:
             config: Run of which these are the rollouts.
@@ -148,24 +148,14 @@ class RolloutsConfig(FeedConfig):
         Raises:
             ValueError: Names the fields.
         """
-        training, objective = config.training, config.training.objective
-        if not objective.reads_answers:
-            raise ValueError(
-                f"training.objective:{objective.name} trains on data, and rl draws answers: set it"
-                " to policy_gradient"
-            )
-        if training.batch_size != self.num_answers or training.batch_ramp is not None:
+        training = config.training
+        if training.batch_size != self.num_answers:
             raise ValueError(
                 f"training.batch_size={training.batch_size} must be rl.prompts x rl.group ="
-                f" {self.num_answers} at every step: set it so, and training.batch_ramp to None"
+                f" {self.num_answers} at every step: set it so"
             )
         if training.sequence_length < self.max_tokens:
             raise ValueError(
                 f"training.sequence_length={training.sequence_length} must be at least"
                 f" rl.max_tokens={self.max_tokens}, and longer by the prompt"
-            )
-        if config.replicas.exchanges != "nothing" or config.watch.gradients_every:
-            raise ValueError(
-                "rl draws the answers of a step by the parameters of the step before: set replicas"
-                " to none and watch.gradients_every to 0"
             )

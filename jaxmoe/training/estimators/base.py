@@ -3,7 +3,7 @@
 """Socket `Gradients`: how a step gets its gradient.
 
     init(table)                               state before the first step; None for most
-    check(step), check_run, check_update      refusals, before anything is traced
+    check(step)                               refusals, before anything is traced
     compute(step, state, batch, first_row)    gradients of one step, and the state after it
 
 A member is a config. It reads the record of the step and the state before it, and changes neither:
@@ -22,13 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.state import GRADIENTS, TrainState
 
 if TYPE_CHECKING:
-    from jaxmoe.training.replicas import ReplicasKind
     from jaxmoe.training.step import Step
     from sharding.pipeline import Paths
 
@@ -80,52 +78,6 @@ class Gradients(abc.ABC):
     is_backward: ClassVar[bool] = False
     """Whether there is a backward pass, of whole layers and of each worker's rows."""
 
-    def check_run(self, replicas: ReplicasKind, gradients_every: int) -> None:
-        """Refuse what needs a backward pass, of the run or of each worker.
-
-        Args:
-            replicas: What the workers of the run exchange.
-            gradients_every: Steps between comparisons of gradients; 0 for none.
-
-        Raises:
-            ValueError: There is no backward pass, and gradients are exchanged or compared.
-        """
-        chosen = f"training.gradients:{self.name}"
-        if not self.is_backward and replicas.exchanges != "nothing":
-            raise ValueError(
-                f"{chosen} has no gradients for replicas:{replicas.name} to exchange: choose"
-                " replicas:none"
-            )
-        if not self.is_backward and gradients_every:
-            raise ValueError(
-                f"watch.gradients_every={gradients_every} compares gradients of backward passes,"
-                f" and {chosen} has none: set it to 0"
-            )
-
-    def check_update(self, optimizer: Optimizer, clip: float | None) -> None:
-        """Refuse an optimiser, or a limit of derivatives, that makes another method of it.
-
-        Args:
-            optimizer: Optimiser of the run.
-            clip: training.clip.
-
-        Raises:
-            ValueError: Names what the method is defined with.
-        """
-        chosen = f"training.gradients:{self.name}"
-        if self.optimizers and optimizer.name not in self.optimizers:
-            alternatives = " or ".join(f"optimizer:{name}" for name in self.optimizers)
-            raise ValueError(
-                f"optimizer:{optimizer.name} divides a gradient by its size, and {chosen} is"
-                f" defined by steps in proportion to the derivatives: choose {alternatives}"
-            )
-        if self.clips == "projection" and clip is not None:
-            raise ValueError(
-                f"training.clip={clip} limits each derivative along a direction, which is as large"
-                f" as the norm of the gradient, and leaves of {chosen} little more than signs: set"
-                " training.clip to None"
-            )
-
     def init(self, table: ParameterTable) -> Any:
         """Return the state before the first step; None for an estimator without one.
 
@@ -167,21 +119,6 @@ class Gradients(abc.ABC):
             ValueError: See the estimator.
         """
         del step
-
-    def check_clip(self, clip: float | None) -> None:
-        """Refuse a limit that means nothing for the estimator.
-
-        Args:
-            clip: training.clip.
-
-        Raises:
-            ValueError: There is one.
-        """
-        if clip is not None and self.clips == "nothing":
-            raise ValueError(
-                f"training.clip={clip} limits the norm of a gradient, and that of"
-                f" training.gradients:{self.name} has no meaning: set training.clip to None"
-            )
 
     def own_state(self, state: TrainState) -> Any:
         """Return the state of the member, which `init` made.

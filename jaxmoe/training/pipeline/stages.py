@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from jaxmoe import combinations
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import WHOLE
 from jaxmoe.layers.records import Stream, TokenInputs
@@ -144,34 +145,14 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
 
     Raises:
         ValueError: The stages do not divide the layers, the schedule does not fit the
-            micro-batches, or a feature needs the layers of all stages at once.
+            micro-batches, or another choice needs the layers of all stages at once.
     """
+    combinations.check(model=model, execution=execution)
     stages, pipeline = execution.mesh.stage, execution.pipeline
     if stages == 1:
-        if pipeline.chunks > 1:
-            raise ValueError(
-                f"execution.pipeline.chunks={pipeline.chunks} cuts the layers of a stage, and"
-                " execution.mesh.stage is 1: set execution.mesh.stage, or chunks to 1"
-            )
         return
-    if model.loop is not None:
-        raise ValueError(
-            f"model.loop.times={model.loop.times} calls layers again after the last of them, and"
-            f" execution.mesh.stage={stages} passes every micro-batch through them once:"
-            " set execution.mesh.stage to 1, or leave model.loop out"
-        )
-    if model.adapter is not None and model.adapter.has_view:
-        raise ValueError(
-            f"model.adapter:{model.adapter.name} rewrites parameters where they are used, which the"
-            f" stages of execution.mesh.stage={stages} do not: set execution.mesh.stage to 1"
-        )
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)
     pipeline.check(stages, accumulation)
-    if execution.telemetry == "detailed":
-        raise ValueError(
-            f"execution.telemetry=detailed compares layers of all stages, and"
-            f" execution.mesh.stage={stages} separates them: set execution.telemetry to brief"
-        )
     carried = model.carries(execution)
     wide = [name for name, array in carried.items() if not array.is_by_token]
     if wide:
@@ -180,18 +161,6 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
             f" earlier layers, which execution.mesh.stage={stages} would pass on between stages"
             " with every micro-batch: set execution.mesh.stage to 1, or model.attention to"
             " grouped_query"
-        )
-    if model.kinds[0].mixer.rows is not None:
-        raise ValueError(
-            f"model.attention {model.kinds[0].mixer.name!r} merges its streams behind the last"
-            f" layer, which the stages of execution.mesh.stage={stages} do not: set"
-            " execution.mesh.stage to 1"
-        )
-    if model.num_moe_layers and execution.dispatcher.moves_tokens:
-        raise ValueError(
-            f"execution.dispatcher {execution.dispatcher.name!r} with token_tables moves tokens"
-            f" from layer to layer, and execution.mesh.stage={stages} passes them on between"
-            " stages: leave token_tables out"
         )
 
 

@@ -220,15 +220,6 @@ def test_sequences_that_a_form_cannot_cut_are_refused(name):
     assert str(error.value) == text
 
 
-def test_seq_axis_without_a_form_is_refused():
-    with pytest.raises(ValueError) as error:
-        ExecutionConfig(mesh=MeshConfig(seq=2))
-    assert str(error.value) == (
-        "mesh.seq=2 needs a sequence-parallel attention, and sequence_parallel is 'none': set"
-        " mesh.seq to 1, or execution.sequence_parallel to auto"
-    )
-
-
 def test_usp_without_matching_fold_is_refused():
     with pytest.raises(ValueError) as error:
         ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=UlyssesRingConfig())

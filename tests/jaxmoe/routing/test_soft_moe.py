@@ -148,7 +148,7 @@ def test_incompatible_parts_are_refused():
         SoftMoEConfig(slots_per_expert=0)
     with pytest.raises(ValueError, match="evens the load by itself"):
         dataclasses.replace(MOE, balancers=(LoadBalanceConfig(),))
-    with pytest.raises(ValueError, match=r"model\.moe\.router=soft_moe lets later tokens decide"):
+    with pytest.raises(ValueError, match=r"model\.moe\.router:soft_moe lets later tokens decide"):
         dataclasses.replace(TINY, moe=MOE)
     router = CONFIG.build(num_experts=EXPERTS, top_k=2, embed_dim=WIDTH)
     inputs = RouterInputs(

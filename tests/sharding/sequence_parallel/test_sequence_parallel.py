@@ -182,8 +182,8 @@ REFUSALS = {
     "none": (
         NoSequenceParallelConfig(),
         {},
-        "mesh.seq=4 needs a sequence-parallel attention, and sequence_parallel is 'none': set"
-        " mesh.seq to 1, or execution.sequence_parallel to auto",
+        "mesh.seq cuts sequences into 4 parts, and this form has whole ones: set mesh.seq to 1, or"
+        " choose another form, such as auto",
     ),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from jaxmoe import combinations
 from jaxmoe.contrib.slow_links.fragments import SEPARATOR, Leaf
 from jaxmoe.contrib.slow_links.workers.arrays import Workers
 from jaxmoe.execution import ExecutionConfig
@@ -41,22 +42,7 @@ def workers_of(config: WorkersBase, execution: ExecutionConfig, site: int | None
             f"replicas {config.name!r} needs at least 2 workers, there is {number}: set"
             " execution.mesh.replica, or replicas.workers to train several on the same devices"
         )
-    if execution.mesh.stage > 1:
-        raise ValueError(
-            f"execution.mesh.stage={execution.mesh.stage} with replicas {config.name!r}: a"
-            " worker cannot be a pipeline yet: set execution.mesh.stage to 1"
-        )
-    if execution.rules in ("hybrid", "hierarchical", "nested"):
-        raise ValueError(
-            f"execution.rules={execution.rules} shares the state of all replicas out, and with"
-            f" replicas {config.name!r} each has its own: choose fully_sharded or zero2"
-        )
-    if execution.optimizer_memory != "device":
-        raise ValueError(
-            f"execution.optimizer_memory={execution.optimizer_memory} with replicas"
-            f" {config.name!r}: the optimisers of workers stay on their devices: set"
-            " execution.optimizer_memory to device"
-        )
+    combinations.check(replicas=config, execution=execution)
     return Workers(number, places > 1)
 
 

@@ -14,7 +14,7 @@ from jaxmoe.routing.capacity import CapacityConfig
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig
 from sharding.distributed import global_batch
-from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig
+from sharding.expert_parallel import AllToAllConfig
 from tests.jaxmoe.training.test_execution_invariance import (
     batch,
     loss_and_gradients,
@@ -69,13 +69,6 @@ def test_rows_that_do_not_halve_are_refused():
         check(TINY, (4, 511))
     with pytest.raises(ValueError, match="a cache was given"):
         check(TINY, (4, 512), has_cache=True)
-    with pytest.raises(ValueError, match="execution.halves=2 halves micro-batches"):
-        ExecutionConfig(mesh=MeshConfig(stage=2), halves=2)
-
-
-def test_a_dispatcher_that_drops_rows_is_refused():
-    with pytest.raises(ValueError, match="'all_to_all_dropping' drops what exceeds a bound of"):
-        ExecutionConfig(halves=2, dispatcher=AllToAllDroppingConfig())
 
 
 def test_a_choice_among_the_tokens_of_a_batch_is_refused():

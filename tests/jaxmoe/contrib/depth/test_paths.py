@@ -211,12 +211,11 @@ def test_steps_without_paths_are_refused(step, message):
     [
         (
             GPipeConfig(),
-            "execution.pipeline gpipe has no timetable for training.skipping: set"
-            " execution.pipeline to interleaved",
+            "gpipe has no timetable for micro-batches that leave out groups: take interleaved",
         ),
         (
             InterleavedConfig(weight_gradients="deferred"),
-            "execution.pipeline.weight_gradients=deferred is not available with training.skipping,"
+            "weight_gradients=deferred is not available where micro-batches leave out groups,"
             " whose timetable has idle ticks elsewhere: set it to at_once",
         ),
     ],

@@ -12,9 +12,8 @@ from jaxmoe.contrib.estimators.evolution import EvolutionConfig
 from jaxmoe.contrib.estimators.seed_pool import SeedPoolConfig
 from jaxmoe.contrib.estimators.spsa import SPSAConfig
 from jaxmoe.contrib.estimators.surrogate import SurrogateConfig
-from jaxmoe.contrib.slow_links import DiLoCoConfig
 from jaxmoe.optim import AdamWConfig, MuonHConfig, SGDConfig
-from jaxmoe.run.config import PretrainConfig, TrainingConfig, WatchConfig
+from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import make_plan
 from jaxmoe.training.estimators import BackpropConfig
 from tests.support.estimators import step_of
@@ -58,20 +57,6 @@ def test_flops_count_the_passes_of_the_estimator():
     assert ratio == pytest.approx(4.0)
 
 
-def test_exchanges_of_gradients_are_refused():
-    training = TrainingConfig(gradients=SPSAConfig())
-    with pytest.raises(ValueError, match=r"no gradients for replicas:diloco to exchange"):
-        PretrainConfig(training=training, replicas=DiLoCoConfig())
-    with pytest.raises(ValueError, match=r"watch.gradients_every=5 compares .* set it to 0"):
-        PretrainConfig(training=training, watch=WatchConfig(gradients_every=5))
-
-
-def test_clip_without_meaning_is_refused_by_the_config():
-    with pytest.raises(ValueError, match=r"training.clip=1.0 limits .* set training.clip to None"):
-        TrainingConfig(gradients=EvolutionConfig())
-    assert TrainingConfig(gradients=EvolutionConfig(), clip=None).clip is None
-
-
 @pytest.mark.parametrize("gradients", [SPSAConfig(), SeedPoolConfig()])
 def test_methods_of_gradient_descent_refuse_what_leaves_signs(gradients):
     training = TrainingConfig(gradients=gradients, clip=None)
@@ -83,12 +68,6 @@ def test_methods_of_gradient_descent_refuse_what_leaves_signs(gradients):
     with pytest.raises(ValueError, match=r"training.clip=1.0 .* set training.clip to None"):
         PretrainConfig(training=limited, optimizer=SGDConfig())
     assert PretrainConfig(training=training, optimizer=SGDConfig()).optimizer == SGDConfig()
-
-
-def test_sums_of_derivatives_hold_no_momentum():
-    training = TrainingConfig(gradients=SeedPoolConfig(), clip=None)
-    with pytest.raises(ValueError, match=r"optimizer.momentum=0.9 moves parameters beside"):
-        PretrainConfig(training=training, optimizer=SGDConfig(momentum=0.9))
 
 
 def test_configs_without_an_estimator_mean_backpropagation():

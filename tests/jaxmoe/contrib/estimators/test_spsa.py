@@ -268,13 +268,16 @@ def test_wrong_numbers_are_refused(given, text):
 @pytest.mark.parametrize(
     ("execution", "text"),
     [
-        (ExecutionConfig(mesh=MeshConfig(stage=2)), r"execution.mesh.stage=2 must be 1"),
+        (ExecutionConfig(mesh=MeshConfig(stage=2)), r"execution.mesh.stage=2 is one"),
         (ExecutionConfig(mesh=MeshConfig(), rules="zero2"), r"execution.rules=zero2 gathers"),
         (
             ExecutionConfig(mesh=MeshConfig(replica=2), rules="hybrid"),
             r"execution.rules=hybrid cuts them over replicas",
         ),
-        (ExecutionConfig(mesh=MeshConfig(), telemetry="detailed"), r"set it to brief"),
+        (
+            ExecutionConfig(mesh=MeshConfig(), telemetry="detailed"),
+            r"telemetry to brief",
+        ),
     ],
 )
 def test_executions_without_a_forward_pass_are_refused(execution, text):

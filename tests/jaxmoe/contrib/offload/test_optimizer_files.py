@@ -20,12 +20,10 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
-from jaxmoe.run.config import CheckpointConfig, PretrainConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step
-from sharding import MeshConfig
 from tests.support.tolerances import assert_close
 
 MODEL = ModelConfig(
@@ -258,23 +256,3 @@ def test_a_directory_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
 def test_a_directory_belongs_to_one_run(files):
     with pytest.raises(ValueError, match="another run"):
         PartFiles(files[0].files.directory, files[0].files.layouts)
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"mesh": MeshConfig(stage=2)}, "mesh.stage=2 splits layers"),
-        ({"parameter_memory": "host", "remat": "full"}, "set parameter_memory to device"),
-        ({"telemetry": "detailed"}, "set telemetry to brief"),
-        ({"optimizer_memory": "host", "optimizer_directory": "x"}, "is not used"),
-    ],
-)
-def test_what_files_cannot_do_is_refused(fields, words):
-    with pytest.raises(ValueError, match=words):
-        ExecutionConfig(**({"optimizer_memory": "files"} | fields))
-
-
-@pytest.mark.parametrize("fields", [{"recompute": 5}, {"snapshot_every": 5}])
-def test_copies_of_a_state_in_files_are_refused(fields):
-    with pytest.raises(ValueError, match=f"checkpoint.{next(iter(fields))}=5 copies"):
-        PretrainConfig(execution=FILES, checkpoint=CheckpointConfig(**fields))

@@ -28,7 +28,7 @@ from jaxmoe.contrib.slow_links.sites.config import VARIABLE
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.run import Run
-from jaxmoe.run.config import CheckpointConfig, TrainingConfig, WatchConfig
+from jaxmoe.run.config import CheckpointConfig, TrainingConfig
 from jaxmoe.training.replicas import SynchronousConfig
 from sharding.mesh import MeshConfig
 from tests.jaxmoe.run.test_run import config
@@ -254,16 +254,6 @@ REFUSED = {
         "training.batch_size=16 must be divisible by the 4 workers of replicas 'diloco' times"
         " training.accumulation=1 times the 8 devices that share the rows of a worker: choose a"
         " multiple of 32",
-    ),
-    "gradients": (
-        _config(TWO, watch=WatchConfig(gradients_every=2)),
-        "watch.gradients_every=2 compares gradients of equal parameters, and workers of replicas"
-        " 'diloco' have their own: set watch.gradients_every to 0",
-    ),
-    "average": (
-        _config(TWO, checkpoint=CheckpointConfig(on_lost_stage="average")),
-        "checkpoint.on_lost_stage=average weighs layers by the gradients of one model, and replicas"
-        " 'diloco' trains 2: set checkpoint.on_lost_stage to fail",
     ),
     "alone": (
         _config(DiLoCoConfig()),

@@ -19,10 +19,7 @@ from jaxmoe.data.chat import Message, read_messages
 from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.reading import rows as reading
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, TrainedConfig
-from jaxmoe.run.config import PretrainConfig, TrainingConfig
-from jaxmoe.training import MaskedDiffusionConfig
 from tests.jaxmoe.data.chat.tokenizers_with_templates import write_tokenizer
-from tests.support.models import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -179,15 +176,6 @@ def test_files_that_are_no_conversations_are_refused():
 def test_fields_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ChatConfig(path=("a.jsonl",), **fields)
-
-
-def test_objective_that_reads_no_weights_is_refused():
-    training = TrainingConfig(objective=MaskedDiffusionConfig())
-    attention = dataclasses.replace(TINY.attention, is_causal=False)
-    model = dataclasses.replace(TINY, attention=attention)
-    with pytest.raises(ValueError, match="objective:masked_diffusion predicts every token, and"):
-        PretrainConfig(data=ChatConfig(), training=training, model=model)
-    PretrainConfig(data=ChatConfig(train_on="all"), training=training, model=model)
 
 
 def _directory(settings, jinja=None):

@@ -39,7 +39,6 @@ def test_the_execution_and_the_adapter_name_the_member():
     ("execution", "text"),
     [
         (dataclasses.replace(STAGES, pipeline=InterleavedConfig(chunks=4)), "chunks"),
-        (dataclasses.replace(STAGES, telemetry="detailed"), "telemetry"),
     ],
 )
 def test_what_a_pipeline_cannot_train_is_refused_where_the_step_is_made(execution, text):

@@ -15,8 +15,8 @@ import optax
 import pytest
 
 from jaxmoe.adapters import AdaLoraConfig
-from jaxmoe.contrib.adapters.average import Averaging, BalancedAverageConfig
 from jaxmoe.catalog.run_parts import STEP_PARTS
+from jaxmoe.contrib.adapters.average import Averaging, BalancedAverageConfig
 from jaxmoe.contrib.survival.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.optim import adamw
 from jaxmoe.training import parts

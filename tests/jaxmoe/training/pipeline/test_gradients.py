@@ -286,8 +286,7 @@ def test_routing_statistics_equal_those_without_stages():
         (
             {"mesh": MeshConfig(), "pipeline": InterleavedConfig(chunks=2)},
             4,
-            r"execution\.pipeline\.chunks=2 cuts the layers of a stage, and execution\.mesh\.stage"
-            r" is 1",
+            r"chunks=2 cuts the layers of a stage, and execution\.mesh\.stage=1 has one",
         ),
         (
             {"mesh": MeshConfig(stage=2), "telemetry": "detailed"},

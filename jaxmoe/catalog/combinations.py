@@ -1,0 +1,32 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Says which choices load the rows of a vertical about what does not combine.
+
+`jaxmoe/combinations.py` reads the table and imports the rows of a vertical when a config makes one
+of its choices.
+
+To add a vertical: `jaxmoe/contrib/<vertical>/combinations.py` with ROWS, and a row here for each of
+its choices.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_ESTIMATORS: Final = "jaxmoe.contrib.estimators.combinations:ROWS"
+_DEPTH: Final = "jaxmoe.contrib.depth.combinations:ROWS"
+_OFFLOAD: Final = "jaxmoe.contrib.offload.combinations:ROWS"
+_SLOW_LINKS: Final = "jaxmoe.contrib.slow_links.combinations:ROWS"
+
+ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
+    ("execution.halves", (2,), _DEPTH),
+    ("model.loop", (), _DEPTH),
+    ("execution.parameter_memory", ("host",), _OFFLOAD),
+    ("execution.optimizer_memory", ("files",), _OFFLOAD),
+    ("execution.optimizer_directory", (), _OFFLOAD),
+    ("training.skipping", (), _DEPTH),
+    ("training.gradients.is_backward", (False,), _ESTIMATORS),
+    ("replicas.exchanges", ("parameters", "gradients"), _SLOW_LINKS),
+)
+"""Dotted path of a choice, names of its members or its values (any value that is set where there
+are none), and the address of the rows."""

@@ -1,0 +1,98 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of what does not combine with state outside of the devices; see `jaxmoe.combinations`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jaxmoe.combinations import Choice, Row, above, differs, equals, is_set
+from sharding.state_layouts import STATE_LAYOUTS
+
+_HOST: Final = equals("execution.parameter_memory", "host")
+_FILES: Final = equals("execution.optimizer_memory", "files")
+_STAGES: Final = above("execution.mesh.stage", 1)
+_LAYOUTS: Final = tuple(name for name, layout in STATE_LAYOUTS.items() if layout.is_streamable)
+
+
+def _file_row(choice: Choice, reason: str, way_out: str) -> Row:
+    """Return a row about optimiser state in files."""
+    return Row(_FILES, choice, reason, f"{way_out}, or execution.optimizer_memory to host")
+
+
+def _host_row(choice: Choice, reason: str, way_out: str) -> Row:
+    """Return a row about parameters in host memory."""
+    reason = f"{{first}} brings the parameters of layers one at a time, and {reason}"
+    return Row(_HOST, choice, reason, f"{way_out}, or execution.parameter_memory to device")
+
+
+ROWS: Final = (
+    Row(
+        is_set("execution.optimizer_directory"),
+        differs("execution.optimizer_memory", "files"),
+        "{first} is not used with {second}",
+        "leave it out, or set execution.optimizer_memory to files",
+    ),
+    _file_row(
+        _STAGES,
+        "{first} updates one part after another, and {second} splits layers over devices",
+        "set execution.mesh.stage to 1",
+    ),
+    _file_row(
+        _HOST,
+        "{first} updates one part after another, and {second} brings parameters with state in host"
+        " memory",
+        "set execution.parameter_memory to device",
+    ),
+    _file_row(
+        differs("execution.telemetry", "brief"),
+        "{first} updates one part after another, and {second} compares the parameters with all of"
+        " their updates",
+        "set execution.telemetry to brief",
+    ),
+    _file_row(
+        is_set("checkpoint.recompute"),
+        "{second} copies the optimizer state, and {first} keeps it out of memory",
+        "set checkpoint.recompute to 0",
+    ),
+    _file_row(
+        is_set("checkpoint.snapshot_every"),
+        "{second} copies the optimizer state, and {first} keeps it out of memory",
+        "set checkpoint.snapshot_every to 0",
+    ),
+    _file_row(
+        equals("checkpoint.on_lost_stage", "average"),
+        "{second} keeps gradient norms, and {first} writes parameters over the gradients",
+        "set checkpoint.on_lost_stage to fail",
+    ),
+    _host_row(
+        differs("execution.remat", "full", "offload"),
+        "{second} keeps values made of them for the backward pass",
+        "set execution.remat to full or offload",
+    ),
+    _host_row(
+        differs("execution.remat_dense", "full", "offload"),
+        "{second} keeps values made of them for the backward pass",
+        "set execution.remat_dense to full or offload",
+    ),
+    _host_row(
+        equals("execution.optimizer_memory", "device"),
+        "{second} updates all of them at once",
+        "set execution.optimizer_memory to host",
+    ),
+    _host_row(
+        _STAGES,
+        "{second} keeps those of a stage on its devices",
+        "set execution.mesh.stage to 1",
+    ),
+    _host_row(
+        differs("execution.rules", *_LAYOUTS),
+        "{second} lays all of them out again in a step",
+        f"set execution.rules to {' or '.join(_LAYOUTS)}",
+    ),
+    _host_row(
+        differs("execution.telemetry", "brief"),
+        "{second} compares all of them with their updates",
+        "set execution.telemetry to brief",
+    ),
+)

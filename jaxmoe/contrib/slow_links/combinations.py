@@ -1,0 +1,72 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of what does not combine with workers that communicate rarely; see `jaxmoe.combinations`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jaxmoe.combinations import Row, above, differs, equals, is_set, that, trait
+
+_WORKERS: Final = that("replicas", "with workers", lambda method: method.exchanges != "nothing")
+_MERGED: Final = that(
+    "replicas", "with merged parameters", lambda method: method.exchanges == "parameters"
+)
+
+ROWS: Final = (
+    Row(
+        _WORKERS,
+        above("execution.mesh.stage", 1),
+        "{second} with {first}: a worker cannot be a pipeline yet",
+        "set execution.mesh.stage to 1",
+    ),
+    Row(
+        _WORKERS,
+        equals("execution.rules", "hybrid", "hierarchical", "nested"),
+        "{second} shares the state of all replicas out, and with {first} each has its own",
+        "choose fully_sharded or zero2",
+    ),
+    Row(
+        _WORKERS,
+        differs("execution.optimizer_memory", "device"),
+        "{second} with {first}: the optimisers of workers stay on their devices",
+        "set execution.optimizer_memory to device",
+    ),
+    Row(
+        _WORKERS,
+        trait("data", "packs_levels", "`levels`", shown="data.packing"),
+        "{second} packs the batch of all devices, and {first} gives each worker a batch of its own",
+        "set data.packing to best_fit",
+    ),
+    Row(
+        _WORKERS,
+        equals("checkpoint.on_lost_stage", "average"),
+        "{second} weighs layers by the gradients of one model, and {first} trains several",
+        "set checkpoint.on_lost_stage to fail",
+    ),
+    Row(
+        _WORKERS,
+        is_set("watch.gradients_every"),
+        "{second} compares gradients of equal parameters, and workers of {first} have their own",
+        "set watch.gradients_every to 0",
+    ),
+    Row(
+        _WORKERS,
+        trait("training.gradients", "is_backward", "without a backward pass", value=False),
+        "{second} has no gradients for {first} to exchange",
+        "choose replicas:none",
+    ),
+    Row(
+        _MERGED,
+        is_set("training.average"),
+        "{first} merges the parameters of workers, and {second} averages those of one",
+        "choose replicas:none, or leave out training.average",
+    ),
+    Row(
+        _WORKERS,
+        is_set("rl"),
+        "rl draws the answers of a step by the parameters of the step before, and {first} has"
+        " workers with parameters of their own",
+        "choose replicas:none",
+    ),
+)

@@ -1,0 +1,283 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Each row of what does not combine: its config is refused in words, and the way out is accepted.
+
+To add a row: its example in EXAMPLES, the fields that make both choices and those of the way out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from jaxmoe import combinations
+from jaxmoe.catalog import choice
+from jaxmoe.configs import from_json, to_json
+from jaxmoe.contrib.depth.loop import LoopConfig
+from jaxmoe.contrib.depth.skipping import SkippingConfig
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.routing import CapacityConfig
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.training.batch_ramp import BatchRampConfig
+from sharding import MoEMesh
+from tests.support.dotted import changed
+from tests.support.source_tree import ROOT
+
+Fields = Mapping[str, Any]
+
+
+def run(fields: Fields) -> PretrainConfig:
+    """Return the config of a run with some fields."""
+    return changed(PretrainConfig(), fields)
+
+
+HALO = {"execution.precision.matmul": choice("matmul", "halo")()}
+FULL = {"execution.precision.matmul": choice("matmul", "full")()}
+STAGES = {"execution.mesh.stage": 2}
+LEVELS = {"data": choice("data", "files")(path=("*.txt",), packing="levels")}
+BEST_FIT = {"data.packing": "best_fit"}
+ONE_STAGE = {"execution.mesh.stage": 1}
+BRIEF = {"execution.telemetry": "brief"}
+DETAILED = {"execution.telemetry": "detailed"}
+HALVES = {"execution.halves": 2}
+ONE_HALF = {"execution.halves": 1}
+SKIPPING = {
+    "training.skipping": SkippingConfig(groups=4, ratio=0.25),
+    "training.accumulation": 2,
+    "model.num_layers": 4,
+}
+NO_SKIPPING = {"training.skipping": None}
+FORWARD = {
+    "training.gradients": choice("gradients", "evolution")(),
+    "training.clip": None,
+    "optimizer": choice("optimizer", "sgd")(),
+}
+SEED_POOL = FORWARD | {"training.gradients": choice("gradients", "seed_pool")()}
+BACKPROP = {"training.gradients": choice("gradients", "backprop")()}
+FILES = {"execution.optimizer_memory": "files"}
+IN_HOST = {"execution.optimizer_memory": "host"}
+HOST = {
+    "execution.parameter_memory": "host",
+    "execution.optimizer_memory": "host",
+    "execution.remat": "full",
+}
+ON_DEVICE = {"execution.parameter_memory": "device"}
+WORKERS = {"replicas": choice("replicas", "diloco")()}
+NO_WORKERS = {"replicas": choice("replicas", "none")()}
+ANSWERS = {
+    "training.objective": choice("objective", "policy_gradient")(),
+    "rl": RolloutsConfig(prompts=4, group=4, max_tokens=16),
+}
+STREAMS = {"model.attention": choice("mixer", "parallel_streams")()}
+RING = {"execution.tensor_products": choice("tensor_products", "ring")()}
+WHOLE = {"execution.tensor_products": choice("tensor_products", "whole")()}
+
+EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
+    ({"execution.pipeline.chunks": 2, "execution.mesh.data": 8}, {"execution.pipeline.chunks": 1}),
+    (STAGES | {"model.adapter": choice("adapter", "lift")()}, ONE_STAGE),
+    (STAGES | DETAILED, BRIEF),
+    (
+        STAGES | {"execution.dispatcher": choice("dispatcher", "all_to_all")(token_tables="t")},
+        {"execution.dispatcher.token_tables": None},
+    ),
+    (STAGES | LEVELS, BEST_FIT),
+    (STAGES | IN_HOST | {"execution.optimizer_parts": 2}, {"execution.optimizer_parts": 1}),
+    (STAGES | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    ({"execution.optimizer_parts": 2}, IN_HOST),
+    (RING | HALO, FULL),
+    (RING | {"execution.precision.weights": "w8a16"}, WHOLE),
+    ({"execution.kernels.grouped_swiglu": "reference"} | HALO, FULL),
+    ({"execution.kernels.quantized_matmul": "reference"}, HALO),
+    ({"execution.kernels.grouped_matmul": "reference"}, HALO),
+    (
+        {"execution.mesh.seq": 2},
+        {"execution.sequence_parallel": choice("sequence_parallel", "auto")()},
+    ),
+    (
+        {
+            "model.has_tied_embeddings": True,
+            "parameterization": choice("parameterization", "hyperp")(),
+        },
+        {"parameterization.tied_embeddings": "adamw"},
+    ),
+    (
+        {
+            "model.moe.router": choice("router", "expert_choice")(),
+            "model.moe.gate": choice("gate", "softmax")(),
+            "model.moe.balancers": (),
+        },
+        {
+            "model.attention.is_causal": False,
+            "training.objective": choice("objective", "masked_diffusion")(),
+        },
+    ),
+    ({"training.batch_ramp": BatchRampConfig(stages=1)} | LEVELS, BEST_FIT),
+    (
+        {
+            "training.objective": choice("objective", "masked_diffusion")(),
+            "model.attention.is_causal": False,
+            "data": choice("data", "chat")(path=("*.jsonl",)),
+        },
+        {"data.train_on": "all"},
+    ),
+    (
+        {"training.objective": ANSWERS["training.objective"]},
+        {"rl": ANSWERS["rl"]},
+    ),
+    (
+        {"rl": ANSWERS["rl"]},
+        {"training.objective": ANSWERS["training.objective"]},
+    ),
+    (
+        ANSWERS | {"training.batch_ramp": BatchRampConfig(stages=1)},
+        {"training.batch_ramp": None},
+    ),
+    (ANSWERS | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    (
+        {
+            "checkpoint.initial": "runs/a",
+            "checkpoint.initial_state": "all",
+            "checkpoint.initial_mapping": "rules.py",
+        },
+        {"checkpoint.initial_mapping": None},
+    ),
+    ({"checkpoint.initial_step": 0}, {"checkpoint.initial": "runs/a"}),
+    ({"checkpoint.initial_mapping": "rules.py"}, {"checkpoint.initial": "runs/a"}),
+    ({"checkpoint.initial_state": "all"}, {"checkpoint.initial": "runs/a"}),
+    # Halves, loops and mixers.
+    (STAGES | {"model.loop": LoopConfig()}, {"model.loop": None}),
+    (STAGES | STREAMS, ONE_STAGE),
+    (HALVES | STAGES, ONE_STAGE),
+    (
+        HALVES | {"execution.dispatcher": choice("dispatcher", "all_to_all_dropping")()},
+        {"execution.dispatcher": choice("dispatcher", "all_to_all")()},
+    ),
+    (HALVES | STREAMS, ONE_HALF),
+    (HALVES | {"model.moe.capacity": CapacityConfig()}, {"model.moe.capacity": None}),
+    (
+        HALVES | {"model.moe.router": choice("router", "sinkhorn")(), "model.moe.balancers": ()},
+        ONE_HALF,
+    ),
+    # State outside of the devices.
+    ({"execution.optimizer_directory": "state"}, FILES),
+    (FILES | STAGES, ONE_STAGE),
+    (FILES | HOST | FILES, ON_DEVICE),
+    (FILES | DETAILED, BRIEF),
+    (FILES | {"checkpoint.recompute": 5}, {"checkpoint.recompute": 0}),
+    (FILES | {"checkpoint.snapshot_every": 5}, IN_HOST),
+    (FILES | {"checkpoint.on_lost_stage": "average"}, {"checkpoint.on_lost_stage": "fail"}),
+    (HOST | {"execution.remat": "dots"}, {"execution.remat": "offload"}),
+    (HOST | {"execution.remat_dense": "none"}, {"execution.remat_dense": "full"}),
+    (HOST | {"execution.optimizer_memory": "device"}, IN_HOST),
+    (HOST | STAGES, ONE_STAGE),
+    (HOST | {"execution.rules": "zero1"}, {"execution.rules": "fully_sharded"}),
+    (HOST | DETAILED, ON_DEVICE),
+    # Gradients.
+    (FORWARD | STAGES, ONE_STAGE),
+    (SKIPPING | FORWARD, NO_SKIPPING),
+    (SKIPPING | {"training.accumulation": 1}, {"training.accumulation": 2}),
+    (
+        SKIPPING | {"execution.mesh.stage": 4, "execution.pipeline": choice("pipeline", "gpipe")()},
+        {"execution.pipeline": choice("pipeline", "interleaved")()},
+    ),
+    (
+        SKIPPING | {"execution.mesh.stage": 4, "execution.pipeline.weight_gradients": "deferred"},
+        {"execution.pipeline.weight_gradients": "at_once"},
+    ),
+    (
+        SKIPPING
+        | {
+            "training.skipping": SkippingConfig(groups=4, ratio=0.0, order="swapped_ends"),
+            "execution.mesh.data": 8,
+        },
+        {"execution.mesh.stage": 4},
+    ),
+    (
+        SKIPPING | {"training.accumulated_balance": "two_pass"},
+        {"training.accumulated_balance": "buffer"},
+    ),
+    (SKIPPING | DETAILED, BRIEF),
+    (SKIPPING | LEVELS, BEST_FIT),
+    (FORWARD | DETAILED, BRIEF),
+    (FORWARD | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    (FORWARD | LEVELS, BEST_FIT),
+    (
+        FORWARD | {"execution.mesh.replica": 2, "execution.rules": "hybrid"},
+        {"execution.rules": "fully_sharded"},
+    ),
+    (
+        FORWARD
+        | {
+            "execution.mesh.replica": 2,
+            "execution.mesh.data": 4,
+            "execution.fold": MoEMesh(expert=2),
+        },
+        {"execution.mesh.replica": 1},
+    ),
+    (FORWARD | {"training.clip": 1.0}, {"training.clip": None}),
+    (SEED_POOL | {"training.clip": 1.0}, {"training.clip": None}),
+    (
+        SEED_POOL | {"optimizer": choice("optimizer", "adamw")(weight_decay=0.0)},
+        {"optimizer": choice("optimizer", "sgd")()},
+    ),
+    (SEED_POOL | {"optimizer.momentum": 0.9}, {"optimizer.momentum": 0.0}),
+    (SEED_POOL | {"optimizer.weight_decay": 0.1}, {"optimizer.weight_decay": 0.0}),
+    # Workers.
+    (WORKERS | STAGES, ONE_STAGE),
+    (WORKERS | {"execution.rules": "hybrid"}, {"execution.rules": "zero2"}),
+    (WORKERS | IN_HOST, {"execution.optimizer_memory": "device"}),
+    (WORKERS | LEVELS, BEST_FIT),
+    (WORKERS | {"checkpoint.on_lost_stage": "average"}, {"checkpoint.on_lost_stage": "fail"}),
+    (WORKERS | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    (WORKERS | FORWARD, NO_WORKERS),
+    (WORKERS | {"training.average": choice("average", "fixed")()}, NO_WORKERS),
+    (WORKERS | ANSWERS, NO_WORKERS),
+)
+"""Fields that make both choices of a row, and those of the way out."""
+
+
+def rows_of(fields: Fields) -> dict[int, str]:
+    """Return the refusals of a config, which is made without checks, by the place of the row."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combinations, "_check", lambda config, names: None)
+        config = run(fields)
+    messages = {place: row.refusal(config) for place, row in enumerate(ALL)}
+    return {place: message for place, message in messages.items() if message is not None}
+
+
+ALL = [row for rows in combinations.all_rows().values() for row in rows]
+
+
+@pytest.mark.parametrize(("fields", "way_out"), EXAMPLES, ids=range(len(EXAMPLES)))
+def test_a_row_is_refused_in_words_and_its_way_out_is_accepted(fields, way_out):
+    ((place, message),) = rows_of(fields).items()
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        run(fields)
+    choices = (ALL[place].first, ALL[place].second)
+    assert ": " in message and "{" not in message
+    assert all((one.shown or one.path).split(".")[-1] in message for one in choices), message
+    fields = {path: value for path, value in fields.items() if path not in way_out}
+    config = run({**fields, **way_out})
+    assert from_json(PretrainConfig, to_json(config)) == config
+
+
+def test_every_row_has_an_example():
+    places = {place for fields, _ in EXAMPLES for place in rows_of(fields)}
+    missing = [row for place, row in enumerate(ALL) if place not in places]
+    assert not missing, [f"{row.first.text} x {row.second.text}" for row in missing]
+    assert len(EXAMPLES) == len(ALL)
+
+
+def test_the_page_lists_every_row(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / ".docs"))
+    import combination_page
+
+    combination_page.write(tmp_path)
+    lines = (tmp_path / "combinations.md").read_text(encoding="utf-8").splitlines()
+    for row in ALL:
+        assert combination_page.line(row) in lines
+    assert sum(line.startswith("| `") for line in lines) == len(ALL)
+    assert not [line for line in lines if "{" in line]
