@@ -38,7 +38,7 @@ from jaxmoe.models.config import (
 from jaxmoe.optim import OPTIMIZERS, LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import BALANCERS, GATES, METHODS, CapacityConfig, SoftmaxGateConfig
-from jaxmoe.run.assemble import assemble
+from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import Plan, make_plan
 from jaxmoe.scaling import PARAMETERIZATIONS
@@ -110,13 +110,34 @@ def check(rng: np.random.Generator, place: pathlib.Path, *, staged: float = SHAR
             return Outcome("refused", refusal(error))
         roles = draw_frozen(rng.spawn(1)[0], assembly.plan.table)
         print(describe(config) + f", frozen {', '.join(roles)}" * bool(roles), flush=True)
-        plain = dataclasses.replace(config, execution=on_one_device(config.execution))
-        plan, alone = (freeze(one, roles) for one in (assembly.plan, make_plan(plain)))
-        values = parameters(alone, rng)
-        rows = [assembly.loader.batch(step) for step in range(STEPS)]
-        found = Steps(plan, assembly.execution, assembly.mesh).run(values, rows)
-        steps = Steps(alone, alone.config.execution, None)
-        wanted = steps.run(values, rows)
+        return compare(assembly, rng, roles)
+
+
+def compare(
+    assembly: Assembly,
+    rng: np.random.Generator,
+    roles: tuple[str, ...] = (),
+    num_steps: int = STEPS,
+) -> Outcome:
+    """Compare steps of a run on its mesh with those of one device that computes plainly.
+
+    Args:
+        assembly: Run on its mesh.
+        rng: Generator of the parameters.
+        roles: Roles that are not trained.
+        num_steps: Number of steps.
+
+    Raises:
+        AssertionError: A value differs by more than rounding explains.
+    """
+    config = assembly.plan.config
+    plain = dataclasses.replace(config, execution=on_one_device(config.execution))
+    plan, alone = (freeze(one, roles) for one in (assembly.plan, make_plan(plain)))
+    values = parameters(alone, rng)
+    rows = [assembly.loader.batch(step) for step in range(num_steps)]
+    found = Steps(plan, assembly.execution, assembly.mesh).run(values, rows)
+    steps = Steps(alone, alone.config.execution, None)
+    wanted = steps.run(values, rows)
     assert np.isfinite(wanted["metrics"][0]["loss"]), "the loss of one device is not finite"
     errors = differences(found, wanted, config)
     far = {name: pair for name, pair in errors.items() if pair[0] > pair[1]}
@@ -367,7 +388,13 @@ class Steps:
         )
         self.begin = jax.jit(
             lambda params: state_around(
-                plan.model, plan.optimizer, execution, params, jax.random.key(7)
+                plan.model,
+                plan.optimizer,
+                execution,
+                params,
+                jax.random.key(7),
+                training.step_gradients,
+                training.step_parts,
             )
         )
 

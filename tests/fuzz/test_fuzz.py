@@ -16,8 +16,9 @@ import pytest
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig
+from sharding import MeshConfig
 from sharding.state_layouts import STATE_LAYOUTS
-from tests.fuzz import meshes
+from tests.fuzz import meshes, pairs
 from tests.fuzz.draws import KINDS, Failure, run
 from tests.fuzz.frozen import draw_frozen, freeze
 from tests.fuzz.outcome import Outcome, refusal
@@ -74,6 +75,14 @@ def test_draws_with_stages_reach_every_choice():
     assert seen["dispatcher"] == set(meshes.DISPATCHERS)
     assert seen["kernels"] == {None, "reference"}
     assert {1, 2, 4, 8} <= seen["accumulation"]
+
+
+def test_pairs_are_of_two_fields_and_in_no_row():
+    draws = [pairs.draw(np.random.default_rng((0, index))) for index in range(100)]
+    assert not any(pairs.is_in_table(fields) for fields in draws)
+    assert pairs.is_in_table({"execution.mesh": MeshConfig(stage=2), "execution.halves": 2})
+    seen = {path for fields in draws for path in fields}
+    assert {"execution.mesh", "model.adapter", "training.gradients", "execution.rules"} <= seen
 
 
 def test_frozen_roles_are_not_trained_and_the_others_are():

@@ -1,0 +1,199 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws two choices that no row of `jaxmoe/combinations.py` refuses, and compares a step.
+
+A small run makes both choices on 8 devices, and on one device where neither names the mesh. The
+step must be that of one device that computes plainly: what the table does not name combines. A
+refusal that is no row is an outcome of its own, `refused`: a size that does not divide, or a row
+that is missing.
+
+To add a choice: a row in CHOICES of `tests/fuzz/pairs.py`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmoe import combinations
+from jaxmoe.catalog import choice, names
+from jaxmoe.contrib.depth.loop import LoopConfig
+from jaxmoe.contrib.depth.skipping import SkippingConfig
+from jaxmoe.data import MarkovConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import LinearConfig
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.routing import CapacityConfig
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from sharding import MeshConfig, MoEMesh
+from sharding.state_layouts import STATE_LAYOUTS
+from tests.fuzz.meshes import compare
+from tests.fuzz.outcome import Outcome, pick, refusal
+from tests.support.dotted import changed
+
+Fields = Mapping[str, Any]
+
+BASE = PretrainConfig(
+    model=ModelConfig(
+        vocab_size=32,
+        num_layers=4,
+        embed_dim=32,
+        attention=AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=8),
+        moe=MoEConfig(num_experts=8, top_k=2, expert_dim=16),
+        dense_dim=32,
+    ),
+    data=MarkovConfig(order=1, vocab_size=16),
+    training=TrainingConfig(
+        steps=8, batch_size=16, sequence_length=16, accumulation=2, max_norm_ratio=None
+    ),
+    schedule=LinearConfig(warmup_steps=1),
+    execution=ExecutionConfig(precision=PrecisionPolicy(compute="float32")),
+    evaluation=EvaluationConfig(batches=1, batch_size=8),
+)
+FORWARD = {"training.clip": None, "optimizer": choice("optimizer", "sgd")()}
+HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
+
+
+def _members(path: str, kind: str) -> tuple[Fields, ...]:
+    """Return one choice for each member of a kind."""
+    return tuple({path: choice(kind, name)()} for name in names(kind))
+
+
+def _router(name: str) -> Fields:
+    """Return the choice of a router, with the gate that fits it and without balancers."""
+    router = choice("router", name)()
+    gate = "softmax" if router.traits.has_own_gates else "renormalized"
+    return {
+        "model.moe.router": router,
+        "model.moe.gate": choice("gate", gate)(),
+        "model.moe.balancers": (),
+    }
+
+
+MESHES: tuple[Fields, ...] = (
+    {"execution.mesh": MeshConfig(data=8)},
+    {"execution.mesh": MeshConfig(data=2, expert=4)},
+    {"execution.mesh": MeshConfig(data=4, tensor=2)},
+    {"execution.mesh": MeshConfig(replica=2, data=4)},
+    {"execution.mesh": MeshConfig(stage=2, data=4)},
+    {"execution.mesh": MeshConfig(stage=4, data=2)},
+    {"execution.mesh": MeshConfig(data=4), "execution.fold": MoEMesh(expert=2)},
+    *(
+        {
+            "execution.mesh": MeshConfig(data=4, seq=2),
+            "execution.sequence_parallel": choice("sequence_parallel", name)(),
+        }
+        for name in ("auto", "ring", "ulysses", "all_gather", "token_ring")
+    ),
+)
+CHOICES: Mapping[str, tuple[Fields, ...]] = {
+    "mesh": MESHES,
+    "rules": tuple({"execution.rules": name} for name in STATE_LAYOUTS),
+    "dispatcher": _members("execution.dispatcher", "dispatcher"),
+    "pipeline": (
+        {"execution.pipeline": choice("pipeline", "gpipe")()},
+        {"execution.pipeline": choice("pipeline", "interleaved")(chunks=2)},
+        {"execution.pipeline": choice("pipeline", "interleaved")(weight_gradients="deferred")},
+    ),
+    "remat": tuple({"execution.remat": name} for name in ("full", "dots", "offload")),
+    "memory": (
+        {"execution.optimizer_memory": "host"},
+        {"execution.optimizer_memory": "host", "execution.optimizer_parts": 2},
+        {
+            "execution.optimizer_memory": "host",
+            "execution.parameter_memory": "host",
+            "execution.remat": "full",
+        },
+    ),
+    "telemetry": ({"execution.telemetry": "detailed"},),
+    "unroll": ({"execution.unroll": 2},),
+    "loss_chunk": ({"execution.loss_chunk": 8},),
+    "tensor_products": _members("execution.tensor_products", "tensor_products"),
+    "kernels": tuple({"execution.kernels.attention": name} for name in ("xla", "reference")),
+    "attention": (
+        {"model.attention": choice("mixer", "latent")(num_heads=8)},
+        {"model.attention": choice("mixer", "shared_keys")(**HEADS)},
+        {"model.attention": choice("mixer", "parallel_streams")(**HEADS)},
+        {"model.attention": AttentionConfig(**HEADS, window=5)},
+        {"model.layers": (LayerConfig(), LayerConfig(mixer=choice("mixer", "mamba")()))},
+        {"model.layers": (LayerConfig(), LayerConfig(mixer=choice("mixer", "mamba2")()))},
+    ),
+    "loop": ({"model.loop": LoopConfig(first=1, last=2)},),
+    "residual": _members("model.residual", "residual"),
+    "dense_layers": ({"model.dense_layers": (0,)},),
+    "tied": ({"model.has_tied_embeddings": True},),
+    "router": tuple(map(_router, names("router"))),
+    "capacity": ({"model.moe.capacity": CapacityConfig(factor=1.5)},),
+    "shared": ({"model.moe.num_shared_experts": 1},),
+    "adapter": _members("model.adapter", "adapter"),
+    "optimizer": _members("optimizer", "optimizer"),
+    "accumulation": ({"training.accumulation": 1}, {"training.accumulation": 4}),
+    "balance": ({"training.accumulated_balance": "two_pass"},),
+    "clip": ({"training.clip": None},),
+    "skipping": ({"training.skipping": SkippingConfig(groups=4, ratio=0.25)},),
+    "average": _members("training.average", "average"),
+    "gradients": tuple(
+        {"training.gradients": choice("gradients", name)()} | FORWARD
+        for name in names("gradients")
+        if name != "backprop"
+    ),
+    "objective": (
+        {
+            "training.objective": choice("objective", "masked_diffusion")(),
+            "model.attention.is_causal": False,
+        },
+        {"training.objective": choice("objective", "swept_layers")()},
+    ),
+}
+"""Choices by field; one draw makes choices of two fields."""
+
+
+def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
+    """Compare a step of a run with two drawn choices with that of one device.
+
+    Args:
+        rng: Generator of the draw.
+        place: Empty directory; unused.
+    """
+    del place
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # advice on combinations
+        fields = draw(rng)
+        text = ", ".join(combinations.spelled(*item) for item in fields.items())
+        try:
+            assembly = assemble(changed(BASE, fields))
+        except ValueError as error:
+            return Outcome("refused", f"{text}: {refusal(error)}")
+        print(text, flush=True)
+        outcome = compare(assembly, rng, num_steps=1)
+        if "execution.mesh" not in fields:
+            alone = changed(BASE, {**fields, "execution.mesh": MeshConfig()})
+            assembly = assemble(alone, devices=assembly.mesh.devices.flat[:1])
+            outcome = max(outcome, compare(assembly, rng, num_steps=1))  # unstable, if one is
+    return outcome._replace(text=f"{text} {outcome.text}")
+
+
+def draw(rng: np.random.Generator) -> Fields:
+    """Return the fields of two choices that no row refuses."""
+    while True:
+        first, second = (str(name) for name in rng.permutation(sorted(CHOICES))[:2])
+        fields = {**pick(rng, CHOICES[first]), **pick(rng, CHOICES[second])}
+        if not is_in_table(fields):
+            return fields
+
+
+def is_in_table(fields: Fields) -> bool:
+    """Return whether a row refuses some choices."""
+    try:
+        changed(BASE, fields)
+    except combinations.CombinationError:
+        return True
+    except ValueError:
+        return False
+    return False
