@@ -24,7 +24,7 @@ from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineOrder
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
-from sharding.products.halo import HaloProduct
+from sharding.products.encoded import EncodedProduct
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
     WHOLE_CACHE,
@@ -161,7 +161,7 @@ class ExecutionConfig:
         return self.optimizer_parts > 1 or is_away
 
     @property
-    def halo(self) -> HaloProduct | None:
+    def encoded_product(self) -> EncodedProduct | None:
         """Product in few bits that layers use; None for products in the compute dtype."""
         product = self.precision.matmul.build()
         if product is None or not self.precision.has_floating_weights:

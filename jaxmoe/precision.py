@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxmoe.catalog import Registry
 from pallas_kernels.quantized_array import QuantizedDtype
-from sharding.products.halo import HaloProduct
+from sharding.products.encoded import EncodedProduct
 from sharding.sequence_parallel.cache_formats import CacheFormat
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -66,7 +66,7 @@ class MatmulConfig(abc.ABC):
     """Fields of `execution.kernels` that compute these products."""
 
     @abc.abstractmethod
-    def build(self) -> HaloProduct | None:
+    def build(self) -> EncodedProduct | None:
         """Return the product that layers use; None for `jnp.einsum`."""
 
 

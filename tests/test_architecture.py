@@ -81,7 +81,6 @@ ORDER = (
         "declarations",
         "parameters",
         "precision",
-        "halo",
         "kernels",
         "execution",
         "routing",

@@ -28,7 +28,13 @@ from experiments.checkpoint.block_order import split_into_blocks
 from experiments.checkpoint.converted import write_converted
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.models.bitstack import block_bytes, expanded, prefix, stacked_rows, stacked_shape
+from jaxmoe.contrib.few_bits.bitstack import (
+    block_bytes,
+    expanded,
+    prefix,
+    stacked_rows,
+    stacked_shape,
+)
 from jaxmoe.models.quantize import stored_bytes
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.precision import STACKED

@@ -19,9 +19,7 @@ import numpy as np
 from flax import traverse_util
 
 from experiments.cli.output import announce
-from jaxmoe.contrib.few_bits.calibrate import calibration_batches, measure_activations
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.bitstack import (
+from jaxmoe.contrib.few_bits.bitstack import (
     BitStack,
     Blocks,
     added,
@@ -30,6 +28,8 @@ from jaxmoe.models.bitstack import (
     sort_blocks,
     stacked_shape,
 )
+from jaxmoe.contrib.few_bits.calibrate import calibration_batches, measure_activations
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly

@@ -28,8 +28,8 @@ from experiments.studies.data import digest_of
 from experiments.studies.programs import Programs
 from experiments.studies.study import StoppedError, StudyRunConfig, run_study
 from experiments.studies.trials import TrialsFile, train
+from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import FullPrecisionConfig, MatmulConfig, PrecisionPolicy

@@ -110,7 +110,7 @@ _UPDATE: Final = {
 _MATMUL: Final = {
     "full": ("jaxmoe.precision:FullPrecisionConfig", "Products in the compute dtype."),
     "halo": (
-        "jaxmoe.halo:HaloConfig",
+        "jaxmoe.contrib.few_bits.halo:HaloConfig",
         "Products in 8 bits, rotated first (HALO, arXiv 2501.02625).",
     ),
 }
@@ -167,6 +167,17 @@ _BACKWARD: Final = {
     ),
 }
 
+_WEIGHT_STORAGE: Final = {
+    "rounded": (
+        "jaxmoe.models.weight_storage:RoundedWeights",
+        "Values and scales of matrices, with which the model computes.",
+    ),
+    "bitstack": (
+        "jaxmoe.contrib.few_bits.bitstack:BitStackWeights",
+        "Sums of blocks of signs, which are expanded when they have been read.",
+    ),
+}
+
 BASES: Final = {
     "backward": "jaxmoe.training.estimators.backward:Backward",
     "observer": "jaxmoe.layers.observer:Observer",
@@ -174,6 +185,7 @@ BASES: Final = {
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
     "matmul": "jaxmoe.precision:MatmulConfig",
+    "weight_storage": "jaxmoe.models.weight_storage:WeightStorage",
     "tensor_products": "sharding.products.collective:TensorProductsConfig",
     "cache_reading": "sharding.sequence_parallel.reading.readings:CacheReading",
     "host_parameters": "jaxmoe.models.decode:HostParametersConfig",
@@ -188,6 +200,7 @@ MEMBERS: Final = {
     "dispatcher": _DISPATCHER,
     "sequence_parallel": _SEQUENCE_PARALLEL,
     "matmul": _MATMUL,
+    "weight_storage": _WEIGHT_STORAGE,
     "tensor_products": _TENSOR_PRODUCTS,
     "cache_reading": _CACHE_READING,
     "host_parameters": _HOST_PARAMETERS,

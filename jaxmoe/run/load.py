@@ -22,9 +22,7 @@ from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.data import DataError, SkippedRows, check_position
-from jaxmoe.models.bitstack import abstract_stacks, expanded_params
-from jaxmoe.models.quantize import abstract_params
-from jaxmoe.precision import STACKED
+from jaxmoe.models.weight_storage import weight_storage
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -86,7 +84,7 @@ def load_run(
         mesh: Mesh to use; the one of the run when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone.
         initial: Model that the adapter of the run was trained on, where it has moved.
-        keeps_blocks: Whether weights in the format bitstack stay in it, instead of being expanded.
+        keeps_blocks: Whether weights stay in the format of the checkpoint, without expanding it.
 
     Returns:
         The assembly, the state, and the step of the checkpoint.
@@ -118,7 +116,7 @@ def restore_run(
         step: Step of the checkpoint; the newest when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone.
         has_own_data: Whether the data must be those of the training.
-        keeps_blocks: Whether weights in the format bitstack stay in it, instead of being expanded.
+        keeps_blocks: Whether weights stay in the format of the checkpoint, without expanding it.
         devices: Devices of the mesh; all of the job when None.
     """
     if is_huggingface(directory.path):
@@ -216,31 +214,23 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
             )
         )
         return dataclasses.replace(state, params=params)
-    if precision.weights == STACKED:
-        step = max(manager.shared_steps(), default=None) if step is None else step
-        if step is None:
-            return state  # nothing to restore
-        arrays = manager.shared_manifest(step).arrays
-        params = abstract_stacks(plan.table, arrays, precision.parameter_dtype, assembly.mesh)
-        return dataclasses.replace(state, params=params)
-    params = abstract_params(
-        plan.table,
-        precision.weights,
-        precision.parameter_dtype,
-        execution.axis_rules,
-        assembly.mesh,
-        precision.mixed,
+    newest = max(manager.shared_steps(), default=None) if step is None else step
+    if newest is None:
+        return state  # nothing to restore
+    params = weight_storage(precision.weights).target(
+        plan.table, execution, assembly.mesh, lambda: manager.shared_manifest(newest).arrays
     )
     return dataclasses.replace(state, params=params)
 
 
 def _floating(assembly: Assembly, state: TrainState) -> TrainState:
-    """Return a state whose weights in blocks are expanded."""
+    """Return a state whose weights are those that the model computes with."""
     precision = assembly.execution.precision
-    if precision.weights != STACKED:
+    if precision.weights == "floating":
         return state
     table, dtype = assembly.plan.table, precision.parameter_dtype
-    params = expanded_params(table, state.params, dtype, assembly.mesh)
+    storage = weight_storage(precision.weights)
+    params = storage.floating(table, state.params, dtype, assembly.mesh)
     return dataclasses.replace(state, params=params)
 
 

@@ -32,7 +32,7 @@ from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
-from sharding.products.halo import HaloProduct
+from sharding.products.encoded import EncodedProduct
 from sharding.products.low_rank import LowRank
 from sharding.products.quantized import Quantized, Weight, logical_axes, quantized_einsum
 from sharding.products.wrapped import WrappedMatrix
@@ -55,16 +55,16 @@ class Product:
     """Dtype of the result; None: that of the activations."""
     activations: QuantizedDtype | None = None
     """Dtype to which activations are rounded before a quantised weight; None: not rounded."""
-    halo: HaloProduct | None = None
+    encoded: EncodedProduct | None = None
     """Product in few bits, forward and backward; None: in the dtype of the operands."""
 
     @property
     def entry(self) -> Any:
         """Logical axes with which the weight enters a region."""
-        if self.halo is None:
+        if self.encoded is None:
             return logical_axes(self.weight, self.weight_axes)
         contracted = len(set.intersection(*map(set, self.subscripts.partition("->")[0].split(","))))
-        return Encoded(self.weight_axes, partial(self.halo.encode, contracted=contracted))
+        return Encoded(self.weight_axes, partial(self.encoded.encode, contracted=contracted))
 
     def of(self, x: Array, weight: Any, placement: Placement) -> Array:
         """Return the product inside a region.
@@ -74,8 +74,8 @@ class Product:
             weight: The weight as it has entered.
             placement: Layout rules.
         """
-        if self.halo is not None:
-            return self.halo.project(x, weight, self.dtype)
+        if self.encoded is not None:
+            return self.encoded.project(x, weight, self.dtype)
         if isinstance(weight, LowRank):
             return weight.added(self.of(x, weight.weight, placement), x)
         product = partial(placement.einsum, self.subscripts, axes=(), dtype=self.dtype)

@@ -16,7 +16,7 @@ from experiments.checkpoint.bitstack import parse_bytes
 from experiments.cli.flags import ExitCode
 from experiments.recipes.markov import markov
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.models.bitstack import BitStack, expanded, prefix, stacked_rows
+from jaxmoe.contrib.few_bits.bitstack import BitStack, expanded, prefix, stacked_rows
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.quantize import stored_bytes
 from jaxmoe.run import Run

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.studies import precision
 from experiments.studies.precision import ARMS, PrecisionConfig, as_text
-from jaxmoe.halo import HaloConfig
+from jaxmoe.contrib.few_bits.halo import HaloConfig
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.data import Batch, MarkovConfig
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
-from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import (
     AttentionConfig,
     LatentAttentionConfig,

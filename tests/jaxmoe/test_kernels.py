@@ -10,7 +10,7 @@ import pytest
 
 from experiments import recipes
 from jaxmoe import kernels
-from jaxmoe.halo import HaloConfig
+from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.kernels import KernelsConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import assemble

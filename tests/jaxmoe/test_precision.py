@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.configs import differences, from_json, to_json
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.halo import HaloConfig
+from jaxmoe.contrib.few_bits.halo import HaloConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.models.transformer import Transformer
@@ -43,8 +43,8 @@ def error(actual, desired):
 def test_matmul_config_survives_json():
     config = PretrainConfig(execution=IN_FEW_BITS)
     assert from_json(PretrainConfig, to_json(config)) == config
-    assert IN_FEW_BITS.halo.halo.dtype == "int8"
-    assert ExecutionConfig().halo is None
+    assert IN_FEW_BITS.encoded_product.halo.dtype == "int8"
+    assert ExecutionConfig().encoded_product is None
 
 
 def test_a_resumed_run_may_change_its_mesh_and_not_its_rounding():
@@ -89,10 +89,13 @@ def test_experts_with_few_rows_and_none_round_their_products():
     sizes = jnp.asarray([9, 0, 6], jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=2)
-    def run(rows, sizes, halo):
-        return apply_experts(weights, rows, sizes, None, halo=halo)
+    def run(rows, sizes, product):
+        return apply_experts(weights, rows, sizes, None, encoded=product)
 
-    full, few = run(rows, sizes, None), run(rows.at[15:].set(jnp.nan), sizes, IN_FEW_BITS.halo)
+    full, few = (
+        run(rows, sizes, None),
+        run(rows.at[15:].set(jnp.nan), sizes, IN_FEW_BITS.encoded_product),
+    )
     assert 1e-3 < error(few, full) < 0.05
     assert not np.asarray(few)[15:].any()
 

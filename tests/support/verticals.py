@@ -130,21 +130,20 @@ VERTICALS = {
     "few_bits": Vertical(
         sources=(
             "jaxmoe/contrib/few_bits/*",
-            "jaxmoe/models/bitstack.py",
             "pallas_kernels/halo/*",
-            "sharding/products/halo.py",
             "experiments/checkpoint/bitstack.py",
         ),
         tests=(
             "tests/jaxmoe/contrib/few_bits/*",
-            "tests/jaxmoe/models/test_bitstack.py",
             "tests/pallas_kernels/halo/*",
             "tests/experiments/test_convert_bitstack.py",
         ),
-        smoke="tests/jaxmoe/models/test_bitstack.py::test_prefix_is_the_truncated_sum",
+        smoke="tests/jaxmoe/contrib/few_bits/test_bitstack.py::test_prefix_is_the_truncated_sum",
         sockets=(
             "jaxmoe/models/quantize.py",
+            "jaxmoe/models/weight_storage.py",
             "jaxmoe/precision.py",
+            "sharding/products/*",
         ),
     ),
     "fleet": Vertical(

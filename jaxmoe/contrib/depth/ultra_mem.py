@@ -176,7 +176,7 @@ class MemoryLayer(nn.Module):
             (None, None),
             _STREAM,
             activations=execution.precision.activations,
-            halo=execution.halo,
+            encoded=execution.encoded_product,
         )
 
     def _read(self, x, weights, own, *, products, rows: CutRows, batch_axes):

@@ -135,7 +135,7 @@ def _compute(
         sent.group_sizes,
         execution.kernels.grouped_swiglu,
         execution.precision.activations,
-        execution.halo,
+        execution.encoded_product,
     )
     return outputs + sent.undo(found)
 

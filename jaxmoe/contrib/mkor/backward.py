@@ -51,7 +51,7 @@ class ProbedBackward(MicroBatchBackward):
                 f"{execution.mesh.stage} must be 1"
             )
         check_view(execution)
-        if execution.halo is not None:
+        if execution.encoded_product is not None:
             raise ValueError(
                 f"{start}, and execution.precision.matmul rounds their operands: set it to full"
             )

@@ -104,7 +104,10 @@ class FeedForward(nn.Module):
         )
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, ax.ACT_MLP)
         execution = self.execution
-        options = {"activations": execution.precision.activations, "halo": execution.halo}
+        options = {
+            "activations": execution.precision.activations,
+            "encoded": execution.encoded_product,
+        }
         weight = as_factor(declare_matrix(self, "gate_up", gate_up), dtype, mix)
         product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **options)
         form = execution.tensor_products

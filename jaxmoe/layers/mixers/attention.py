@@ -252,7 +252,7 @@ class Attention(nn.Module):
             (ax.HEADS, None, None),
             spread,
             activations=self.execution.precision.activations,
-            halo=self.execution.halo,
+            encoded=self.execution.encoded_product,
         )
         y = into_stream(out, product, placement, form=form)
         observations = observer_of(self.execution).attention(logits, tokens.token_mask)
@@ -339,7 +339,7 @@ class Attention(nn.Module):
                 (None, axis, None),
                 (ax.ACT_BATCH, ax.ACT_SEQ_INNER, spread, None),
                 activations=self.execution.precision.activations,
-                halo=self.execution.halo,
+                encoded=self.execution.encoded_product,
             )
         if config.is_gated:
             weight = self._declare(

@@ -166,7 +166,7 @@ def implementations(assembly: Assembly, mesh: AbstractMesh | None = None) -> dic
     mesh = assembly.mesh.abstract_mesh if mesh is None else mesh
     kernels = assembly.execution.kernels
     requests: dict[str, Implementation | None]
-    if assembly.execution.halo is None:
+    if assembly.execution.encoded_product is None:
         requests = {"grouped_swiglu": kernels.grouped_swiglu}
     else:
         names = ("quantized_matmul", "grouped_matmul")

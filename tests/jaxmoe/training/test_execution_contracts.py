@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw

@@ -209,7 +209,7 @@ class Computation:
             apply_experts,
             implementation=self.execution.kernels.grouped_swiglu,
             activations=self.execution.precision.activations,
-            halo=self.execution.halo,
+            encoded=self.execution.encoded_product,
             expert_tensor=self.layout.experts.expert_tensor,
             gathers_width=self.layout.gathers_width,
         )

@@ -19,11 +19,10 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.declarations import Declaration, as_factor, declare_matrix
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
-from pallas_kernels.halo import EncodedWeight
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded
-from sharding.products.halo import HaloProduct
+from sharding.products.encoded import EncodedProduct
 from sharding.products.low_rank import LowRank
 from sharding.products.quantized import Packed, Weight, quantized_groups
 
@@ -64,14 +63,16 @@ class Experts(nn.Module):
         }
 
 
-def encoded(axes: Mapping[str, tuple[str | None, ...]], halo: HaloProduct) -> dict[str, Encoded]:
+def encoded_axes(
+    axes: Mapping[str, tuple[str | None, ...]], product: EncodedProduct
+) -> dict[str, Encoded]:
     """Return how the weights enter the region where they are multiplied in few bits.
 
     Args:
         axes: Logical axes of the weights where they are used.
-        halo: Product in few bits.
+        product: Product in few bits.
     """
-    encode = partial(halo.encode, is_stack=True)
+    encode = partial(product.encode, is_stack=True)
     return {name: Encoded(leaf_axes, encode) for name, leaf_axes in axes.items()}
 
 
@@ -95,7 +96,7 @@ def apply_experts(
     group_sizes: Int[Array, " e"],
     implementation: Implementation | None,
     activations: QuantizedDtype | None = None,
-    halo: HaloProduct | None = None,
+    encoded: EncodedProduct | None = None,
     expert_tensor: tuple[str, ...] = (),
     gathers_width: bool = False,
 ) -> Float[Array, "R D"]:
@@ -108,12 +109,12 @@ def apply_experts(
         implementation: Implementation of `grouped_swiglu`, or of `grouped_matmul` where activations
             are rounded or measured.
         activations: Dtype that rows are rounded to before a quantised weight; None for none.
-        halo: Product in few bits, in place of the others.
+        encoded: Product in few bits, in place of the others.
         expert_tensor: Mesh axes over which the hidden units of an expert are cut.
         gathers_width: Whether the weights were gathered along D.
     """
-    if halo is not None:
-        return _in_few_bits(weights, rows, group_sizes, halo, expert_tensor)
+    if encoded is not None:
+        return _in_few_bits(weights, rows, group_sizes, encoded, expert_tensor)
     parts: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
     gate_up = parts if len(parts) == 2 else parts[0]
     down: Any = as_factor(weights["down"], rows.dtype)
@@ -154,15 +155,15 @@ def _in_few_bits(
     weights: Mapping[str, Any],
     rows: Float[Array, "R D"],
     group_sizes: Int[Array, " e"],
-    halo: HaloProduct,
+    product: EncodedProduct,
     expert_tensor: tuple[str, ...],
 ) -> Float[Array, "R D"]:
     """Compute the products in few bits, the activation between them in the compute dtype."""
     gate_up, down = (
-        weight
-        if isinstance(weight, EncodedWeight)
-        else halo.encode(weight.astype(rows.dtype), (), ((), expert_tensor), is_stack=True)
+        product.encode(weight.astype(rows.dtype), (), ((), expert_tensor), is_stack=True)
+        if isinstance(weight, jax.Array)
+        else weight
         for weight in (weights["gate_up"], weights["down"])
     )
-    hidden = halo.project_groups(rows, gate_up, group_sizes)  # R, 2, F
-    return halo.project_groups(jax.nn.silu(hidden[:, 0]) * hidden[:, 1], down, group_sizes)
+    hidden = product.project_groups(rows, gate_up, group_sizes)  # R, 2, F
+    return product.project_groups(jax.nn.silu(hidden[:, 0]) * hidden[:, 1], down, group_sizes)

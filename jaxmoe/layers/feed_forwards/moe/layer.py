@@ -26,7 +26,7 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.computation import Computation, Computed, LocalInputs
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
-from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded, in_halves
+from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded_axes, in_halves
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
 from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
 from jaxmoe.layers.observer import observer_of
@@ -145,7 +145,7 @@ class MoE(nn.Module):
         names = self.moe.carries(self.context, self.execution)
         carry = {name: routing.carry[name] for name in names if name in routing.carry}
         kernel = self.execution.kernels.grouped_swiglu
-        if layout.gathers_width and self.execution.halo is None and reads_halves(kernel):
+        if layout.gathers_width and self.execution.encoded_product is None and reads_halves(kernel):
             factors = in_halves(factors)
         arguments = LocalInputs(
             router=params,
@@ -182,11 +182,11 @@ class MoE(nn.Module):
         axes = _whole(weights)
         if layout.experts.all:
             axes = {name: logical_axes(x, WEIGHT_AXES[name]) for name, x in weights.items()}
-        halo = self.execution.halo
+        product = self.execution.encoded_product
         # A dispatcher that lends experts to other devices encodes the weights after sending them.
-        if halo is None or self.execution.dispatcher.lends_experts:
+        if product is None or self.execution.dispatcher.lends_experts:
             return axes
-        return encoded(axes, halo)
+        return encoded_axes(axes, product)
 
 
 def _merged(weights: dict[str, Any]) -> dict[str, Any]:

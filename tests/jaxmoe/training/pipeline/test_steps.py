@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.halo import HaloConfig
 from jaxmoe.models.config import (
     AttentionConfig,
     LatentAttentionConfig,

@@ -118,13 +118,13 @@ def _precision(**fields: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _halo(**fields: Any) -> tuple[Any, dict[str, Any]]:
-    from jaxmoe.halo import HaloConfig
+    from jaxmoe.contrib.few_bits.halo import HaloConfig
 
     return _precision(matmul=HaloConfig(block=8, **fields))
 
 
 def _gathered_codes() -> tuple[Any, dict[str, Any]]:
-    from jaxmoe.halo import HaloConfig
+    from jaxmoe.contrib.few_bits.halo import HaloConfig
     from jaxmoe.precision import PrecisionPolicy
 
     precision = PrecisionPolicy(matmul=HaloConfig(block=8))

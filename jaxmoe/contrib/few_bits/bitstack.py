@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,9 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float16, Int32, UInt8
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import channels_shape
+from jaxmoe.models.weight_storage import WeightStorage
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding.mesh import named_shardings
 
@@ -293,3 +295,24 @@ def expanded_params(table: ParameterTable, params: Any, dtype: Any, mesh: Mesh) 
 
     with jax.set_mesh(mesh):
         return jax.tree.map(one, table.tree(lambda row: row), params)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BitStackWeights(WeightStorage):
+    """Sums of blocks of signs, which are expanded when they have been read."""
+
+    name: ClassVar[str] = "bitstack"
+
+    def target(
+        self,
+        table: ParameterTable,
+        execution: ExecutionConfig,
+        mesh: Mesh,
+        arrays: Callable[[], Mapping[str, Mapping[str, Any]]],
+    ) -> Any:
+        """Return the target of the blocks that the checkpoint has."""
+        return abstract_stacks(table, arrays(), execution.precision.parameter_dtype, mesh)
+
+    def floating(self, table: ParameterTable, params: Any, dtype: Any, mesh: Mesh) -> Any:
+        """Return the parameters with blocks expanded."""
+        return expanded_params(table, params, dtype, mesh)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.models.bitstack import (
+from jaxmoe.contrib.few_bits.bitstack import (
     BitStack,
     added,
     block_bytes,

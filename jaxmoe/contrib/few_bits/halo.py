@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Products in 8 bits with a sharded weight, gathered encoded or in its own dtype.
+"""Matrix products of layers in 8 bits, forward and backward (`pallas_kernels/halo`).
 
 A fully sharded weight is gathered inside a region (`sharding/constrain.py`), once per use:
 
@@ -14,30 +14,57 @@ The gradient returns in the dtype of the weight either way. Weights gathered out
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from jaxtyping import Array
 
-from pallas_kernels.backend import Implementation
+from jaxmoe.precision import MatmulConfig
 from pallas_kernels.halo import EncodedWeight, Halo, encode, project, project_groups
 from sharding.constrain import MeshAxes
+from sharding.products.encoded import EncodedProduct
 
 Gathered = Literal["codes", "weight"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HaloProduct:
+class HaloConfig(MatmulConfig):
+    """Products in 8 bits, rotated first (HALO, arXiv 2501.02625)."""
+
+    name: ClassVar[str] = "halo"
+    kernels: ClassVar[tuple[str, ...]] = ("quantized_matmul", "grouped_matmul")
+
+    dtype: Literal["int8", "float8_e4m3fn"] = "int8"
+    """Dtype of both factors, forward and backward."""
+    level: Literal[0, 1, 2] = 2
+    """Rotations: 0 for none, 1 along features, 2 for gradients also over tokens. int8 needs 2,
+    float8 1 or 0."""
+    block: int | None = 128
+    """Maximum of features or tokens rotated together; None for all on a device."""
+    gathered: Gathered = "codes"
+    """Data gathered of a fully sharded weight: its codes in 8 bits, or the weight itself."""
+
+    def __post_init__(self):
+        if self.block is not None and self.block < 2:
+            raise ValueError(
+                f"precision.matmul.block={self.block} must be at least 2, or None for all; without"
+                " rotations set precision.matmul.level to 0"
+            )
+
+    def build(self) -> HaloProduct:
+        """Return the product that layers use."""
+        halo = Halo(dtype=self.dtype, level=self.level, block=self.block)
+        return HaloProduct(halo=halo, gathered=self.gathered)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HaloProduct(EncodedProduct):
     """Products of a layer in 8 bits."""
 
     halo: Halo
     """Dtype, rotations and blocks."""
     gathered: Gathered = "codes"
     """codes or weight: gathered form of a weight that is split further than its product."""
-    dense: Implementation | None = None
-    """Implementation of `quantized_matmul`."""
-    grouped: Implementation | None = None
-    """Implementation of `grouped_matmul`."""
 
     def encode(
         self,
@@ -48,15 +75,7 @@ class HaloProduct:
         contracted: int = 1,
         is_stack: bool = False,
     ) -> EncodedWeight:
-        """Return the whole weight, encoded, from a device's piece; see `constrain.Encoded`.
-
-        Args:
-            weight: Piece of this device.
-            gathered: Mesh axes per dimension along which it is gathered; (): none.
-            cut: Mesh axes per dimension that split it; (): none.
-            contracted: Number of dimensions that a product sums over.
-            is_stack: Whether the first dimension counts matrices.
-        """
+        """Return the whole weight, encoded; see the base class."""
         if self.gathered == "weight" and gathered:
             for dimension, names in enumerate(gathered):
                 if names:
@@ -76,21 +95,9 @@ class HaloProduct:
         )
 
     def project(self, x: Array, weight: EncodedWeight, dtype: Any) -> Array:
-        """Return a dense product; see `pallas_kernels.halo.project`.
-
-        Args:
-            x: Activations.
-            weight: Result of `encode`.
-            dtype: Dtype of the result; None: that of x.
-        """
+        """Return a dense product; see `pallas_kernels.halo.project`."""
         return project(x, weight, self.halo, dtype=dtype, implementation=self.dense)
 
     def project_groups(self, rows: Array, weights: EncodedWeight, group_sizes: Array) -> Array:
-        """Return a product of rows sorted by group; see `pallas_kernels.halo.project_groups`.
-
-        Args:
-            rows: Activations.
-            weights: Result of `encode`, a stack.
-            group_sizes: Rows of each group.
-        """
+        """Return a product of rows by group; see `pallas_kernels.halo.project_groups`."""
         return project_groups(rows, weights, group_sizes, self.halo, implementation=self.grouped)
