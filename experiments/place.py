@@ -14,7 +14,7 @@ continues it there. On a mesh with that many devices on the axis `expert`, each 
 experts that the placement gives it; the model computes the same function. `--tables` writes the
 tables by which a step predicts the device of each token's experts, those of the placed run with
 `--into`, else of the run as it is. A run that starts there moves each token to that device first
-(`sharding/expert_parallel/token_shuffle.py`), on as many devices; here on 4:
+(`jaxmoe/contrib/token_routes/token_shuffle.py`), on as many devices; here on 4:
 
     python -m experiments.pretrain tiny --run.directory runs/pretrain/moved \
         --checkpoint.initial runs/pretrain/placed \
@@ -46,7 +46,7 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.contrib.placement import PLACERS, ExFlowConfig, Placer, Solution, token_tables
+from jaxmoe.contrib.placement import PLACERS, ExFlowConfig, Placer, Solution
 from jaxmoe.contrib.placement.measures import (
     crossings,
     device_loads,
@@ -56,6 +56,9 @@ from jaxmoe.contrib.placement.measures import (
     pair_traffic,
 )
 from jaxmoe.contrib.placement.relocate import relocate
+from jaxmoe.contrib.token_routes.token_shuffle import predict, shuffle
+from jaxmoe.contrib.token_routes.token_tables import save_tables
+from jaxmoe.contrib.token_routes.traced_tables import token_tables
 from jaxmoe.routing.telemetry.trace import RoutingTrace, load_trace
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
@@ -64,8 +67,6 @@ from jaxmoe.run.measures import record_run
 from jaxmoe.run.provenance.saved import copy_tokenizer
 from jaxmoe.training.state import TrainState
 from sharding.expert_parallel.placement import ExpertPlacement
-from sharding.expert_parallel.token_shuffle import predict, shuffle
-from sharding.expert_parallel.token_tables import save_tables
 
 HEADINGS = ("placement", "crossings", "pair", "load", "local", "seconds", "gap", "found by")
 

@@ -317,7 +317,7 @@ ROWS: Final = (
     ),
     Row(
         _STAGES,
-        trait("execution.dispatcher", "moves_tokens", "with `token_tables`"),
+        trait("execution.dispatcher", "token_route", "with `token_tables`"),
         "{second} with token_tables moves tokens from layer to layer, and {first} passes them on"
         " between stages",
         "leave token_tables out",

@@ -22,7 +22,7 @@ _DISPATCHER: Final = {
         "Rows travel to the device of their expert in bounded buffers; the rest is dropped.",
     ),
     "least_loaded": (
-        "sharding.expert_parallel.least_loaded:LeastLoadedConfig",
+        "jaxmoe.contrib.token_routes.least_loaded:LeastLoadedConfig",
         "Rows travel to the device of their expert, or to one that borrows it; none is dropped.",
     ),
 }
@@ -178,11 +178,19 @@ _WEIGHT_STORAGE: Final = {
     ),
 }
 
+_TOKEN_ROUTE: Final = {
+    "tables": (
+        "jaxmoe.contrib.token_routes.token_tables:TablesRoute",
+        "Tokens first move to the device that probably holds their experts, by tables in a file.",
+    ),
+}
+
 BASES: Final = {
     "backward": "jaxmoe.training.estimators.backward:Backward",
     "observer": "jaxmoe.layers.observer:Observer",
     "update": "jaxmoe.training.parts.update:Update",
     "dispatcher": "sharding.expert_parallel.dispatcher:Dispatcher",
+    "token_route": "sharding.expert_parallel.routes:TokenRoute",
     "sequence_parallel": "sharding.sequence_parallel.form:SequenceParallelism",
     "matmul": "jaxmoe.precision:MatmulConfig",
     "weight_storage": "jaxmoe.models.weight_storage:WeightStorage",
@@ -198,6 +206,7 @@ MEMBERS: Final = {
     "observer": _OBSERVER,
     "update": _UPDATE,
     "dispatcher": _DISPATCHER,
+    "token_route": _TOKEN_ROUTE,
     "sequence_parallel": _SEQUENCE_PARALLEL,
     "matmul": _MATMUL,
     "weight_storage": _WEIGHT_STORAGE,

@@ -212,7 +212,7 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
             shared = rules.mesh_axes(ax.EXPERT_MLP)
             sent = sizes.rows(experts) * value
             yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sent, times)
-        if plan.execution.dispatcher.moves_tokens:
+        if plan.execution.dispatcher.token_route is not None:
             moved = sizes.tokens * value
             yield from _traffic(sizes, "shuffle", rules.mesh_axes(ax.EXPERTS), moved, times)
         everyone = sizes.devices(shared) * sizes.tokens

@@ -8,6 +8,5 @@ from sharding.expert_parallel.all_to_all_dropping import (
 from sharding.expert_parallel.dispatch import expert_parallel as expert_parallel
 from sharding.expert_parallel.dispatched import ExpertAxes as ExpertAxes
 from sharding.expert_parallel.dispatcher import Dispatcher as Dispatcher
-from sharding.expert_parallel.least_loaded import LeastLoadedConfig as LeastLoadedConfig
 from sharding.expert_parallel.local import LocalConfig as LocalConfig
 from sharding.expert_parallel.resident import ResidentConfig as ResidentConfig

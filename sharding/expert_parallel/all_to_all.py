@@ -19,9 +19,8 @@ the other in the program, without dependencies between them: a scheduler can com
 another travels. Memory on arrival shrinks with it. For the number that pays see
 `sharding/expert_parallel/chunks.py`. (Tutel, arXiv 2206.03382; FSMoE, arXiv 2501.10714.)
 
-`token_tables` first moves the tokens to the devices where their experts probably are, for the bytes
-in `sharding/expert_parallel/token_shuffle.py`. Exact for any tables. (Speculative MoE, arXiv
-2503.04398.)
+`token_tables` names the file of a `TokenRoute`, which first moves tokens to other devices
+(`sharding/expert_parallel/routes.py`). Exact for any file.
 """
 
 from __future__ import annotations
@@ -29,12 +28,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxtyping import Array, Bool, Int
-
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
-from sharding.expert_parallel.token_shuffle import TokenOrder, order_tokens
-from sharding.expert_parallel.token_tables import load_tables
 from sharding.expert_parallel.transport import (
     Transport,
     TransportChoice,
@@ -67,36 +62,9 @@ class AllToAllConfig(Dispatcher):
         return self.num_chunks
 
     @property
-    def moves_tokens(self) -> bool:
-        """Tokens first move to the device that probably holds their experts."""
-        return self.token_tables is not None
-
-    def order_tokens(
-        self,
-        layer: Int[Array, ""],
-        token_ids: Int[Array, " T"],
-        token_mask: Bool[Array, " T"],
-        below: Int[Array, " T"],
-        num_devices: int,
-    ) -> TokenOrder:
-        """Return the order of the tokens by the tables of their layer."""
-        assert self.token_tables is not None
-        tables = load_tables(self.token_tables).of_layer(layer)
-        return order_tokens(tables, token_ids, token_mask, below, num_devices)
-
-    def check_model(
-        self, *, num_devices: int, num_layers: int, num_experts: int, vocab_size: int
-    ) -> None:
-        """Check that the tables are those of this model on so many devices."""
-        if self.token_tables is None or num_devices == 1:
-            return
-        required = {
-            "num_devices": num_devices,
-            "num_layers": num_layers,
-            "num_experts": num_experts,
-            "vocab_size": vocab_size,
-        }
-        load_tables(self.token_tables).check(self.token_tables, required)
+    def token_route(self) -> tuple[str, str] | None:
+        """The member `tables` and its file, if there is one."""
+        return None if self.token_tables is None else ("tables", self.token_tables)
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send each row to the device of its expert."""

@@ -14,8 +14,8 @@ its part of the outputs:
 Gathering T tokens instead of their K T rows costs less there, and sends each row n times between
 the devices of `expert`. Megatron gathers rows, behind its all-to-all (arXiv 2504.14960, 3).
 
-Where tokens are shuffled (`token_shuffle.py`) they travel first, with their assignments, and their
-sums return last; what is between does not know.
+Where tokens move (`routes.py`) they travel first, with their assignments, and their sums
+return last; what is between does not know.
 
 With chunks, all of this is done for one part of the tokens after the other, and the compiler may
 overlap them. Where every device has all experts, rows are sorted locally, whatever the dispatcher.
@@ -34,7 +34,7 @@ from sharding.assignments import Assignments, combine
 from sharding.expert_parallel.dispatched import ExpertAxes, Experts, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
 from sharding.expert_parallel.local import LocalConfig
-from sharding.expert_parallel.token_shuffle import TokenOrder, return_sums, send_tokens
+from sharding.expert_parallel.routes import TokenMoves
 
 
 def expert_parallel(
@@ -46,7 +46,7 @@ def expert_parallel(
     num_experts: int,
     config: Dispatcher,
     axes: ExpertAxes,
-    order: TokenOrder | None = None,
+    moves: TokenMoves | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
     """Apply to each token its assigned experts and sum their outputs by gate.
 
@@ -58,18 +58,17 @@ def expert_parallel(
         num_experts: E.
         config: The dispatcher.
         axes: Mesh axes over which experts are sharded; none: all are here, and none is needed.
-        order: Order in which the tokens first move between the devices of `axes.expert`; None:
-            they stay.
+        moves: How the tokens first move between the devices of `axes.expert`; None: they stay.
 
     Returns:
         The sums in the dtype of `x`, 0 for a token without assignment; and per expert the number
         of dropped assignments of these tokens, all 0 unless the dispatcher may drop.
     """
     outgoing = Outgoing(x, assignments, weights, num_experts, axes)
-    if order is None or not _is_spread(axes):
+    if moves is None or not _is_spread(axes):
         return _in_chunks(outgoing, experts, config)
-    y, dropped = _in_chunks(send_tokens(outgoing, order), experts, config)
-    return return_sums(y, order, axes), dropped
+    y, dropped = _in_chunks(moves.send(outgoing), experts, config)
+    return moves.undo(y, axes), dropped
 
 
 def _in_chunks(

@@ -7,10 +7,7 @@ from __future__ import annotations
 import abc
 from typing import ClassVar
 
-from jaxtyping import Array, Bool, Int
-
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
-from sharding.expert_parallel.token_shuffle import TokenOrder, check_moved
 from sharding.expert_parallel.transport import TransportChoice
 
 
@@ -37,19 +34,16 @@ class Dispatcher(abc.ABC):
         """Parts of a device's tokens that are sent, computed and returned one after the other."""
         return 1
 
-    def check_tokens(self, num_tokens: int, *, is_token_major: bool, num_devices: int = 1) -> None:
-        """Check that the chunks can cut the tokens of a device, and that they can move.
+    def check_tokens(self, num_tokens: int, *, is_token_major: bool) -> None:
+        """Check that the chunks can cut the tokens of a device.
 
         Args:
             num_tokens: Tokens of a device.
             is_token_major: Whether assignments are in the order of the tokens, K for each.
-            num_devices: Devices of the expert axes, between which tokens may move.
 
         Raises:
             ValueError: They cannot.
         """
-        if self.moves_tokens and num_devices > 1:
-            check_moved(num_tokens, num_devices, is_token_major=is_token_major)
         where = f"execution.dispatcher.num_chunks={self.chunks}"
         if self.chunks == 1:
             return
@@ -65,44 +59,9 @@ class Dispatcher(abc.ABC):
             )
 
     @property
-    def moves_tokens(self) -> bool:
-        """Tokens first move to the device that probably holds their experts (`order_tokens`)."""
-        return False
-
-    def order_tokens(
-        self,
-        layer: Int[Array, ""],
-        token_ids: Int[Array, " T"],
-        token_mask: Bool[Array, " T"],
-        below: Int[Array, " T"],
-        num_devices: int,
-    ) -> TokenOrder:
-        """Return the order in which the tokens of this device move, if `moves_tokens`.
-
-        Args:
-            layer: Number among the MoE layers.
-            token_ids: Vocabulary ids.
-            token_mask: False for padding.
-            below: Device with most of the token's experts in the MoE layer below; -1 for none.
-            num_devices: Devices of the expert axes.
-        """
-        raise NotImplementedError(self.name)
-
-    def check_model(
-        self, *, num_devices: int, num_layers: int, num_experts: int, vocab_size: int
-    ) -> None:
-        """Check that the dispatcher fits a model on a mesh.
-
-        Args:
-            num_devices: Devices of the expert axes.
-            num_layers: MoE layers.
-            num_experts: E.
-            vocab_size: V.
-
-        Raises:
-            ValueError: It does not.
-        """
-        del num_devices, num_layers, num_experts, vocab_size
+    def token_route(self) -> tuple[str, str] | None:
+        """Member of `TokenRoute` by which tokens first move, and its argument; None: they stay."""
+        return None
 
     @abc.abstractmethod
     def dispatch(self, outgoing: Outgoing) -> Dispatched:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.configs import differences, from_json, to_json
 from jaxmoe.contrib.few_bits.halo import HaloConfig
-from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.models.transformer import Transformer

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.hlo import collectives
 from sharding import MeshConfig

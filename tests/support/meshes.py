@@ -13,9 +13,10 @@ import math
 import jax
 from jax.sharding import Mesh
 
+from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, MoEMesh, make_mesh
-from sharding.expert_parallel import AllGatherConfig, AllToAllConfig, LeastLoadedConfig
+from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
 from sharding.products.collective import RingProductsConfig
 from sharding.sequence_parallel import (
     AllGatherKVConfig,

@@ -28,6 +28,8 @@ from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
 from jaxmoe.contrib.survival.devices import LinkMeasurements
 from jaxmoe.contrib.survival.snapshots import Snapshots
+from jaxmoe.contrib.token_routes.token_shuffle import TokenTables
+from jaxmoe.contrib.token_routes.token_tables import save_tables
 from jaxmoe.data import Source
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import PretrainConfig
@@ -36,8 +38,6 @@ from jaxmoe.run.hooks import make_saving
 from jaxmoe.run.parts import RunPart
 from jaxmoe.run.supervision import Watches, library_supervision
 from jaxmoe.training.stopwatch import START, Stopwatch
-from sharding.expert_parallel.token_shuffle import TokenTables
-from sharding.expert_parallel.token_tables import save_tables
 
 Measure = Callable[[Assembly, pathlib.Path], Any]
 

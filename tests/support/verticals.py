@@ -324,26 +324,16 @@ VERTICALS = {
         sockets=("jaxmoe/layers/observer.py", "jaxmoe/run/parts.py") + _LAYERS + _STEP,
     ),
     "token_routes": Vertical(
-        sources=(
-            "pallas_kernels/token_ring_attention/*",
-            "sharding/sequence_parallel/token_ring.py",
-            "sharding/expert_parallel/token_*.py",
-            "sharding/expert_parallel/least_loaded*.py",
-            "sharding/expert_parallel/borrowed_weights.py",
-        ),
-        tests=(
-            "tests/pallas_kernels/token_ring_attention/*",
-            "tests/sharding/expert_parallel/test_least_loaded*.py",
-            "tests/sharding/expert_parallel/test_token_shuffle.py",
-            "tests/jaxmoe/layers/test_moved_tokens.py",
-        ),
+        sources=("jaxmoe/contrib/token_routes/*",),
+        tests=("tests/jaxmoe/contrib/token_routes/*",),
         smoke=(
-            "tests/sharding/expert_parallel/test_token_shuffle.py"
+            "tests/jaxmoe/contrib/token_routes/test_token_shuffle.py"
             "::test_the_more_confident_table_decides"
         ),
         sockets=(
-            "sharding/expert_parallel/dispatch.py",
-            "pallas_kernels/flash_attention/*",
+            "sharding/expert_parallel/dispatch*.py",
+            "sharding/expert_parallel/routes.py",
+            "jaxmoe/layers/feed_forwards/moe/*",
         ),
     ),
 }

@@ -3,7 +3,6 @@
 from jaxmoe.catalog import Registry
 from jaxmoe.contrib.placement.exflow import ExFlowConfig as ExFlowConfig
 from jaxmoe.contrib.placement.grouping import ExpertGroupingConfig as ExpertGroupingConfig
-from jaxmoe.contrib.placement.grouping import token_tables as token_tables
 from jaxmoe.contrib.placement.moetuner import MoETunerConfig as MoETunerConfig
 from jaxmoe.contrib.placement.solution import Placer as Placer
 from jaxmoe.contrib.placement.solution import Solution as Solution

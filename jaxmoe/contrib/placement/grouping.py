@@ -13,13 +13,8 @@ assignment problem, exact). A layer starts from the identity and from the ids of
 keeps the better result, so it is never worse than identity. Devices are interchangeable: each layer
 numbers them so that most tokens stay.
 
-`token_tables` returns the tables by which a step predicts each token's device (`token_shuffle.py`),
-from a trace and any placement: P(device | token id) and P(device | device in the layer below), with
-only the likeliest device and its probability.
-
-Source: Speculative MoE (arXiv 2503.04398): s-EG, s-TS. Readings: `balance` weighs counts of tokens
-against counts of assignments, 0.5 by default (the paper gives no number); the 2-gram is over
-layers, the only earlier devices that are known when a token is shuffled.
+Source: Speculative MoE (arXiv 2503.04398): s-EG. Reading: `balance` weighs counts of tokens against
+counts of assignments, 0.5 by default (the paper gives no number).
 """
 
 from __future__ import annotations
@@ -27,16 +22,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jaxmoe.contrib.placement.integer_program import assign_evenly
-from jaxmoe.contrib.placement.measures import experts_devices, homes
 from jaxmoe.contrib.placement.solution import Placer, Solution
 from jaxmoe.routing.telemetry.trace import RoutingTrace
 from sharding.expert_parallel.placement import ExpertPlacement, check_devices
-from sharding.expert_parallel.token_shuffle import TokenTables
 
 Counts = Int[np.ndarray, "V E"]
 
@@ -170,39 +162,6 @@ def _experts_for(
     return assign_evenly(counts.T @ np.eye(num_devices)[ids])
 
 
-def token_tables(
-    trace: RoutingTrace, placement: ExpertPlacement, *, vocab_size: int
-) -> TokenTables:
-    """Return tables that predict each token's device from a trace.
-
-    Args:
-        trace: Routing trace to count in.
-        placement: Placement of the experts.
-        vocab_size: V; ids that the trace lacks get confidence 0.
-    """
-    number, layers = placement.num_devices, trace.num_layers
-    devices, before = experts_devices(trace, placement), homes(trace, placement)
-    by_id, by_device = [], []
-    for layer in range(layers):
-        table = np.zeros((vocab_size, number + 1))
-        np.add.at(table, (trace.token_ids[:, None], devices[layer]), 1.0)
-        by_id.append(table[:, :-1])
-        # The last row counts tokens without an expert below, and all of the first layer.
-        table = np.zeros((number + 1, number + 1))
-        below = before[layer - 1] if layer else np.full(trace.num_tokens, -1)
-        np.add.at(table, (below[:, None], devices[layer]), 1.0)
-        by_device.append(table[:-1, :-1])
-    (id_device, id_confidence), (next_device, next_confidence) = (
-        _likeliest(np.stack(tables)) for tables in (by_id, by_device)
-    )
-    return TokenTables(
-        id_device=id_device,
-        id_confidence=id_confidence,
-        next_device=next_device,
-        next_confidence=next_confidence,
-    )
-
-
 def _as_before(
     old: Int[np.ndarray, " V"],
     new: Int[np.ndarray, " V"],
@@ -213,9 +172,3 @@ def _as_before(
     stay = np.zeros((num_devices, num_devices))
     np.add.at(stay, (new, old), frequency)
     return assign_evenly(stay)
-
-
-def _likeliest(counts: Float[np.ndarray, "L n P"]) -> tuple[jnp.ndarray, jnp.ndarray]:
-    """Return the device with the largest count in each row, and its share; 0 without counts."""
-    share = counts.max(-1) / np.maximum(counts.sum(-1), 1.0)
-    return jnp.asarray(counts.argmax(-1), jnp.int32), jnp.asarray(share, jnp.float32)

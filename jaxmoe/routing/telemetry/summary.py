@@ -12,7 +12,7 @@ router entropy     mean over tokens of H(p) / log E
 dropped            1 - sum(kept) / sum(counts)
 dead               share of experts without a token
 local activation   share of the assignments whose expert is on the token's device, where tokens move
-                   to their experts' (sharding/expert_parallel/token_shuffle.py)
+                   to their experts' (jaxmoe/contrib/token_routes/token_shuffle.py)
 replayed           share of the assignments that were recorded elsewhere (jaxmoe/routing/replay.py)
 replay changed     share of those that the router itself would not have chosen
 

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
+from jaxmoe.contrib.token_routes.token_shuffle import TokenOrder, shuffle
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import grouped_swiglu
 from sharding.assignments import Assignments
@@ -22,13 +24,11 @@ from sharding.expert_parallel import (
     AllToAllConfig,
     AllToAllDroppingConfig,
     ExpertAxes,
-    LeastLoadedConfig,
     expert_parallel,
     transport,
 )
 from sharding.expert_parallel.all_to_all_dropping import first_of_each_device
 from sharding.expert_parallel.permute import move_rows
-from sharding.expert_parallel.token_shuffle import TokenOrder, shuffle
 from sharding.expert_parallel.transport import TransportChoice, choose_transport, exchange
 from tests.support import ragged
 from tests.support.dense_moe import swiglu
@@ -167,7 +167,7 @@ def on_mesh(layout, config, *, order=None, moves_tokens=False):
         )
         moved = any_order(x.shape[0], axes) if moves_tokens else None
         y, dropped = expert_parallel(
-            x, assignments, experts, weights, num_experts=E, config=config, axes=axes, order=moved
+            x, assignments, experts, weights, num_experts=E, config=config, axes=axes, moves=moved
         )
         return y, dropped[None]
 

@@ -30,12 +30,11 @@ from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterSta
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
 from jaxmoe.routing.replay import EXPERTS
-from jaxmoe.routing.telemetry.summary import LOCAL_ASSIGNMENTS
 from pallas_kernels.jax_versions import agreed
 from sharding.assignments import Assignments, combine, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
 from sharding.expert_parallel.permute import loads
-from sharding.expert_parallel.token_shuffle import TokenOrder, count_local, homes
+from sharding.expert_parallel.routes import TokenMoves
 
 
 # Records are not checked at run time: tree functions also fill them with shapes, specs and axes.
@@ -135,8 +134,8 @@ class Computation:
         # Dispatch, compute and combine.
         computed = _with_computation(assignments, moe.num_experts)
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
-        order = self._token_order(given) if layout.moves_tokens else None
-        dispatch = partial(self._dispatcher(), order=order)
+        moves = self._token_moves(given)
+        dispatch = partial(self._dispatcher(), moves=moves)
         outputs = _given(given.outputs)
         if outputs is None:
             y, dropped = dispatch(rows, computed, self._experts(), given.weights)
@@ -160,14 +159,13 @@ class Computation:
         num_kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
         statistics = dataclasses.replace(statistics, kept=num_kept)
         carry = {}
-        if order is not None:
+        if moves is not None:
             ids = computed.expert_ids.reshape(-1, moe.top_k)
-            local = count_local(ids, order, moe.num_experts, layout.experts)
+            measures = moves.measures(ids, moe.num_experts, layout.experts)
             if layout.own_axes:
-                local = jax.lax.psum(local, layout.own_axes)
-            extra = statistics.extra | {LOCAL_ASSIGNMENTS: local}
-            statistics = dataclasses.replace(statistics, extra=extra)
-            device = homes(ids, moe.num_experts, layout.experts)
+                measures = jax.lax.psum(measures, layout.own_axes)
+            statistics = dataclasses.replace(statistics, extra=statistics.extra | measures)
+            device = moves.carried(ids, moe.num_experts, layout.experts)
             carry["expert_device"] = device.reshape(batch, -1)
         if names := batch_axes + sequence_axes:
             statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
@@ -181,15 +179,17 @@ class Computation:
             observed=self._observe(tokens, logits, computed, given.weights, batch),
         )
 
-    def _token_order(self, given: LocalInputs) -> TokenOrder:
-        """Return the order in which the tokens move, from what is known before routing."""
+    def _token_moves(self, given: LocalInputs) -> TokenMoves | None:
+        """Return how the tokens move, from what is known before routing; None: they stay."""
+        if self.layout.route is None:
+            return None
         arrays = (given.context["tokens"], given.token_mask, given.carry["expert_device"])
         batch, own_axes = arrays[0].shape[0], self.layout.own_axes
         arrays = tuple(array.reshape(-1) for array in arrays)
         if own_axes:
             arrays = tuple(own_positions(array, batch, own_axes) for array in arrays)
         devices = jax.lax.axis_size(self.layout.experts.expert)
-        return self.execution.dispatcher.order_tokens(given.layer, *arrays, num_devices=devices)
+        return self.layout.route.moves(given.layer, *arrays, num_devices=devices)
 
     @property
     def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:

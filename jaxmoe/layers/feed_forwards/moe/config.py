@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jaxmoe.catalog import choice
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.carry import CarriedArray
@@ -32,6 +33,8 @@ from jaxmoe.routing.gates import GateBase, RenormalizedGateConfig
 from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
 from jaxmoe.routing.zero_computation import ZeroComputationConfig
 from sharding import axes as ax
+from sharding.expert_parallel import Dispatcher
+from sharding.expert_parallel.routes import TokenRoute
 
 
 @with_field_docs
@@ -125,7 +128,7 @@ class MoEConfig(FeedForwardBase):
         arrays = {}
         if self.router.traits.carries_logits:
             arrays["router_logits"] = CarriedArray(features=(self.num_routed,))
-        if moves_tokens(execution):
+        if current_route(execution) is not None:
             arrays["expert_device"] = CarriedArray(dtype=jnp.int32, fill=-1)
         return arrays
 
@@ -158,8 +161,26 @@ class MoEConfig(FeedForwardBase):
         return MoE(self, context, execution, train, name=name)
 
 
-def moves_tokens(execution: ExecutionConfig) -> bool:
-    """Return whether the dispatcher moves tokens between devices of the current mesh."""
+def token_route(dispatcher: Dispatcher) -> TokenRoute | None:
+    """Return how a dispatcher lets tokens move before they are dispatched; None: they stay.
+
+    Args:
+        dispatcher: The dispatcher.
+    """
+    if dispatcher.token_route is None:
+        return None
+    name, argument = dispatcher.token_route
+    return choice("token_route", name)(argument)
+
+
+def current_route(execution: ExecutionConfig) -> TokenRoute | None:
+    """Return how tokens move between devices of the current mesh; None: they stay.
+
+    Args:
+        execution: Dispatcher and rules.
+    """
+    if (route := token_route(execution.dispatcher)) is None:
+        return None
     axes = execution.placement.mesh_axes(ax.EXPERTS)
     sizes = jax.sharding.get_abstract_mesh().shape
-    return execution.dispatcher.moves_tokens and math.prod(sizes[axis] for axis in axes) > 1
+    return route if math.prod(sizes[axis] for axis in axes) > 1 else None

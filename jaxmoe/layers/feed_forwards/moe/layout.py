@@ -21,9 +21,10 @@ from collections.abc import Mapping
 import jax
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards.moe.config import MoEConfig, moves_tokens
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig, current_route, token_route
 from sharding import axes as ax
 from sharding.expert_parallel import ExpertAxes
+from sharding.expert_parallel.routes import TokenRoute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class MoELayout:
     """Mesh axes over which positions are spread after a router that received whole sequences."""
     experts: ExpertAxes
     """Mesh axes over which experts are spread; empty where every device has all experts."""
-    moves_tokens: bool
-    """Whether tokens move to the device that probably holds their experts."""
+    route: TokenRoute | None
+    """How tokens move between devices before they are dispatched; None: they stay."""
     gathers_width: bool
     """Whether the matrices of experts are gathered along the width of the model."""
 
@@ -69,11 +70,11 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
     if not moe.router.traits.mixes_tokens:
         received, expert_positions = (positions, ()) if moe.capacity is None else ((), positions)
         return MoELayout(
-            received, expert_positions, experts, moves_tokens(execution), gathers_width
+            received, expert_positions, experts, current_route(execution), gathers_width
         )
     if experts.all:
         _check_whole(moe, positions, mesh)
-    return MoELayout((), (), experts, moves_tokens(execution), gathers_width)
+    return MoELayout((), (), experts, current_route(execution), gathers_width)
 
 
 def check_layout(
@@ -108,11 +109,10 @@ def check_layout(
         _check_whole(moe, rules.mesh_axes(ax.ACT_SEQ), mesh)
     if devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
         tokens = sequences * length // devices(ax.ACT_SEQ)
-        dispatcher.check_tokens(
-            tokens,
-            is_token_major=moe.router.traits.is_token_major,
-            num_devices=devices(ax.EXPERTS),
-        )
+        is_token_major, places = moe.router.traits.is_token_major, devices(ax.EXPERTS)
+        if (route := token_route(dispatcher)) is not None and places > 1:
+            route.check_tokens(tokens, places, is_token_major=is_token_major)
+        dispatcher.check_tokens(tokens, is_token_major=is_token_major)
 
 
 def _check_whole(moe: MoEConfig, positions: tuple[str, ...], mesh: Mapping[str, int]) -> None:
@@ -145,12 +145,12 @@ def check_dispatcher(
         ValueError: The tables by which it moves tokens are missing or those of another model or
             mesh.
     """
-    dispatcher = execution.dispatcher
-    if moe is None or not dispatcher.moves_tokens:
+    route = token_route(execution.dispatcher)
+    if moe is None or route is None:
         return
     axes = execution.axis_rules.mesh_axes(ax.EXPERTS)
     num_devices = math.prod(sizes.get(axis, 1) for axis in axes)
-    dispatcher.check_model(
+    route.check_model(
         num_devices=num_devices,
         num_layers=num_layers,
         num_experts=moe.num_experts,

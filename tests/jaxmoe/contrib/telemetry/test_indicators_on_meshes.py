@@ -14,11 +14,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import MoEConfig
 from jaxmoe.routing import METHODS
 from sharding import MeshConfig, MoEMesh
-from sharding.expert_parallel import AllGatherConfig, AllToAllConfig, LeastLoadedConfig
+from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
 from sharding.sequence_parallel import AllGatherKVConfig
 from tests.support.models import TINY
 from tests.support.one_step import batch, stepped

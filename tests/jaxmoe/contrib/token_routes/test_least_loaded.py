@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig, group_of_each_row
+from jaxmoe.contrib.token_routes.least_loaded_plan import Plan, make_plan
 from sharding.assignments import Assignments
-from sharding.expert_parallel import AllToAllConfig, LeastLoadedConfig
+from sharding.expert_parallel import AllToAllConfig
 from sharding.expert_parallel.dispatched import Outgoing
-from sharding.expert_parallel.least_loaded import group_of_each_row
-from sharding.expert_parallel.least_loaded_plan import Plan, make_plan
 from tests.sharding.expert_parallel.test_expert_parallel import (
     D,
     E,

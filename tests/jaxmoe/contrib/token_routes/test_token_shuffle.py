@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from sharding.expert_parallel import ExpertAxes
-from sharding.expert_parallel.token_shuffle import (
+from jaxmoe.contrib.token_routes.token_shuffle import (
     TokenTables,
     count_local,
     homes,
@@ -19,6 +18,7 @@ from sharding.expert_parallel.token_shuffle import (
     predict,
     shuffle,
 )
+from sharding.expert_parallel import ExpertAxes
 
 TOKENS, DEVICES = 24, 4
 shuffled = jax.jit(shuffle, static_argnums=2)

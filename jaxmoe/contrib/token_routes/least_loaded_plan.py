@@ -28,7 +28,7 @@ Rows of an expert are numbered in the order of the sending devices. The computin
 consecutive parts in the same order, so that with similar routing on all devices each keeps most of
 its own rows. Every device makes the same plan from the same counts, in as many steps as experts are
 lent; the plan consists of integers and has no gradient. For the transport of rows and weights see
-`sharding/expert_parallel/least_loaded.py`.
+`jaxmoe/contrib/token_routes/least_loaded.py`.
 
 Source: Least-Loaded Expert Parallelism, arXiv 2601.17111; the slots and the order of parts are
 ours. The paper applies its threshold to experts, its code to devices. The ratio of experts is never

@@ -4,8 +4,8 @@
 
     device, confidence = predict(...)         by token id, or by the device of the layer below
     order, inverse     = shuffle(...)         T/P tokens for every device
-    moved              = send_tokens(...)     an all-to-all of equal blocks
-    y                  = return_sums(...)     the way back
+    moved              = order.send(...)      an all-to-all of equal blocks
+    y                  = order.undo(...)      the way back
 
 In Speculative MoE (arXiv 2503.04398, s-TS) the reduce-scatter after attention under tensor
 parallelism and the all-gather before the next layer move tokens in this order, with the same bytes
@@ -42,8 +42,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.routing.telemetry.summary import LOCAL_ASSIGNMENTS
 from sharding.expert_parallel.dispatched import ExpertAxes, Outgoing
 from sharding.expert_parallel.permute import permute_rows
+from sharding.expert_parallel.routes import TokenMoves
 
 
 @jax.tree_util.register_dataclass
@@ -141,13 +143,49 @@ def check_moved(num_tokens: int, num_devices: int, *, is_token_major: bool) -> N
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TokenOrder:
+class TokenOrder(TokenMoves):
     """Order in which the tokens of a device travel: T/P for each device of the expert axes."""
 
     order: Int[Array, " T"]
     """Token at each place; those of device c from place c T/P on."""
     inverse: Int[Array, " T"]
     """Place of each token."""
+
+    def send(self, outgoing: Outgoing) -> Outgoing:
+        """Send the tokens with their assignments; return those that arrive, T again."""
+        assignments, axes = outgoing.assignments, outgoing.axes
+        top_k, num_tokens = assignments.top_k, outgoing.x.shape[0]
+        check_moved(num_tokens, 1, is_token_major=top_k is not None)
+        assert top_k is not None
+        # Numbers of experts are exact in f32; one exchange brings them and the gates.
+        slots = [assignments.expert_ids.astype(jnp.float32), assignments.gates.astype(jnp.float32)]
+        slots = jnp.concatenate([part.reshape(num_tokens, top_k) for part in slots], axis=1)
+        x, slots = (
+            _swap(permute_rows(rows, self.order, self.inverse), axes)
+            for rows in (outgoing.x, slots)
+        )
+        arrived = dataclasses.replace(
+            assignments,
+            expert_ids=slots[:, :top_k].reshape(-1).astype(assignments.expert_ids.dtype),
+            gates=slots[:, top_k:].reshape(-1).astype(assignments.gates.dtype),
+        )
+        return dataclasses.replace(outgoing, x=x, assignments=arrived)
+
+    def undo(self, y: Float[Array, "T D"], axes: ExpertAxes) -> Float[Array, "T D"]:
+        """Return rows to the devices and places from which `send` sent them."""
+        return permute_rows(_swap(y, axes), self.inverse, self.order)
+
+    def measures(
+        self, expert_ids: Int[Array, "T K"], num_experts: int, axes: ExpertAxes
+    ) -> dict[str, Array]:
+        """Return the local assignments; see `count_local`."""
+        return {LOCAL_ASSIGNMENTS: count_local(expert_ids, self, num_experts, axes)}
+
+    def carried(
+        self, expert_ids: Int[Array, "T K"], num_experts: int, axes: ExpertAxes
+    ) -> Int[Array, " T"]:
+        """Return the device with most of a token's experts; see `homes`."""
+        return homes(expert_ids, num_experts, axes)
 
 
 def order_tokens(
@@ -172,48 +210,6 @@ def order_tokens(
     device, confidence = predict(tables, token_ids, below)
     priority = jnp.where(token_mask, confidence, -1.0)
     return TokenOrder(*shuffle(device, priority, num_devices))
-
-
-def send_tokens(outgoing: Outgoing, tokens: TokenOrder) -> Outgoing:
-    """Send the tokens of this device with their assignments; return those that arrive, T again.
-
-    Args:
-        outgoing: Tokens and token-major assignments of this device.
-        tokens: Order in which they travel.
-
-    Raises:
-        ValueError: The assignments are not token-major.
-    """
-    given, axes = outgoing.assignments, outgoing.axes
-    top_k, num_tokens = given.top_k, outgoing.x.shape[0]
-    check_moved(num_tokens, 1, is_token_major=top_k is not None)
-    assert top_k is not None
-    # Numbers of experts are exact in f32; one exchange brings them and the gates.
-    slots = [given.expert_ids.astype(jnp.float32), given.gates.astype(jnp.float32)]
-    slots = jnp.concatenate([part.reshape(num_tokens, top_k) for part in slots], axis=1)
-    x, slots = (
-        _swap(permute_rows(rows, tokens.order, tokens.inverse), axes)
-        for rows in (outgoing.x, slots)
-    )
-    assignments = dataclasses.replace(
-        given,
-        expert_ids=slots[:, :top_k].reshape(-1).astype(given.expert_ids.dtype),
-        gates=slots[:, top_k:].reshape(-1).astype(given.gates.dtype),
-    )
-    return dataclasses.replace(outgoing, x=x, assignments=assignments)
-
-
-def return_sums(
-    y: Float[Array, "T D"], tokens: TokenOrder, axes: ExpertAxes
-) -> Float[Array, "T D"]:
-    """Return rows to the devices and places from which `send_tokens` sent them.
-
-    Args:
-        y: Rows of the tokens that arrived.
-        tokens: Order in which the tokens of this device travelled.
-        axes: Mesh axes of the experts.
-    """
-    return permute_rows(_swap(y, axes), tokens.inverse, tokens.order)
 
 
 def _swap(rows: Float[Array, "T n"], axes: ExpertAxes) -> Float[Array, "T n"]:

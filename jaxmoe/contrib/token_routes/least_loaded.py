@@ -13,7 +13,7 @@ weights travel, and rows go where `all_to_all` sends them.
 
     bytes     of rows: those of `sharding/expert_parallel/all_to_all.py`, with C = min(A, T (e +
               slots)); of counts: (P - 1) E + (P - 1) P (e + slots) integers; of weights:
-              `sharding/expert_parallel/borrowed_weights.py`
+              `jaxmoe/contrib/token_routes/borrowed_weights.py`
     memory    `slots` experts and their gradients on each device, whether or not they are used
 
 Buffers on arrival have the size of the worst case, as shapes are static: only the time of the
@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from sharding.expert_parallel.borrowed_weights import with_borrowed
+from jaxmoe.contrib.token_routes.borrowed_weights import with_borrowed
+from jaxmoe.contrib.token_routes.least_loaded_plan import Plan, ThresholdPer, make_plan
 from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
-from sharding.expert_parallel.least_loaded_plan import Plan, ThresholdPer, make_plan
 from sharding.expert_parallel.permute import sort_by_expert
 from sharding.expert_parallel.transport import (
     Transport,

@@ -14,7 +14,9 @@ import pytest
 
 from experiments.doctor.devices import tiny_config
 from jaxmoe import make_train_step
-from jaxmoe.contrib.placement import token_tables
+from jaxmoe.contrib.token_routes.token_shuffle import TokenTables
+from jaxmoe.contrib.token_routes.token_tables import load_tables, save_tables
+from jaxmoe.contrib.token_routes.traced_tables import token_tables
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_layout
@@ -37,8 +39,6 @@ from jaxmoe.training.state import init_state
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig
 from sharding.expert_parallel.placement import ExpertPlacement
-from sharding.expert_parallel.token_shuffle import TokenTables
-from sharding.expert_parallel.token_tables import load_tables, save_tables
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.sequence_parallel import AllGatherKVConfig
 from tests.support.models import FULL, TINY

@@ -20,13 +20,19 @@ import functools
 import os
 import pathlib
 import zipfile
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from sharding.expert_parallel.token_shuffle import TokenTables
+from jaxmoe.contrib.token_routes.token_shuffle import (
+    TokenOrder,
+    TokenTables,
+    check_moved,
+    order_tokens,
+)
+from sharding.expert_parallel.routes import TokenRoute
 
 _ARRAYS = tuple(field.name for field in dataclasses.fields(TokenTables))
 
@@ -160,3 +166,43 @@ def _refusal(path: str | os.PathLike[str], reason: str) -> str:
         f"execution.dispatcher.token_tables={os.fspath(path)!r} is no file of token tables"
         f" ({reason}): write one with python -m experiments.place --tables FILE"
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TablesRoute(TokenRoute):
+    """Tokens first move to the device that probably holds their experts, by tables in a file."""
+
+    name: ClassVar[str] = "tables"
+
+    path: str
+    """File of the tables, the same on every host."""
+
+    def check_model(
+        self, *, num_devices: int, num_layers: int, num_experts: int, vocab_size: int
+    ) -> None:
+        """Check that the tables are those of this model on so many devices."""
+        if num_devices == 1:
+            return
+        sizes = {
+            "num_devices": num_devices,
+            "num_layers": num_layers,
+            "num_experts": num_experts,
+            "vocab_size": vocab_size,
+        }
+        load_tables(self.path).check(self.path, sizes)
+
+    def check_tokens(self, num_tokens: int, num_devices: int, *, is_token_major: bool) -> None:
+        """Check that tokens choose experts, and that devices divide them."""
+        check_moved(num_tokens, num_devices, is_token_major=is_token_major)
+
+    def moves(
+        self,
+        layer: Int[Array, ""],
+        token_ids: Int[Array, " T"],
+        token_mask: Bool[Array, " T"],
+        below: Int[Array, " T"],
+        num_devices: int,
+    ) -> TokenOrder:
+        """Return the order of the tokens by the tables of their layer."""
+        tables = load_tables(self.path).of_layer(layer)
+        return order_tokens(tables, token_ids, token_mask, below, num_devices)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.expert_parallel.least_loaded_plan import make_plan
+from jaxmoe.contrib.token_routes.least_loaded_plan import make_plan
 
 
 def published_plan(loads, num_devices, *, factor=1.0, min_rows=1, threshold=1.3):

@@ -18,7 +18,7 @@ more here, up to P times. The loop runs `num_lent` times: where nothing is lent 
 devices of one sum are those of one expert group, which have the same plan and run the loop equally
 often. Devices of other groups, which differ in `data` or `replica`, may run it more or less often.
 
-Weights travel in their own dtype. The plan is `sharding/expert_parallel/least_loaded_plan.py`.
+Weights travel in their own dtype. The plan is `jaxmoe/contrib/token_routes/least_loaded_plan.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxmoe.contrib.token_routes.least_loaded_plan import Plan
 from pallas_kernels.jax_versions import match_varying
-from sharding.expert_parallel.least_loaded_plan import Plan
 
 
 def with_borrowed(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
