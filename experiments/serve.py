@@ -58,10 +58,10 @@ from experiments.cli.output import announce, write
 from experiments.cli.process import end_at_once, start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
+from jaxmoe.contrib.fleet.serving import FleetSizesConfig, open_fleet
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
 from jaxmoe.run.provenance.saved import Ends
-from jaxmoe.run.serving import EngineSizesConfig, open_served
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
@@ -93,7 +93,7 @@ class ServeConfig:
     eos: Ends = "auto"
     """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging
     Face models, and for those imported without data of their own."""
-    engine: EngineSizesConfig = EngineSizesConfig()
+    engine: FleetSizesConfig = FleetSizesConfig()
     """Sizes of the engine."""
     max_body: int = 2**20
     """Bytes of a request at most."""
@@ -181,7 +181,7 @@ def _open(config: ServeConfig) -> Served:
     path = model_directory(config.run.directory, "run.directory")
     if jax.process_count() > 1:
         raise ValueError("serve runs in one process: start it on one host")
-    return open_served(
+    return open_fleet(
         path,
         config.engine,
         step=config.run.step,

@@ -158,12 +158,12 @@ REGISTRIES = {
         *("split_fuse", "prefill_first", "layered", "laps", "flow_prefill", "batch_llm"),
         *("nexus", "semi_pd", "nano_batches"),
     },
-    "jaxmoe.serve.policies.dispatch:DISPATCH": {
+    "jaxmoe.contrib.fleet.dispatch:DISPATCH": {
         *("round_robin", "least_loaded", "prefix_aware", "dual_map", "llumnix", "dist_serve"),
         *("pd_serve", "prfaas", "saga"),
     },
     "jaxmoe.serve.policies.retention:RETENTION": {"lru", "swap_groups"},
-    "jaxmoe.serve.policies.scaling:SCALING": {"fixed", "slo", "elastic_experts", "polca"},
+    "jaxmoe.contrib.fleet.scaling:SCALING": {"fixed", "slo", "elastic_experts", "polca"},
     "jaxmoe.contrib.serving_lab.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {
         *("next_token", "masked_diffusion", "swept_layers", "policy_gradient"),

@@ -11,9 +11,9 @@ from experiments.bench.serve import work_of
 from experiments.bench.side import answer_requests
 from jaxmoe.checkpoint import from_huggingface
 from jaxmoe.serve.answers import Generated
+from jaxmoe.serve.device.backend import sizes_for
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine
-from jaxmoe.serve.offline import sizes_for
 from jaxmoe.serve.requests import Sampling
 
 

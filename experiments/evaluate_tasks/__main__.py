@@ -33,10 +33,10 @@ from jaxmoe.optional import require
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.saved import length_of
+from jaxmoe.serve.device.backend import sizes_for
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.serve.engine import Executor
-from jaxmoe.serve.offline import sizes_for
 from jaxmoe.training.score import Scorer
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,7 @@ from experiments.cli.tables import text_table
 from experiments.serving.simulate import SimulateConfig, facts_of
 from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
+from jaxmoe.contrib.fleet.dispatch.dist_serve import DistServeConfig
 from jaxmoe.contrib.serving_lab.simulation import (
     ModelSizes,
     Roofline,
@@ -56,7 +57,6 @@ from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.policies.batching import SplitFuseConfig
-from jaxmoe.serve.policies.dispatch.dist_serve import DistServeConfig
 from jaxmoe.serve.requests import Objective
 
 Table = list[tuple[str, ...]]

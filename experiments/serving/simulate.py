@@ -45,6 +45,9 @@ from experiments.cli.tables import text_table
 from experiments.serving.picture import draw_goodput, write_report
 from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
+from jaxmoe.contrib.fleet.dispatch import DISPATCH, DispatchConfig
+from jaxmoe.contrib.fleet.scaling import SCALING
+from jaxmoe.contrib.fleet.serving import FleetSizesConfig
 from jaxmoe.contrib.serving_lab.simulation import (
     Arrival,
     ModelSizes,
@@ -59,12 +62,9 @@ from jaxmoe.models.presets import PRESETS
 from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving import EngineSizesConfig
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.batching import BATCHING
-from jaxmoe.serve.policies.dispatch import DISPATCH, DispatchConfig
 from jaxmoe.serve.policies.retention import RETENTION
-from jaxmoe.serve.policies.scaling import SCALING
 from jaxmoe.serve.requests import Objective
 
 HEADINGS = (
@@ -120,7 +120,7 @@ class SimulateConfig:
     """Running sequences of an instance at most."""
     max_length: int = 20_000
     """Tokens of a sequence at most; longer ones are cut."""
-    engine: EngineSizesConfig = EngineSizesConfig()
+    engine: FleetSizesConfig = FleetSizesConfig()
     """What is compiled and measured of a run, in place of preset, chip, chips and the sizes above;
     `batching` above names the policies."""
     cost: CostSource = "auto"

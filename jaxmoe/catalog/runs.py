@@ -103,7 +103,7 @@ _OBJECTIVE: Final = {
         "Predict each token from those before it.",
     ),
     "masked_diffusion": (
-        "jaxmoe.training.masked_diffusion:MaskedDiffusionConfig",
+        "jaxmoe.contrib.diffusion.masked_diffusion:MaskedDiffusionConfig",
         "Predict masked tokens from the rest of the row; needs attention.is_causal False.",
     ),
     "swept_layers": (

@@ -1,9 +1,29 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Members of the choices of a server and of its simulation."""
+"""Members of the choices of texts, of a server and of its simulation."""
 
 from typing import Final
 
+_WRITER: Final = {
+    "left_to_right": (
+        "jaxmoe.generation.text:LeftToRightConfig",
+        "One token after the other, with a cache.",
+    ),
+    "fill_in": (
+        "jaxmoe.contrib.diffusion.writer:FillInConfig",
+        "All tokens from masks, in any order.",
+    ),
+}
+_BACKEND: Final = {
+    "pages": (
+        "jaxmoe.serve.device.backend:PagesConfig",
+        "Keys and values in pages, one token after the other.",
+    ),
+    "rows": (
+        "jaxmoe.contrib.diffusion.backend:RowsConfig",
+        "Rows of a masked-diffusion model, filled in together.",
+    ),
+}
 _BATCHING: Final = {
     "split_fuse": (
         "jaxmoe.serve.policies.batching.split_fuse:SplitFuseConfig",
@@ -44,39 +64,39 @@ _BATCHING: Final = {
 }
 _DISPATCH: Final = {
     "round_robin": (
-        "jaxmoe.serve.policies.dispatch.round_robin:RoundRobinConfig",
+        "jaxmoe.contrib.fleet.dispatch.round_robin:RoundRobinConfig",
         "One instance after the other.",
     ),
     "least_loaded": (
-        "jaxmoe.serve.policies.dispatch.least_loaded:LeastLoadedConfig",
+        "jaxmoe.contrib.fleet.dispatch.least_loaded:LeastLoadedConfig",
         "Instance with the fewest tokens left to compute.",
     ),
     "prefix_aware": (
-        "jaxmoe.serve.policies.dispatch.prefix_aware:PrefixAwareConfig",
+        "jaxmoe.contrib.fleet.dispatch.prefix_aware:PrefixAwareConfig",
         "Longest cached beginning, unless the load is uneven.",
     ),
     "dual_map": (
-        "jaxmoe.serve.policies.dispatch.dual_map:DualMapConfig",
+        "jaxmoe.contrib.fleet.dispatch.dual_map:DualMapConfig",
         "Two instances for each beginning of a prompt.",
     ),
     "llumnix": (
-        "jaxmoe.serve.policies.dispatch.llumnix:LlumnixConfig",
+        "jaxmoe.contrib.fleet.dispatch.llumnix:LlumnixConfig",
         "Freest instance; running requests move there.",
     ),
     "dist_serve": (
-        "jaxmoe.serve.policies.dispatch.dist_serve:DistServeConfig",
+        "jaxmoe.contrib.fleet.dispatch.dist_serve:DistServeConfig",
         "Instances for prompts, and others for answers.",
     ),
     "pd_serve": (
-        "jaxmoe.serve.policies.dispatch.pd_serve:PDServeConfig",
+        "jaxmoe.contrib.fleet.dispatch.pd_serve:PDServeConfig",
         "Instances for prompts that take a request when idle, and others for answers.",
     ),
     "prfaas": (
-        "jaxmoe.serve.policies.dispatch.prfaas:PrfaasConfig",
+        "jaxmoe.contrib.fleet.dispatch.prfaas:PrfaasConfig",
         "Remote instances for prompts, when that is faster.",
     ),
     "saga": (
-        "jaxmoe.serve.policies.dispatch.saga:SagaConfig",
+        "jaxmoe.contrib.fleet.dispatch.saga:SagaConfig",
         "One instance for all calls of a workflow.",
     ),
 }
@@ -91,16 +111,16 @@ _RETENTION: Final = {
     ),
 }
 _SCALING: Final = {
-    "fixed": ("jaxmoe.serve.policies.scaling.fixed:FixedConfig", "All instances, always."),
+    "fixed": ("jaxmoe.contrib.fleet.scaling.fixed:FixedConfig", "All instances, always."),
     "slo": (
-        "jaxmoe.serve.policies.scaling.slo:SLOConfig",
+        "jaxmoe.contrib.fleet.scaling.slo:SLOConfig",
         "Instances that the predicted rate needs.",
     ),
     "elastic_experts": (
-        "jaxmoe.serve.policies.scaling.elastic_experts:ElasticExpertsConfig",
+        "jaxmoe.contrib.fleet.scaling.elastic_experts:ElasticExpertsConfig",
         "Twice or half the devices of an instance.",
     ),
-    "polca": ("jaxmoe.serve.policies.scaling.polca:PolcaConfig", "Clocks by a power budget."),
+    "polca": ("jaxmoe.contrib.fleet.scaling.polca:PolcaConfig", "Clocks by a power budget."),
 }
 _WORKLOAD: Final = {
     "gamma": (
@@ -142,15 +162,19 @@ _ITEM_CACHE: Final = {
 }
 
 BASES: Final = {
+    "writer": "jaxmoe.generation.text:WriterConfig",
+    "backend": "jaxmoe.serve.backend:BackendConfig",
     "batching": "jaxmoe.serve.policies.batching.base:BatchingConfig",
-    "dispatch": "jaxmoe.serve.policies.dispatch.base:DispatchConfig",
+    "dispatch": "jaxmoe.contrib.fleet.dispatch.base:DispatchConfig",
     "retention": "jaxmoe.serve.policies.retention.base:RetentionConfig",
-    "scaling": "jaxmoe.serve.policies.scaling.base:ScalingConfig",
+    "scaling": "jaxmoe.contrib.fleet.scaling.base:ScalingConfig",
     "workload": "jaxmoe.contrib.serving_lab.simulation.workload:Workload",
     "item_cache": "jaxmoe.contrib.serving_lab.caches.base:ItemCacheConfig",
 }
 
 MEMBERS: Final = {
+    "writer": _WRITER,
+    "backend": _BACKEND,
     "batching": _BATCHING,
     "dispatch": _DISPATCH,
     "retention": _RETENTION,

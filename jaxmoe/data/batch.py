@@ -64,7 +64,7 @@ class Batch:
     """Position within the document, from 0. None: 0 to S - 1 in every row."""
     mask_ratio: Float[HostOrDeviceArray, "B S"] | None = None
     """Share of a row's tokens that masked diffusion hides, the same along a row; set by
-    `jaxmoe.training.masked_diffusion`, not by loaders."""
+    `jaxmoe.contrib.diffusion.masked_diffusion`, not by loaders."""
     level: Int[HostOrDeviceArray, " B"] | None = None
     """Level of each row, the same for all rows of a micro-batch: no document of a row of S tokens
     crosses a multiple of 2^level S / N of them, where N devices share a row

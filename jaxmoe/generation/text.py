@@ -4,26 +4,24 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import math
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
+from jaxmoe import catalog
 from jaxmoe.data import DataError, Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import MakePrograms, stream
-from jaxmoe.models.diffuse import diffuse
 from jaxmoe.models.sampling import SamplingConfig
 
 _AT_ONCE = 8
 """Tokens between two looks for stop strings, and two pieces of a stream."""
-STEPS_PER_TOKEN = 2.0
-"""Steps of masked diffusion for each token: two tokens are seldom filled in at once then."""
 _CONTEXT = 8
 """Tokens of a prompt that its continuation is decoded behind: more than a character has, and than
 marks without text stand side by side."""
@@ -90,6 +88,107 @@ class GenerationConfig:
             raise ValueError(f"length={self.length} must be at least 1")
         if not all(self.stop):
             raise ValueError("stop holds an empty string, which every text contains: leave it out")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WriterConfig(abc.ABC):
+    """How the models of one kind write the tokens after prompts."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def fits(self, model: ModelConfig) -> bool:
+        """Return whether models like this one write so.
+
+        Args:
+            model: Config of the model.
+        """
+
+    @abc.abstractmethod
+    def write(
+        self,
+        model: ModelConfig,
+        params: Any,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        config: GenerationConfig,
+        *,
+        router_state: Any,
+        execution: ExecutionConfig | None,
+        at_once: int,
+        programs: MakePrograms | None,
+    ) -> Iterable[Iterable[np.ndarray]]:
+        """Return the next tokens of every prompt, part by part.
+
+        Args:
+            model: Model of the parameters.
+            params: Parameters of the model.
+            prompts: Token ids of each prompt.
+            config: Length, sampling and ends.
+            router_state: Router state.
+            execution: Execution of the model; defaults when None.
+            at_once: Tokens of a part, where the model writes them one after the other.
+            programs: Makes the programs, see `jaxmoe.models.decode.stream`.
+
+        Raises:
+            ValueError: The model does not write such prompts, or has no use for `programs`.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LeftToRightConfig(WriterConfig):
+    """One token after the other, with a cache."""
+
+    name: ClassVar[str] = "left_to_right"
+
+    def fits(self, model: ModelConfig) -> bool:
+        """Return whether the model is causal."""
+        return model.attention.is_causal
+
+    def write(
+        self,
+        model: ModelConfig,
+        params: Any,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        config: GenerationConfig,
+        *,
+        router_state: Any,
+        execution: ExecutionConfig | None,
+        at_once: int,
+        programs: MakePrograms | None,
+    ) -> Iterable[Iterable[np.ndarray]]:
+        """Return the tokens as they are drawn."""
+        return stream(
+            model,
+            params,
+            list(prompts),
+            num_tokens=config.length,
+            key=jax.random.key(config.seed),
+            sampling=config.sampling,
+            eos_ids=config.eos_ids,
+            at_once=at_once,
+            router_state=router_state,
+            execution=execution,
+            programs=programs,
+        )
+
+
+def writer_of(model: ModelConfig) -> WriterConfig:
+    """Return how a model writes: the first writer of the catalogue that fits it.
+
+    Args:
+        model: Config of the model.
+
+    Raises:
+        ValueError: None does.
+    """
+    for name in catalog.names("writer"):
+        writer: WriterConfig = catalog.choice("writer", name)()
+        if writer.fits(model):
+            return writer
+    raise ValueError(
+        f"model.attention.is_causal={model.attention.is_causal}: no writer of the catalogue"
+        f" ({', '.join(catalog.names('writer'))}) continues such a model: add one to the catalogue"
+    )
 
 
 def separator_of(source: Source) -> int | None:
@@ -159,35 +258,21 @@ def continue_texts(
         programs: Makes the programs, see `jaxmoe.models.decode.stream`.
 
     Raises:
-        ValueError: Several prompts are streamed, or `programs` or prompts of several lengths are
-            given to a model that is not causal.
+        ValueError: Several prompts are streamed, or the model's writer refuses them.
     """
     if on_sample is not None and len(prompts) > 1:
         raise ValueError(f"{len(prompts)} prompts cannot be streamed together: stream one")
     texts = [_Text(codec, config, prompt, precision, on_sample) for prompt in prompts]
-    shared: dict[str, Any] = {
-        "num_tokens": config.length,
-        "key": jax.random.key(config.seed),
-        "router_state": router_state,
-        "execution": execution,
-    }
-    if model.attention.is_causal:
-        looks = bool(on_sample or config.stop)
-        parts = stream(
-            *(model, params, list(prompts)),
-            sampling=config.sampling,
-            eos_ids=config.eos_ids,
-            at_once=_AT_ONCE if looks else config.length,
-            programs=programs,
-            **shared,
-        )
-    elif programs is not None:
-        raise ValueError(
-            "model.attention.is_causal=False: this model has no cache, and is computed whole: leave"
-            " --layers and --experts out"
-        )
-    else:
-        parts = iter([_fill_after(model, params, prompts, config, shared)])
+    parts = writer_of(model).write(
+        model,
+        params,
+        prompts,
+        config,
+        router_state=router_state,
+        execution=execution,
+        at_once=_AT_ONCE if on_sample or config.stop else config.length,
+        programs=programs,
+    )
     for part in parts:
         for text, tokens in zip(texts, part, strict=True):
             text.add(tokens)
@@ -292,31 +377,3 @@ def certain_length(text: str, stop: Sequence[str]) -> int:
                 num_whole = min(num_whole, len(text) - size)
                 break
     return num_whole
-
-
-def _fill_after(
-    model: ModelConfig,
-    params: Any,
-    prompts: Sequence[Sequence[int] | np.ndarray],
-    config: GenerationConfig,
-    shared: dict[str, Any],
-) -> np.ndarray:
-    """Return what masked diffusion fills in after prompts of one length: [rows, length]."""
-    if len({len(prompt) for prompt in prompts}) > 1:
-        raise ValueError(
-            "model.attention.is_causal=False: this model continues prompts of one length together,"
-            " and these have several: give them one at a time"
-        )
-    rows, num_tokens = np.stack(prompts), config.length
-    padding = ((0, 0), (0, num_tokens))
-    seeds = [(config.seed + row) % 2**31 for row in range(len(rows))]
-    filled = diffuse(
-        *(model, params, jax.numpy.asarray(np.pad(rows, padding))),
-        jax.numpy.asarray(np.pad(np.ones_like(rows, bool), padding)),
-        num_steps=math.ceil(STEPS_PER_TOKEN * num_tokens),
-        keys=jax.vmap(jax.random.key)(np.asarray(seeds, np.int32)),
-        sampling=config.sampling,
-        router_state=shared["router_state"],
-        execution=shared["execution"],
-    )
-    return np.asarray(filled)[:, rows.shape[1] :]

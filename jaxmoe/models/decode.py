@@ -136,7 +136,7 @@ def stream(
     if not model.attention.is_causal:
         raise ValueError(
             "model.attention.is_causal=False: this model fills gaps from both sides, and cannot"
-            " write from left to right: sample it with jaxmoe.models.diffuse"
+            " write from left to right: sample it with jaxmoe.contrib.diffusion.diffuse"
         )
     rows = _rows(prompt, model.vocab_size)
     if num_tokens < 1:

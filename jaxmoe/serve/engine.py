@@ -1,17 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Answers requests with one or several instances of a model.
+"""Answers requests with an instance of a model.
 
     with Engine(ModelExecutor(model, params, config=...), codec=tokenizer) as engine:
         for event in engine.submit((1, 2, 3), Sampling(max_tokens=8), stop=("\\n",)):
             ...                                       # Generated, ..., Generated, Ended
 
-    Engine([first, second], EngineConfig(dispatch=LlumnixConfig()))         # two executors
-
-Any thread may submit and cancel. One thread plans, applies and publishes for all instances, and
-each executor has a thread of its own, which runs its steps and copies in their order. Each stream
-ends with exactly one `Ended`, also when a step fails: then all streams of that instance end with an
-error, and it goes on with empty pages.
+Any thread may submit and cancel. One thread plans, applies and publishes, and the executor has a
+thread of its own, which runs its steps in their order. Each stream ends with exactly one `Ended`,
+also when a step fails: then all streams end with an error, and the instance goes on with empty
+pages.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ from typing import Any
 
 from jaxmoe.generation.text import Codec
 from jaxmoe.serve.answers import Answer, TextStream
-from jaxmoe.serve.fleet.config import EngineConfig as EngineConfig
-from jaxmoe.serve.fleet.config import InstancesConfig
-from jaxmoe.serve.fleet.members import Executor as Executor
-from jaxmoe.serve.fleet.members import Member, Members
-from jaxmoe.serve.fleet.resharding import Layouts, Resharder
+from jaxmoe.serve.backend import Executor as Executor
+from jaxmoe.serve.config import EngineConfig as EngineConfig
+from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.instance import Instance
+from jaxmoe.serve.members import Member, Members
 from jaxmoe.serve.metrics import EngineMetrics, total
 from jaxmoe.serve.requests import End, Event, Objective, Request, Sampling
 from jaxmoe.serve.step import Step
@@ -43,60 +40,48 @@ _THREAD = "jaxmoe-engine"
 
 
 class Engine:
-    """Serves one or several instances until it is closed."""
+    """Serves an instance until it is closed."""
 
     def __init__(
         self,
-        executors: Executor | Sequence[Executor],
+        executor: Executor,
         config: InstancesConfig | None = None,
         *,
         codec: Codec | None = None,
         clock: Callable[[], float] = time.monotonic,
-        hardware: Any = None,
-        layouts: Layouts | None = None,
     ):
         """Start the threads.
 
         Args:
-            executors: Computes the steps of one instance; or one executor for each instance, with
-                the same model.
-            config: Queue, policies, and what an instance computes; `EngineConfig` when None.
+            executor: Computes the steps.
+            config: Queue, and what the instance computes; `EngineConfig` when None.
             codec: Decoder of tokens, for text and stop strings; None serves tokens alone.
             clock: Seconds for the policies.
-            hardware: Times of a step, such as `MeasuredSteps`, for a scaling policy that asks.
-            layouts: Meshes that instances may have, such as `MeshLayouts`; None keeps them.
 
         Raises:
-            ValueError: A policy needs what the executor lacks, or other instances; or executors
-                differ in their sizes.
+            ValueError: A policy needs what the executor lacks.
         """
-        config = EngineConfig() if config is None else config
-        all_executors = executors if isinstance(executors, Sequence) else [executors]
-        self.config, self._codec, self._clock = config, codec, clock
+        self.config, self._codec = config or EngineConfig(), codec
         self._streams: dict[int, Stream] = {}
         self._followers: dict[int, list[Stream]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._exchanges: set[Future[Any]] = set()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_draining = False
         self._failure = ""
-        self._members = Members(
-            all_executors,
-            config,
-            clock=clock,
-            post=self._inbox.put,
-            publish=self._publish,
-            exchange=self.exchange,
-            hardware=hardware,
-            layouts=layouts,
-        )
-        self._fleet = self._members.fleet
-        self.facts = self._fleet.instances[0].facts
+        self._members = self._start_members(executor, self.config, clock)
+        self._members.measure()
+        self.facts = self._members.all[0].instance.facts
         """Sizes of the first instance."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
         self._serving = self._thread.submit(self._serve)
         self._serving.add_done_callback(self._end_all)
+
+    def _start_members(
+        self, executor: Executor, config: InstancesConfig, clock: Callable[[], float]
+    ) -> Members:
+        """Return what executes the steps; engines of several instances place requests too."""
+        return Members([executor], config, clock=clock, post=self._inbox.put, publish=self._publish)
 
     def __enter__(self) -> Engine:
         return self
@@ -271,38 +256,6 @@ class Engine:
         self._thread.shutdown()
         self._members.close()
 
-    def exchange(self, executor: Any, number: int = 0) -> Future[Any]:
-        """Go on with another executor of the model, between two steps; sequences stay.
-
-        Args:
-            executor: Executor with a method `adopt` that takes over the pages of the present one,
-                such as `ModelExecutor.on_mesh` returns it, compiled while this one serves.
-            number: Instance.
-
-        Returns:
-            What `adopt` returns, when the change is done; or its error: then nothing has changed.
-            It is cancelled when the engine ends before.
-
-        Raises:
-            ValueError: There is no such instance.
-        """
-        if not 0 <= number < len(self._members.all):
-            raise ValueError(
-                f"number={number} must be that of an instance, 0 to {len(self._members.all) - 1}"
-            )
-        done: Future[Any] = Future()
-        self._exchanges.add(done)
-        done.add_done_callback(self._exchanges.discard)
-        self._inbox.put(lambda: self._members.exchange(number, executor, done))
-        if self._serving.done():
-            done.cancel()
-        return done
-
-    @property
-    def resharder(self) -> Resharder:
-        """Lays all instances out on another mesh while they serve."""
-        return self._members.resharder
-
     def _stop_accepting(self) -> None:
         with self._lock:
             self._is_draining = True
@@ -347,18 +300,17 @@ class Engine:
             if stream.is_stopped:  # tokens of the same step behind a stop string
                 continue
             if stream.token(event):
-                self._publish(self._fleet.stop(event.id), member)
+                self._publish(self._members.stop(event.id), member)
             self._release(event.id)
 
     def _begin(self, stream: Stream, after: Stream | None) -> None:
         if stream.id not in self._streams:  # cancelled
             return
-        shares = self._fleet.instances[0].has_sharing
+        shares = self._members.all[0].instance.has_sharing
         if shares and after is not None and after.id in self._streams and not after.has_begun:
             self._followers.setdefault(after.id, []).append(stream)
             return
-        self._members.scaling.arrive(stream.request)
-        self._publish(self._fleet.submit(stream.request, self._clock()))
+        self._publish(self._members.submit(stream.request))
 
     def _release(self, id_: int) -> None:
         """Submit the requests that waited for another."""
@@ -376,8 +328,8 @@ class Engine:
         stream = self._streams.get(id_)
         if stream is None:
             return
-        if self._fleet.instance_of(id_) is not None or id_ in self._fleet.offered:
-            self._publish(self._fleet.cancel(id_))
+        if self._members.has(id_):
+            self._publish(self._members.cancel(id_))
         else:  # it waits for another
             self._end(stream, End(id_, "cancelled"))
 
@@ -386,9 +338,7 @@ class Engine:
             self._cancel(id_)
 
     def _end_all(self, serving: Future[None]) -> None:
-        """End what is left: exchanges, and streams when the thread has failed."""
-        for exchange in [*self._exchanges]:
-            exchange.cancel()
+        """End the streams that are left when the thread has failed."""
         error = serving.exception()
         if error is None:
             return

@@ -65,8 +65,8 @@ class Facts:
     """Layers of the model."""
     shapes: Shapes | None = None
     """Compiled shapes; None takes any number of pieces of any length."""
-    fills_rows: bool = False
-    """Whether the executor fills whole rows by masked diffusion, a row being a page."""
+    capabilities: frozenset[str] = frozenset({"pages"})
+    """What the executor computes, such as keys and values in "pages"; configs and policies ask."""
     has_partitions: bool = False
     """Whether the executor runs several lanes at once."""
     has_layers: bool = False

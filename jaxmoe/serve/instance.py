@@ -15,7 +15,7 @@ one thread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
@@ -159,6 +159,24 @@ class Instance:
             has_sharing=self.has_sharing,
             num_moving=len(self.queues.moving) + len(self.incoming),
         )
+
+    def next_steps(
+        self, policy: Callable[[InstanceView], Plan], now: float
+    ) -> tuple[Plan, tuple[Step, ...]]:
+        """Start what a policy wants, if there is a request and room for a step.
+
+        Args:
+            policy: Returns a plan for the state as it is.
+            now: Seconds on the instance's clock.
+
+        Returns:
+            The plan, and steps to be executed and then given to `apply`.
+        """
+        view = self.view(now)
+        if self.is_idle or not view.free_lanes:
+            return Plan(), ()
+        plan = policy(view)
+        return plan, self.start(plan, now)
 
     def start(self, plan: Plan, now: float) -> tuple[Step, ...]:
         """Check a plan, move sequences and take pages.

@@ -166,13 +166,12 @@ class Meter:
         num_later = max(ending.num_generated - 1, 0) * (ending.tpot or 0.0)
         self._count("total", ending.ttft + num_later)
 
-    def metrics(self, instance: Instance, now: float, *, pages_moved: int = 0) -> EngineMetrics:
+    def metrics(self, instance: Instance, now: float) -> EngineMetrics:
         """Return the numbers as they are.
 
         Args:
             instance: Instance of the engine.
             now: Seconds.
-            pages_moved: Pages that were copied to another instance.
         """
         while self._recent and self._recent[0][0] < now - _SECONDS:
             self._num_recent -= self._recent.popleft()[1]
@@ -185,7 +184,6 @@ class Meter:
             num_ended=dict(queues.ended),
             num_preempted=instance.num_preempted,
             num_moved=queues.moved_away,
-            pages_moved=pages_moved,
             num_steps=self._num_steps,
             pages_total=pool.size,
             pages_used=pool.size - pool.num_free,

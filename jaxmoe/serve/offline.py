@@ -12,27 +12,14 @@ import numpy as np
 
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import (
-    STEPS_PER_TOKEN,
-    Codec,
-    GenerationConfig,
-    Sample,
-    continue_texts,
-)
+from jaxmoe.generation.text import Codec, GenerationConfig, Sample, continue_texts
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
-from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.device.executor import ModelExecutor
-from jaxmoe.serve.device.pages import why_not_served
-from jaxmoe.serve.diffusion.config import DiffusionConfig, DiffusionSizes
-from jaxmoe.serve.diffusion.executor import DiffusionExecutor, why_not_filled
-from jaxmoe.serve.engine import Engine, EngineConfig, Executor
-from jaxmoe.serve.fleet.config import InstancesConfig
-from jaxmoe.serve.plan import Shapes
+from jaxmoe.serve.backend import Executor, backend_of
+from jaxmoe.serve.config import InstancesConfig
+from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.requests import EndReason, Sampling
 
-_PIECE, _SHORTEST = 64, 256
 _LENGTHS, _MOST = 128, 16
 """Multiple to which lengths are rounded up, and prompts that are continued at a time at most."""
 
@@ -62,26 +49,9 @@ class WholeAnswer:
     text: str
     """Their text, cut before a stop id or string; empty without a codec."""
     reason: EndReason
-    """Why it ended."""
+    """Why it ending."""
     experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """Experts [tokens L K] of prompt and answer, if asked for; see `answers.whole_experts`."""
-
-
-def sizes_for(*, max_length: int, batch_size: int, page_size: int = 16) -> ExecutorConfig:
-    """Return the sizes of an executor that never lacks pages.
-
-    Args:
-        max_length: Tokens of a prompt and its answer at most.
-        batch_size: Prompts that are answered together.
-        page_size: Tokens of a page.
-    """
-    lengths = {min(_SHORTEST, max_length), max_length}
-    return ExecutorConfig(
-        num_pages=batch_size * num_pages(max_length, page_size),
-        page_size=page_size,
-        shapes=Shapes(singles=batch_size, pieces=((1, min(_PIECE, max_length)),)),
-        context_lengths=tuple(sorted(lengths)),
-    )
 
 
 def answer_all(
@@ -140,18 +110,14 @@ def continue_together(
     longest = max(len(prompt) for prompt in prompts) + generation.length
     length = -(-longest // _LENGTHS) * _LENGTHS
     rows = min(1 << (len(prompts) - 1).bit_length(), _MOST)
-    given_model: Any = (model, params, router_state or None)
-    if why_not_served(model, execution, None) is None:
-        sizes = sizes_for(max_length=length, batch_size=rows)
-        executor = ModelExecutor(*given_model, config=sizes, execution=execution)
-        config = EngineConfig()
-    elif why_not_filled(model, execution) is None:
-        sizes = DiffusionSizes(rows=rows, lengths=(length,))
-        executor = DiffusionExecutor(*given_model, config=sizes, execution=execution)
-        config = DiffusionConfig(steps_per_token=STEPS_PER_TOKEN)
-    else:
+    backend = backend_of(model)
+    if backend.refusal(model, execution) is not None:
         settings: dict[str, Any] = {"execution": execution, "precision": precision}
         return continue_texts(model, codec, params, router_state, prompts, generation, **settings)
+    sizes = backend.sizes_for(max_length=length, batch_size=rows)
+    executor = backend.executor(
+        model, params, router_state or None, sizes=sizes, execution=execution
+    )
     requests = [
         Prompt(
             tokens=tuple(map(int, prompt)),
@@ -160,6 +126,7 @@ def continue_together(
         )
         for row, prompt in enumerate(prompts)
     ]
+    answers = answer_all(executor, requests, codec, backend.config())
     return [
         Sample(
             prompt=codec.decode(np.asarray(prompt, np.int32)),
@@ -167,9 +134,7 @@ def continue_together(
             precision=precision,
             token_ids=tuple(token for token in answer.tokens if token not in generation.eos_ids),
         )
-        for prompt, answer in zip(
-            prompts, answer_all(executor, requests, codec, config), strict=True
-        )
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
 

@@ -28,9 +28,10 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.saved import length_of
-from jaxmoe.run.serving import EngineSizesConfig, open_served
+from jaxmoe.run.serving import open_served
 from jaxmoe.serve.answers import Generated, whole_experts
 from jaxmoe.serve.requests import Sampling
+from jaxmoe.serve.sizes import EngineSizesConfig
 from jaxmoe.training.state import state_around
 
 ONE = ("--imported.batches", "1")

@@ -15,8 +15,9 @@ from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
-from jaxmoe.run.serving import EngineSizesConfig, open_served
+from jaxmoe.run.serving import open_served
 from jaxmoe.serve import Sampling
+from jaxmoe.serve.sizes import EngineSizesConfig
 from tests.support.full_disk import end_on_a_full_disk
 from tests.support.runs import finished_flags, logged_losses, saved_leaves
 

@@ -19,9 +19,10 @@ from jaxmoe.adapters import LoraConfig, SelectConfig, TargetsConfig
 from jaxmoe.configs import to_json
 from jaxmoe.optim import MuonConfig
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.serving import EngineSizesConfig, open_served
+from jaxmoe.run.serving import open_served
 from jaxmoe.scaling import HyperPConfig, StandardConfig
 from jaxmoe.serve import Sampling
+from jaxmoe.serve.sizes import EngineSizesConfig
 from tests.support.runs import saved_leaves
 
 SIZES = (

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.contrib.diffusion.config import DiffusionSizes
+from jaxmoe.contrib.diffusion.diffuse import diffuse
+from jaxmoe.contrib.diffusion.executor import DiffusionExecutor
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.diffuse import diffuse
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
-from jaxmoe.serve.diffusion.config import DiffusionSizes
-from jaxmoe.serve.diffusion.executor import DiffusionExecutor
 from tests.support.serving import params
 
 VOCAB, LONGEST = 29, 8

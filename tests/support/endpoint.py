@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxmoe.data.chat.built_in import ChatML
 from jaxmoe.data.tokenizer import ByteTokenizer
-from jaxmoe.serve.device.resharding import Resharding
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
@@ -93,10 +92,6 @@ class Speller:
         layers = np.stack([where, where + 100], axis=-1)[..., None]
         return layers if work.sampling.has_experts else None
 
-    def adopt(self, other):
-        """Take over from another one."""
-        return Resharding(weight_bytes=8, page_bytes=4, seconds=0.25)
-
     def _next(self, work):
         if self.answer is not None:
             return self.answer[work.index % len(self.answer)]
@@ -113,7 +108,8 @@ def serving(
     port=0,
     adapters=None,
     has_experts=True,
-    layouts=None,
+    make_engine=None,
+    routes=None,
     codec=None,
     app=None,
     **limits,
@@ -123,10 +119,11 @@ def serving(
     chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
     config = config or EngineConfig(max_waiting=max_waiting)
     codec = codec or Text()
-    engine = Engine(executor, config, codec=codec, layouts=layouts)
+    engine = (make_engine or Engine)(executor, config, codec=codec)
     given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given["has_experts"] = has_experts
-    served = Served(name="speller", engine=engine, **given)
+    further = {} if routes is None else routes(engine)
+    served = Served(name="speller", engine=engine, routes=further, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))
     endpoint.app = app or endpoint.app
     listening = socket.create_server(("127.0.0.1", port))

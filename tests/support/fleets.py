@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from jaxmoe.contrib.fleet.dispatch import DispatchConfig, Dispatcher, FleetView, Move
+from jaxmoe.contrib.fleet.dispatch.base import Route
+from jaxmoe.contrib.fleet.fleet import Fleet
+from jaxmoe.contrib.fleet.layouts import Resharding
+from jaxmoe.contrib.fleet.migration import Copy
 from jaxmoe.serve import BATCHING, Facts, Instance, Request, Result, Step
-from jaxmoe.serve.device.resharding import Resharding
-from jaxmoe.serve.fleet.fleet import Fleet
-from jaxmoe.serve.fleet.migration import Copy
-from jaxmoe.serve.policies.dispatch import DispatchConfig, Dispatcher, FleetView, Move
-from jaxmoe.serve.policies.dispatch.base import Route
 from sharding import MeshConfig
 from tests.support.page_executor import PageExecutor, Streams
 

@@ -69,21 +69,14 @@ VERTICALS = {
         sockets=_LAYERS,
     ),
     "diffusion": Vertical(
-        sources=(
-            "jaxmoe/training/masked_diffusion.py",
-            "jaxmoe/models/diffuse.py",
-            "jaxmoe/serve/diffusion/*",
-        ),
-        tests=(
-            "tests/jaxmoe/serve/diffusion/*",
-            "tests/jaxmoe/models/test_diffuse.py",
-            "tests/jaxmoe/training/test_masked_diffusion.py",
-        ),
+        sources=("jaxmoe/contrib/diffusion/*",),
+        tests=("tests/jaxmoe/contrib/diffusion/*",),
         smoke=(
-            "tests/jaxmoe/training/test_masked_diffusion.py"
+            "tests/jaxmoe/contrib/diffusion/test_masked_diffusion.py"
             "::test_the_bound_of_a_perfect_denoiser_is_the_entropy[counted]"
         ),
-        sockets=("jaxmoe/training/loss.py",) + _ENGINE,
+        sockets=("jaxmoe/training/loss.py", "jaxmoe/generation/text.py", "jaxmoe/serve/backend.py")
+        + _ENGINE,
     ),
     "elastic": Vertical(
         sources=(
@@ -147,29 +140,14 @@ VERTICALS = {
         ),
     ),
     "fleet": Vertical(
-        sources=(
-            "jaxmoe/serve/fleet/*",
-            "jaxmoe/serve/policies/dispatch/*",
-            "jaxmoe/serve/policies/scaling/*",
-            "jaxmoe/serve/policies/retention/*",
-            "jaxmoe/serve/moves.py",
-            "jaxmoe/serve/http/resharding.py",
-            "jaxmoe/serve/device/resharding.py",
-        ),
-        tests=(
-            "tests/jaxmoe/serve/fleet/*",
-            "tests/jaxmoe/serve/http/test_resharding.py",
-            "tests/jaxmoe/serve/policies/test_dispatch.py",
-            "tests/jaxmoe/serve/test_moves.py",
-            "tests/jaxmoe/serve/policies/test_retention.py",
-            "tests/jaxmoe/serve/policies/test_scaling.py",
-            "tests/jaxmoe/serve/device/test_instances.py",
-        ),
+        sources=("jaxmoe/contrib/fleet/*",),
+        tests=("tests/jaxmoe/contrib/fleet/*",),
         smoke=(
-            "tests/jaxmoe/serve/fleet/test_fleet.py"
+            "tests/jaxmoe/contrib/fleet/test_fleet.py"
             "::test_a_fleet_makes_the_placements_moves_and_plans_of_the_simulator[least_loaded]"
         ),
-        sockets=_ENGINE,
+        sockets=("jaxmoe/serve/members.py", "jaxmoe/run/serving.py", "jaxmoe/serve/http/served.py")
+        + _ENGINE,
     ),
     "foreign_models": Vertical(
         sources=("jaxmoe/contrib/foreign_models/*",),
@@ -266,7 +244,6 @@ VERTICALS = {
     ),
     "serving_lab": Vertical(
         sources=(
-            "jaxmoe/serve/device/timing.py",
             "jaxmoe/contrib/serving_lab/*",
             "experiments/serving*",
         ),

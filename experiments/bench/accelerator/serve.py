@@ -17,9 +17,9 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.serve.answers import Generated
+from jaxmoe.serve.device.backend import sizes_for
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine
-from jaxmoe.serve.offline import sizes_for
 from jaxmoe.serve.requests import Sampling
 
 

@@ -12,13 +12,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxmoe.contrib.fleet.timing import Timing, measure_steps
 from jaxmoe.contrib.serving_lab.simulation import ModelSizes, Roofline
 from jaxmoe.contrib.serving_lab.simulation.measured import Fit, TableCost, fit_rates
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving import EngineSizesConfig, open_executors
-from jaxmoe.serve.device.timing import Timing, measure_steps
+from jaxmoe.run.serving import load_model, open_executor
 from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.sizes import EngineSizesConfig
 from jaxmoe.tracking import read_router_load
 
 _MOST_WAITING = 2**20
@@ -56,12 +57,12 @@ def measure_run(
     Raises:
         ValueError: The run cannot be served, or too few shapes are compiled for a fit.
     """
-    opened = open_executors(path, dataclasses.replace(sizes, instances=1))
-    executor, assembly = opened.executors[0], opened.assembly
-    if executor.facts(max_waiting=1).fills_rows:
+    loaded = load_model(path)
+    executor, assembly = open_executor(loaded, sizes).executor, loaded.assembly
+    if "pages" not in executor.facts(max_waiting=1).capabilities:
         raise ValueError(
-            f"run.directory={path} fills rows by masked diffusion, and the simulator plans pages of"
-            " keys and values: measure a run that writes from left to right"
+            f"run.directory={path} has no keys and values, and the simulator plans pages of them:"
+            " measure a run that writes from left to right"
         )
     timings = measure_steps(executor, executor.config, repeats)
     platform = jax.default_backend()

@@ -26,14 +26,8 @@ from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
-from jaxmoe.serve.device.layers import apart, longest_loop, num_calls, stacked
+from jaxmoe.serve.device.layers import apart, longest_loop, num_calls
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
-from jaxmoe.serve.device.resharding import (
-    Resharding,
-    received_bytes,
-    replicated_on,
-    weights_on,
-)
 from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
 from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
@@ -101,7 +95,6 @@ class ModelExecutor:
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
-        self._weight_bytes = 0
         self.moved_bytes = 0
         """Bytes of pages that went to host memory and back, for swaps and moves."""
         self.num_transfers = 0
@@ -210,54 +203,6 @@ class ModelExecutor:
             self._pools = self._move.from_host(self._pools, pages, host_pages.pools)
         self._experts.put(pages, host_pages.experts)
         self._count(host_pages.pools, pages)
-
-    def on_mesh(self, mesh: Any, execution: ExecutionConfig) -> ModelExecutor:
-        """Return an executor with the same weights on another mesh, compiled, with empty pages.
-
-        This one may run steps meanwhile; `adopt` then takes its pages over.
-
-        Args:
-            mesh: Mesh of `sharding.make_mesh` with tensor and expert axes.
-            execution: The same execution with the config of that mesh.
-
-        Raises:
-            ValueError: The weights are quantised, or the mesh has other axes.
-        """
-        with self._in_mesh():
-            stacked_params = stacked(self._params)
-        params = weights_on(self.model, stacked_params, ServedConfig.of(execution), mesh)
-        weight_bytes = received_bytes(stacked_params, params)
-        del stacked_params  # a copy, where the layers are apart
-        state = replicated_on(self._router_state, mesh)
-        options: dict[str, Any] = {"config": self.config, "execution": execution, "mesh": mesh}
-        moved = ModelExecutor(self.model, params, state, **options)
-        moved._weight_bytes = weight_bytes
-        return moved
-
-    def adopt(self, executor: ModelExecutor) -> Resharding:
-        """Take over the pages of an executor on another mesh, between two of its steps.
-
-        Args:
-            executor: Executor of the same model and sizes; it keeps its pages.
-
-        Raises:
-            ValueError: The sizes differ.
-        """
-        if executor.config != self.config:
-            raise ValueError(
-                f"the executors differ in their sizes: {executor.config}, {self.config}"
-            )
-        start_time = time.perf_counter()
-        places = jax.tree.map(lambda part: part.sharding, self._pools)
-        self._pools = {}  # empty pages, whose memory the others need
-        self._pools = jax.block_until_ready(jax.device_put(executor._pools, places))
-        self._host, self._load = executor._host.copy(), executor._load
-        self._experts.adopt(executor._experts)
-        return Resharding(
-            weight_bytes=self._weight_bytes,
-            page_bytes=received_bytes(executor._pools, self._pools),
-            seconds=time.perf_counter() - start_time,
-        )
 
     def expert_load(self) -> np.ndarray | None:
         """Return the tokens that each expert of each MoE layer has got [L E]; None before any."""

@@ -61,8 +61,8 @@ def why_not_served(model: ModelConfig, execution: ExecutionConfig, mesh: Any) ->
     if not model.attention.is_causal:
         return (
             "model.attention.is_causal=False: this model fills gaps from both sides, and requests"
-            " are answered from left to right: serve it with jaxmoe.serve.diffusion, or sample it"
-            " with jaxmoe.models.diffuse"
+            " are answered from left to right: serve it with jaxmoe.contrib.diffusion, or sample it"
+            " with jaxmoe.contrib.diffusion.diffuse"
         )
     if execution.cache_reading.selects:
         return (

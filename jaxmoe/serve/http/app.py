@@ -6,7 +6,7 @@
     GET  /v1/models  /v1/models/NAME                what it serves
     GET  /health  /metrics                          readiness, numbers for Prometheus
     GET  /stats  /                                  numbers as JSON, and a page that shows them
-    POST /reshard                                   another mesh, while requests are answered
+    POST routes of `Served.routes`                  what else its engine does, such as /reshard
 
 A client that goes away cancels its answers. While the server drains, /health and new requests get
 503. With a key, every route but /health and the page asks for `Authorization: Bearer KEY`; the page
@@ -31,7 +31,6 @@ from jaxmoe.serve.http.answered import ChatForm, Choice, CompletionForm, Form, u
 from jaxmoe.serve.http.asked import Asked, read_chat, read_completion
 from jaxmoe.serve.http.errors import HTTPError
 from jaxmoe.serve.http.prometheus import prometheus_text
-from jaxmoe.serve.http.resharding import change_mesh
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.http.streams import Answers, failure
 
@@ -86,7 +85,7 @@ class Endpoint:
             routes=[
                 route("/v1/completions", self._completions, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
-                route("/reshard", self._reshard, "POST"),
+                *(route(path, self._further(path), "POST") for path in served.routes),
                 route("/v1/models", self._models),
                 route("/v1/models/{model:path}", self._model),
                 route("/health", self._health),
@@ -200,9 +199,13 @@ class Endpoint:
         ends = [choice.ended for choice in choices if choice.ended is not None]
         return self._json(form.whole(choices, usage(ends, completion.number)))
 
-    async def _reshard(self, request: Any) -> Any:
-        resharder = self._served.engine.resharder
-        return self._json(await change_mesh(await self._body(request), resharder))
+    def _further(self, path: str) -> Callable[[Any], Any]:
+        """Return what answers a route of `Served.routes`."""
+
+        async def answer(request: Any) -> Any:
+            return self._json(await self._served.routes[path](await self._body(request)))
+
+        return answer
 
     async def _models(self, request: Any) -> Any:
         del request

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from jaxmoe.generation.chat import answer_ends
 from jaxmoe.generation.text import Codec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
+
+Route = Callable[[Any], Awaitable[dict[str, Any]]]
+"""Takes the JSON value of a body, returns that of the answer; raises HTTPError."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,8 @@ class Served:
     """Bytes of the pages of all instances."""
     compile_seconds: float = 0.0
     """Time of the compilation of their steps."""
+    routes: Mapping[str, Route] = dataclasses.field(default_factory=dict)
+    """Further POST routes by their path."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Time of the start, in seconds since 1970."""
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmoe import init_params
+from jaxmoe.contrib.diffusion.diffuse import diffuse
 from jaxmoe.generation.text import GenerationConfig, certain_length, continue_texts, first_stop
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.diffuse import diffuse
 from jaxmoe.models.sampling import SamplingConfig
 
 MODEL = ModelConfig(
@@ -33,6 +33,7 @@ class Numbers:
 
 
 @pytest.mark.slow
+@pytest.mark.vertical("diffusion")
 def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     params, seen = init_params(MODEL, jax.random.key(0)), []
     prompts = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]

@@ -11,7 +11,8 @@ from jaxmoe.generation.text import GenerationConfig, continue_texts
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.routing import UniformRandomConfig
 from jaxmoe.serve import Sampling
-from jaxmoe.serve.offline import Prompt, ServingError, answer_all, continue_together, sizes_for
+from jaxmoe.serve.device.backend import sizes_for
+from jaxmoe.serve.offline import Prompt, ServingError, answer_all, continue_together
 from tests.support.diffusion import POINTWISE
 from tests.support.serving import MODEL, Smaller, check_answers, params
 from tests.support.texts import Letters
@@ -59,6 +60,7 @@ def test_texts_continued_together_equal_each_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.vertical("diffusion")
 def test_texts_filled_in_together_equal_each_alone():
     given = GenerationConfig(
         length=4, sampling=SamplingConfig(temperature=0.9, top_p=0.9), seed=3, stop=("q",)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.depth.loop import LoopConfig
+from jaxmoe.contrib.fleet.moves import fork
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
@@ -23,7 +24,6 @@ from jaxmoe.serve.answers import Generated, whole_experts
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.moves import fork
 from jaxmoe.serve.offline import Prompt, answer_all
 from jaxmoe.serve.policies.batching import SplitFuseConfig
 from jaxmoe.training.loss import forward_and_nll

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmoe.contrib.fleet.moves import fork
 from jaxmoe.serve import Request, Sampling, Shapes, Token
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.moves import fork
 from jaxmoe.serve.plan import Eviction
 from jaxmoe.serve.policies.batching import PrefillFirstConfig, SplitFuseConfig
 from tests.support.serving import (

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.contrib.fleet.timing import Timing, timing_of
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline, StepCost
 from jaxmoe.optional import require
-from jaxmoe.serve.device.timing import Timing, timing_of
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.plan import Shapes
 

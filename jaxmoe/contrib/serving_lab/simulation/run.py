@@ -14,19 +14,19 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig, Role
+from jaxmoe.contrib.fleet.fleet import Fleet
+from jaxmoe.contrib.fleet.migration import Copy
+from jaxmoe.contrib.fleet.scaling import FixedConfig, ScalingConfig
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
 from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
 from jaxmoe.contrib.serving_lab.simulation.scaled import SimulatedScaling
 from jaxmoe.contrib.serving_lab.simulation.workload import Arrival
 from jaxmoe.serve.facts import Facts, Part
-from jaxmoe.serve.fleet.fleet import Fleet
-from jaxmoe.serve.fleet.migration import Copy
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
-from jaxmoe.serve.policies.dispatch import DispatchConfig, LeastLoadedConfig, Role
 from jaxmoe.serve.policies.retention import RetentionConfig
-from jaxmoe.serve.policies.scaling import FixedConfig, ScalingConfig
 from jaxmoe.serve.requests import End, Event, Result
 from jaxmoe.serve.sequence import Sequence as ServedSequence
 from jaxmoe.serve.step import Step

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
+from jaxmoe.contrib.fleet.fleet import Fleet
+from jaxmoe.contrib.fleet.fleet_scaling import FleetScaling
+from jaxmoe.contrib.fleet.scaling import ScalingConfig, Wanted
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
 from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
-from jaxmoe.serve.fleet.fleet import Fleet
-from jaxmoe.serve.fleet.scaling import FleetScaling
-from jaxmoe.serve.policies.scaling import ScalingConfig, Wanted
 
 
 class SimulatedScaling(FleetScaling):

@@ -65,7 +65,7 @@ def test_tokens_of_swapped_requests_are_those_computed_again(host, computed_agai
     moved = sum(len(swap.pages) - swap.kept for swap in (*out, *back))
     size = page_bytes(MODEL, executor().execution, SIZES.page_size)
     assert executor().moved_bytes - before == moved * size
-    (instance,) = engine._fleet.instances
+    instance = engine._members.all[0].instance
     assert executor().host_bytes == len(instance.host._names) * size
     assert (executor().host_bytes > 0) == (host > 0)
 

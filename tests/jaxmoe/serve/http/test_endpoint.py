@@ -357,20 +357,6 @@ def test_a_key_is_asked_for():
         assert httpx.get(f"{address}/stats").status_code == 401
 
 
-def test_metrics_of_each_instance():
-    with serving([Speller(), Speller()]) as (address, _, _):
-        for _ in range(2):
-            asked = {"prompt": "a", "max_tokens": 2}
-            assert httpx.post(f"{address}/v1/completions", json=asked).status_code == 200
-        text = httpx.get(f"{address}/metrics").text
-        stats = httpx.get(f"{address}/stats").json()
-    for number in ("0", "1"):
-        assert f'jaxmoe_pages{{instance="{number}",model="speller"}} 64.0' in text
-        assert f'jaxmoe_requests_moved_total{{instance="{number}",model="speller"}} 0.0' in text
-    assert stats["pages_total"] == 128 and stats["num_submitted"] == 2
-    assert stats["expert_load"] == [[2.0, 6.0], [4.0, 4.0]]
-
-
 def test_a_model_without_template_refuses_chats():
     with serving(has_chat=False) as (address, _, _):
         found = httpx.post(f"{address}/v1/chat/completions", json={"messages": []})

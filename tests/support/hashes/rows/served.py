@@ -19,12 +19,12 @@ ARRIVALS = {0: 0, 1: 0, 2: 2, 3: 5, 4: 5, 5: 6}
 
 def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
+    from jaxmoe.contrib.fleet.dispatch import DISPATCH
+    from jaxmoe.contrib.fleet.scaling import SCALING
     from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES
     from jaxmoe.contrib.serving_lab.simulation import WORKLOADS
     from jaxmoe.serve import BATCHING
-    from jaxmoe.serve.policies.dispatch import DISPATCH
     from jaxmoe.serve.policies.retention import RETENTION
-    from jaxmoe.serve.policies.scaling import SCALING
 
     for name, config in BATCHING.items():
         if not (config.traits.needs_partition or config.traits.needs_layers):
@@ -238,7 +238,7 @@ def _diffused(name: str, directory: pathlib.Path) -> dict[str, str]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxmoe.models.diffuse import diffuse
+    from jaxmoe.contrib.diffusion.diffuse import diffuse
     from jaxmoe.models.sampling import SamplingConfig
     from tests.support import diffusion
     from tests.support.serving import params
@@ -252,8 +252,8 @@ def _diffused(name: str, directory: pathlib.Path) -> dict[str, str]:
 
 
 def _diffusion_served(directory: pathlib.Path) -> dict[str, str]:
+    from jaxmoe.contrib.diffusion.config import DiffusionConfig
     from jaxmoe.serve import Sampling
-    from jaxmoe.serve.diffusion.config import DiffusionConfig
     from jaxmoe.serve.engine import Engine
     from tests.support.diffusion import POINTWISE, SIZES, DiffusionExecutor, params
 
@@ -270,9 +270,9 @@ def _diffusion_served(directory: pathlib.Path) -> dict[str, str]:
 
 def _simulated(area: str, name: str, directory: pathlib.Path) -> dict[str, str]:
     """Numbers of a simulated server; of several instances where that is chosen."""
-    from jaxmoe.serve.policies.dispatch import DISPATCH
+    from jaxmoe.contrib.fleet.dispatch import DISPATCH
+    from jaxmoe.contrib.fleet.scaling import SCALING
     from jaxmoe.serve.policies.retention import RETENTION
-    from jaxmoe.serve.policies.scaling import SCALING
     from tests.support.hashes.rows.steps import fitting
     from tests.support.simulated import arrivals, simulated
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from jaxmoe.contrib.fleet.timing import MeasuredSteps, Timing, measure_steps
 from jaxmoe.contrib.serving_lab.simulation.measured import TableCost, fit_rates
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.device.timing import MeasuredSteps, Timing, measure_steps
 from jaxmoe.serve.facts import Part
 from jaxmoe.serve.plan import Shapes
 from tests.support.simulated import COST, FACTS, arrivals, simulated

@@ -1,0 +1,20 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which instance of a fleet serves a request, and how many instances there are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig
+from jaxmoe.contrib.fleet.scaling import FixedConfig, ScalingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FleetConfig:
+    """How several instances share the requests of an engine."""
+
+    dispatch: DispatchConfig = LeastLoadedConfig()
+    """Which instance serves a request, where there are several."""
+    scaling: ScalingConfig = FixedConfig()
+    """How many instances take requests, and on how many devices each is."""

@@ -1,0 +1,257 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Interface of scaling policies: what a fleet is to have from now on."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from jaxmoe.contrib.fleet.dispatch import FleetView
+from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.requests import Objective, Request
+
+
+@runtime_checkable
+class Hardware(Protocol):
+    """Times of one instance on its devices."""
+
+    def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
+        """Return the seconds of a step."""
+        ...
+
+    def on_chips(self, num_chips: int) -> Any:
+        """Return the times on another number of devices."""
+        ...
+
+    def loading_seconds(self) -> float:
+        """Return the seconds until a new instance has its weights."""
+        ...
+
+    def resharding_seconds(self, num_chips: int) -> float:
+        """Return the seconds until another number of devices has the weights."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingView:
+    """What has happened since the last decision."""
+
+    fleet: FleetView
+    arrived: tuple[Request, ...]
+    """Requests that have come."""
+    seconds: float
+    """Time since then."""
+    watts: float
+    """Mean power of all instances that are on."""
+    peak_watts: float
+    """Power of all instances, on or off, at the peak."""
+    hardware: Any
+    """`Hardware` of an instance, at the full clock."""
+    num_chips: int
+    """Devices of an instance."""
+    num_instances: int
+    """Instances at most."""
+    most_chips: float = math.inf
+    """Devices of an instance at most."""
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return len(self.arrived) / self.seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What the fleet is to have; None leaves a thing as it is."""
+
+    instances: int | None = None
+    num_chips: int | None = None
+    """Devices of each instance."""
+    clocks: tuple[float, ...] | None = None
+    """Clock of each instance that takes requests, as a share of the full one."""
+    delay: float = 0.0
+    """Seconds until it has it; the fleet serves on as it is until then."""
+
+
+Scaler = Callable[[ScalingView], Wanted]
+
+_NO_LIMITS = Objective()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingConfig(abc.ABC):
+    """A scaling policy."""
+
+    name: ClassVar[str]
+    changes_instances: ClassVar[bool] = False
+    """Whether instances join and drain."""
+    changes_chips: ClassVar[bool] = False
+    """Whether instances go on with other numbers of devices."""
+    needs_hardware: ClassVar[bool] = False
+    """Whether the policy asks how long a step takes."""
+    needs_power: ClassVar[bool] = False
+    """Whether it asks for watts and sets clocks."""
+
+    @property
+    @abc.abstractmethod
+    def seconds(self) -> float:
+        """Seconds between two decisions."""
+
+    @abc.abstractmethod
+    def build(self) -> Scaler:
+        """Return the policy for one fleet."""
+
+    def first(self, num_instances: int) -> int:
+        """Return the instances at the beginning; all by default.
+
+        Args:
+            num_instances: Instances at most.
+        """
+        return num_instances
+
+    def check(
+        self,
+        *,
+        roles: Sequence[str],
+        has_hardware: bool = True,
+        has_layouts: bool = True,
+        has_power: bool = True,
+        has_objectives: bool = True,
+    ) -> None:
+        """Raise if a fleet lacks what the policy needs.
+
+        Args:
+            roles: What each instance does.
+            has_hardware: Whether the time of a step is known.
+            has_layouts: Whether instances can be laid out on other devices.
+            has_power: Whether power is measured and clocks can be set.
+            has_objectives: Whether requests may bring limits of their own.
+
+        Raises:
+            ValueError: Names the policy and what is missing.
+        """
+        del has_objectives
+        missing = None
+        if self.changes_instances and set(roles) != {"both"}:
+            missing = (
+                "lets instances join and drain, which have roles here: choose scaling 'fixed', or a"
+                " dispatch policy without roles"
+            )
+        elif self.needs_power and not has_power:
+            missing = (
+                "needs the power of devices and sets their clocks, which a real engine cannot:"
+                " choose 'fixed', 'slo' or 'elastic_experts', or compare it by simulation with"
+                " experiments.serving simulate"
+            )
+        elif self.needs_hardware and not has_hardware:
+            missing = (
+                "asks how long a step takes: give the engine hardware, such as the MeasuredSteps of"
+                " an executor, or choose scaling 'fixed'"
+            )
+        elif self.changes_chips and not has_layouts:
+            missing = (
+                "lays instances out on other devices: give the engine layouts, such as MeshLayouts,"
+                " or choose scaling 'slo' or 'fixed'"
+            )
+        if missing is not None:
+            raise ValueError(f"scaling={self.name!r} {missing}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RateScalingConfig(ScalingConfig):
+    """A policy that compares the rate of requests with that of an instance at their objective."""
+
+    needs_hardware: ClassVar[bool] = True
+
+    interval: float = 60.0
+    """Seconds between two decisions."""
+    utilization: float = 0.7
+    """Share of the rate at the objective to load an instance with, for bursts."""
+    ttft: float = math.inf
+    """Seconds to the first token that requests without an objective of their own are promised."""
+    tpot: float = math.inf
+    """Mean seconds per further token that they are promised."""
+
+    def __post_init__(self) -> None:
+        if not self.interval > 0 or not 0 < self.utilization <= 1:
+            raise ValueError(
+                f"scaling.interval={self.interval} must be positive and"
+                f" scaling.utilization={self.utilization} in (0, 1]"
+            )
+        if not (self.ttft > 0 and self.tpot > 0):
+            raise ValueError(
+                f"scaling.ttft={self.ttft} and scaling.tpot={self.tpot} must be positive seconds"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between two decisions."""
+        return self.interval
+
+    def check(self, *, roles: Sequence[str], has_objectives: bool = True, **options: bool) -> None:
+        """Raise also where no request would have a limit: the policy would never act."""
+        super(RateScalingConfig, self).check(roles=roles, **options)
+        if not has_objectives and math.isinf(self.ttft) and math.isinf(self.tpot):
+            raise ValueError(
+                f"scaling={self.name!r} serves requests within scaling.ttft and scaling.tpot, which"
+                " are infinite: set one to the seconds that you promise, or choose 'fixed'"
+            )
+
+    def rate(self, hardware: Hardware, view: ScalingView) -> float:
+        """Return the requests per second to load an instance with; infinite without requests.
+
+        Args:
+            hardware: Times of the instance.
+            view: Requests and facts.
+        """
+        if not view.arrived:
+            return math.inf
+        promised = Objective(ttft=self.ttft, tpot=self.tpot)
+        facts = view.fleet.members[0].facts
+        return self.utilization * rate_within(hardware, facts, view.arrived, promised)
+
+
+def rate_within(
+    hardware: Hardware,
+    facts: Facts,
+    requests: Sequence[Request],
+    promised: Objective = _NO_LIMITS,
+) -> float:
+    """Return the requests per second that an instance serves within their objective.
+
+    In a steady state n sequences draw a token each step, and of every A tokens of an answer one
+    step also computes a prompt of P. The largest n counts for which a step takes at most `tpot`,
+    and together with a whole prompt at most `ttft`; where not even one sequence keeps them, one.
+
+    Args:
+        hardware: Times of the instance.
+        facts: Its pages and places.
+        requests: Requests whose mean lengths and strictest limits count; at least one.
+        promised: Limits of those that bring none.
+
+    Returns:
+        Requests per second; infinite without limits, because a queue may then grow for ever.
+    """
+    limits = [request.objective or promised for request in requests]
+    ttft, tpot = min(request.ttft for request in limits), min(request.tpot for request in limits)
+    if math.isinf(ttft) and math.isinf(tpot):
+        return math.inf
+    prompt = sum(len(request.prompt) for request in requests) / len(requests)
+    answer = sum(request.sampling.max_tokens for request in requests) / len(requests)
+    context = int(prompt + answer / 2)
+
+    def step(number: int, more: int = 0) -> float:
+        tokens = math.ceil(number * prompt / answer) + more
+        return hardware.seconds([Part(1, context)] * number + [Part(tokens)])
+
+    room = int(facts.num_pages * facts.page_size / (prompt + answer))
+    low, high = 1, max(min(facts.max_running, room), 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_kept = step(middle) <= tpot and step(middle, int(prompt)) <= ttft
+        low, high = (middle, high) if is_kept else (low, middle - 1)
+    return low / (answer * step(low))

@@ -1,3 +1,0 @@
-# Copyright 2026 The jaxmoe authors
-# SPDX-License-Identifier: Apache-2.0
-"""Tests of jaxmoe.serve.fleet."""
