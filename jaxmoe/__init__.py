@@ -12,4 +12,4 @@ from pallas_kernels.public_names import load_when_used
 
 load_when_used(__name__)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

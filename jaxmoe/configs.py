@@ -11,10 +11,8 @@ with a registry name is tagged with it under `kind` (which no field may be calle
     Model(moe=MoE(top_k=2, router=SoftmaxTopK(order="before")))
     {"moe": {"top_k": 2, "router": {"kind": "softmax_topk", "order": "before"}}}
 
-Reading is strict: every field must be present, with the type of its annotation, and no other. Only
-the tag may be missing if the fields identify the class, because a field may have become a union
-since the config was saved. `jaxmoe/checkpoint/migrate.py` fills in the fields that older configs
-lack. `experiments/cli` is the command line.
+Reading is strict: every field must be present, with the type of its annotation, and no other.
+`experiments/cli` is the command line.
 
 To add a kind of field value: `jaxmoe/configs.py` (`_encode` and `_decode`),
 `tests/jaxmoe/test_configs.py` (a round trip).
@@ -244,10 +242,6 @@ def _decode_config(registry: Mapping[Any, Any], data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} must be an object, not {json.dumps(data)}")
     tag = data.get(TAG) if None not in registry else None
-    if tag is None and None not in registry:
-        # Saved before the field was a union: the one member with exactly these fields.
-        fitting = [name for name, cls in registry.items() if field_types(cls).keys() == data.keys()]
-        tag = fitting[0] if len(fitting) == 1 and TAG not in data and data else None
     if not isinstance(tag, str | None) or tag not in registry:
         names = [name for name in registry if name is not None]
         raise ValueError(

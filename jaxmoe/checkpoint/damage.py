@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -95,7 +94,7 @@ def _damage(step: pathlib.Path, verify: Verify) -> list[str]:
         if verify != "off":
             lines = lines or checksums.damage(step)
     lines = lines or bounds.texts(step)
-    if not has_list and verify != "off" and not _is_of_schema_1(step):
+    if not has_list and verify != "off":
         lines = lines or checksums.damage(step)
     return lines or bounds.contents(step) or _check_exchanged(step)
 
@@ -121,11 +120,3 @@ def _check_exchanged(step: pathlib.Path) -> list[str]:
         return []
     number = f"of step {manifest.step}, in the directory of step {step.name}"
     return [f"manifest: {number}: renamed or exchanged"]
-
-
-def _is_of_schema_1(step: pathlib.Path) -> bool:
-    """Return whether a step was written with schema 1, which has no list of files."""
-    try:
-        return json.loads((step / "manifest" / "metadata").read_text())["schema"] == 1
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False

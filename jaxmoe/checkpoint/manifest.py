@@ -7,8 +7,7 @@ names, shapes and dtypes and lists all differences, because the store would cast
 The fingerprints of arrays (`jaxmoe/fingerprints.py`) are computed on the devices before writing
 and compared after reading.
 
-Schema 2 added the fingerprints; checkpoints of schema 1 are read without that check. Schema 3 is
-that of checkpoints of an adapter, which name the model that it adapts.
+Schema 3 is that of checkpoints of an adapter, which name the model that it adapts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 
 import jax
 
-from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.fingerprints import fingerprints
 from jaxmoe.json_bounds import read_json
@@ -65,7 +63,7 @@ class CheckpointManifest:
     data: dict[str, Any]
     """Data position and fingerprint; may be empty."""
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Fingerprints of the arrays by path; empty in schema 1."""
+    """Fingerprints of the arrays by path."""
     base: dict[str, Any] | None = None
     """Model that an adapter was trained on: {"path": ..., "step": ..., "fingerprint": ...}; None
     where all parameters are saved."""
@@ -81,7 +79,7 @@ class CheckpointManifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> CheckpointManifest:
-        """Return the manifest of `to_json`, with its config migrated to the fields of today.
+        """Return the manifest of `to_json`.
 
         Args:
             data: Parsed JSON.
@@ -107,7 +105,7 @@ class CheckpointManifest:
             raise CheckpointDamagedError(
                 f"{where} has an invalid manifest: see {', '.join(wrong)[:200]}"
             )
-        return cls(**{**data, "config": migrate(data["config"])})
+        return cls(**data)
 
 
 def read_manifest(step: pathlib.Path) -> CheckpointManifest:
@@ -315,9 +313,6 @@ def check_fingerprints(manifest: CheckpointManifest, state: Any, where: str) -> 
     Raises:
         CheckpointDamagedError: The message lists the arrays that differ.
     """
-    if not manifest.fingerprints:
-        logger.warning("%s was saved by an older jaxmoe, without fingerprints: not verified", where)
-        return
     actual = fingerprints(state)
     wrong = [path for path, value in actual.items() if manifest.fingerprints.get(path) != value]
     if wrong:

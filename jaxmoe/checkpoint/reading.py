@@ -20,7 +20,6 @@ from flax import traverse_util
 
 from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.damage import Verify
-from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.manifest import (
     CheckpointDamagedError,
     CheckpointError,
@@ -28,6 +27,7 @@ from jaxmoe.checkpoint.manifest import (
     check_fingerprints,
     check_target,
 )
+from jaxmoe.checkpoint.optional_parts import with_optional, without_optional
 from jaxmoe.state_tree import SEPARATOR, is_key, pack, unpack
 from sharding.distributed import agree, share
 
@@ -143,7 +143,7 @@ def read_state(
         if reason := bounds.beyond_memory(manifest.arrays):
             raise CheckpointError(f"{where}: {reason}")
         target = target_of(manifest)
-    full_target, target = target, without_later(manifest, target)
+    full_target, target = target, without_optional(manifest, target)
     check_target(manifest, target, where)
     packed = jax.eval_shape(pack, target)
     shardings = pack(jax.tree.map(sharding_of, target, is_leaf=is_key))
@@ -158,7 +158,7 @@ def read_state(
     state = unpack(restored, target)
     if verify == "full":
         check_fingerprints(manifest, state, where)
-    return with_later(manifest, state, full_target, where)
+    return with_optional(manifest, state, full_target, where)
 
 
 def sharding_of(leaf: Any) -> Any:

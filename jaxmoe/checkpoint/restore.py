@@ -155,7 +155,7 @@ class _Reader:
 
     def __init__(self, state: Any, manifest: CheckpointManifest, where: str, is_verified: bool):
         self._state, self.manifest, self.where = state, manifest, where
-        self._is_verified = is_verified and bool(manifest.fingerprints)
+        self._is_verified = is_verified
         self._checkpointer = array_reader(ocp.PyTreeCheckpointHandler())
 
     def __call__(self, name: str, placed: Any = None) -> Array:

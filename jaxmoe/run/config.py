@@ -9,8 +9,7 @@
     run evaluation checkpoint tracking        directory and outputs
     profile watch processes parts             traces, comparisons, timeouts and what else it does
 
-To add a field: its config class in `jaxmoe/run/config.py`, and a line for older runs in
-`jaxmoe/checkpoint/migrate.py`.
+To add a field: its config class in `jaxmoe/run/config.py`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmoe.checkpoint import LeaseLostError
-from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json
 from jaxmoe.disk import check_local, check_plain_files, remove_leftovers, replace_file
 from jaxmoe.json_bounds import read_record
@@ -308,7 +307,7 @@ class RunDirectory:
         """
         config_json = to_json(config)
         if self.has_config():
-            saved = migrate(self._read(self.config_file))
+            saved = self._read(self.config_file)
             if lines := differences(saved, config_json, free, fixed):
                 raise ValueError(
                     f"run.directory={self.path} belongs to a run with another config:\n  "
@@ -331,7 +330,7 @@ class RunDirectory:
         """
         saved = self.config_json()
         try:
-            return from_json(cls, migrate(saved))
+            return from_json(cls, saved)
         except ValueError as error:
             raise ValueError(f"{self.config_file}: {error}") from error
 

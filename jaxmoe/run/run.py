@@ -25,7 +25,6 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
-from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, to_json
 from jaxmoe.data import Source, SourceKind
 from jaxmoe.errors import ConfigurationError, configuration_errors
@@ -328,7 +327,7 @@ class Run:
 
     def _restore(self, step: int | None, needs_data: bool) -> LoadedRun:
         if self._has_own_data and not is_huggingface(self.directory.path):
-            saved = migrate(self.directory.config_json())
+            saved = self.directory.config_json()
             if lines := differences(saved, to_json(self.config), FREE_FIELDS, FIXED_FIELDS):
                 raise ValueError(
                     f"run.directory={self.directory.path} belongs to a run with another config:\n  "

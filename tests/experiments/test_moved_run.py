@@ -112,15 +112,15 @@ def test_moved_run_needs_no_data_but_to_evaluate(docs, tmp_path, monkeypatch, ca
         assert f"{moved}: its data, which this command reads, cannot be read: data.path=" in said
 
 
-def test_a_run_of_an_older_version_is_opened(finished, tmp_path, capsys):
-    """Its config lacks fields that were added since."""
+def test_a_run_whose_config_lacks_fields_is_refused(finished, tmp_path, capsys):
+    """Such as one of before version 0.2.0."""
     older = tmp_path / "older"
     shutil.copytree(finished, older)
     config = json.loads((older / "config.json").read_text())
     del config["training"]["gradients"], config["model"]["loop"], config["model"]["adapter"]
     (older / "config.json").write_text(json.dumps(config))
-    for directory in (finished, older):
-        given = ["--run.directory", str(directory), "--prompt", "1 2 3", "--length", "3"]
-        assert generate.main([*given, "--temperature", "0"]) == ExitCode.DONE
-    first, second = capsys.readouterr().out.split("--- continued\n")[1:]
-    assert first.partition("---")[0] == second.partition("---")[0]
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--run.directory", str(older), "--prompt", "1 2 3", "--length", "3"])
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    said = " ".join(capsys.readouterr().err.split())
+    assert "config.json: " in said and " misses " in said

@@ -198,13 +198,14 @@ def test_links_are_refused(copy, tmp_path):
         load_checkpoint(copy, step=2)
 
 
-def test_a_checkpoint_of_schema_1(copy, caplog):
-    """It has no fingerprints: it is read, and said not to be verified."""
-    caplog.set_level(logging.WARNING, "jaxmoe")
+def test_a_checkpoint_without_its_list_or_its_fingerprints_is_damaged(copy):
     _edit_manifest(copy / "2", lambda m: (m.update(schema=1), m.pop("fingerprints")))
     (copy / "2" / "files.json").unlink()
-    assert _bits(load_checkpoint(copy)) == _bits(_state(2))
-    assert "2 was saved by an older jaxmoe, without fingerprints: not verified" in caplog.text
+    with pytest.raises(CheckpointDamagedError, match="files.json: missing"):
+        load_checkpoint(copy, step=2)
+    checksums.write_list(copy / "2")
+    with pytest.raises(CheckpointDamagedError, match="2 is damaged: 8 of 8 arrays have changed"):
+        load_checkpoint(copy, step=2)
 
 
 def test_orbax_alone_would_not_notice(tmp_path):

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import ModelConfig
 
@@ -50,7 +49,7 @@ def fields_of(model: ModelConfig) -> dict[str, Any]:
 def model_of(fields: Mapping[str, Any]) -> ModelConfig:
     """Return the model of a config.json that `fields_of` wrote."""
     try:
-        return from_json(ModelConfig, migrate(fields["jaxmoe"]))
+        return from_json(ModelConfig, fields["jaxmoe"])
     except (KeyError, TypeError, ValueError) as error:
         text = f"config.jaxmoe of a model of type {NAME!r} cannot be read: {error!r}"
         raise CheckpointError(text) from error

@@ -32,7 +32,6 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float
 
-from jaxmoe.checkpoint.later_arrays import without_later
 from jaxmoe.checkpoint.manifest import (
     CheckpointAbandonedError,
     CheckpointDamagedError,
@@ -40,6 +39,7 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointManifest,
     check_target,
 )
+from jaxmoe.checkpoint.optional_parts import without_optional
 from jaxmoe.contrib.survival.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.contrib.survival.neighbours import RATE, Sources, sources_of
 from jaxmoe.contrib.survival.shared_snapshot import shared_snapshot
@@ -155,7 +155,7 @@ def _restore(
     survivors: Survivors, state: TrainState, table: ParameterTable, where: str
 ) -> Averaged:
     survey_of_step = survivors.found
-    check_target(survey_of_step.manifest, without_later(survey_of_step.manifest, state), where)
+    check_target(survey_of_step.manifest, without_optional(survey_of_step.manifest, state), where)
     stacked = {
         f"params{SEPARATOR}{row.path}": row.shape[0]
         for row in table

@@ -33,7 +33,6 @@ import numpy as np
 
 from jaxmoe.catalog.run_parts import FILES
 from jaxmoe.checkpoint.manifest import CheckpointManifest
-from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json, varying_fields
 from jaxmoe.messages import say
 from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
@@ -165,7 +164,7 @@ def check_config(
         ValueError: A field has changed that may not; the message has one line per field.
     """
     way_out = f", and begin there with --checkpoint.initial {directory.path}"
-    saved = migrate(directory.config_json()) if directory.has_config() else to_json(config)
+    saved = directory.config_json() if directory.has_config() else to_json(config)
     changes = differences(saved, config, FREE_FIELDS, FIXED_FIELDS)
     refused = differences(saved, config, (*FREE_FIELDS, *EXTENSION_FIELDS), FIXED_FIELDS)
     if changes and not refused and not extends:
@@ -389,7 +388,7 @@ def _refused_changes(
     if isinstance(extends, frozenset):
         changes += [Change(path, None, None) for path in sorted(extends)]
     if directory.has_config():
-        differing = varying_fields([migrate(directory.config_json()), config])
+        differing = varying_fields([directory.config_json(), config])
         changes += [Change(path, values[1], None) for path, values in differing.items()]
     return [change for change in changes if _may_change(change.path)]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -48,7 +47,7 @@ class RecordedRun:
         if self.summary.get("model_flops_per_token") is not None:
             return float(self.summary["model_flops_per_token"])
         try:
-            config = from_json(PretrainConfig, migrate(self.config))
+            config = from_json(PretrainConfig, self.config)
         except ValueError:
             return None
         return make_plan(config).flops_per_token

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.contrib.estimators.evolution import EvolutionConfig
 from jaxmoe.contrib.estimators.seed_pool import SeedPoolConfig
@@ -70,10 +69,8 @@ def test_methods_of_gradient_descent_refuse_what_leaves_signs(gradients):
     assert PretrainConfig(training=training, optimizer=SGDConfig()).optimizer == SGDConfig()
 
 
-def test_configs_without_an_estimator_mean_backpropagation():
-    saved = to_json(PretrainConfig())
-    assert saved["training"].pop("gradients") == {"kind": "backprop"}
-    assert from_json(PretrainConfig, migrate(saved)) == PretrainConfig()
+def test_an_estimator_is_saved_and_backpropagation_is_the_default():
+    assert to_json(PretrainConfig())["training"]["gradients"] == {"kind": "backprop"}
     changed = dataclasses.replace(
         PretrainConfig(),
         training=TrainingConfig(gradients=SeedPoolConfig(seeds=3), clip=None),

@@ -22,8 +22,8 @@ from jaxmoe.checkpoint import (
     CheckpointError,
     save_checkpoint,
 )
-from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.manifest import check_target, make_manifest
+from jaxmoe.checkpoint.optional_parts import with_optional, without_optional
 from jaxmoe.contrib.survival import recovery
 from jaxmoe.contrib.survival.layer_norms import LayerNorms, VocabularyMirror
 from jaxmoe.contrib.survival.neighbours import sources_of
@@ -201,9 +201,9 @@ def test_a_state_with_copies_is_restored_where_none_are_kept_and_back(caplog):
     bare = dataclasses.replace(state, parts={"layer_norms": state.parts["layer_norms"]})
     for kept, target in ((state, bare), (bare, state)):
         manifest = make_manifest(kept, step=7, config=CONFIG, data={})
-        wanted = without_later(manifest, target)
+        wanted = without_optional(manifest, target)
         check_target(manifest, wanted, "the step")
-        found = with_later(manifest, kept, target, "the step")
+        found = with_optional(manifest, kept, target, "the step")
         assert jax.tree.structure(found) == jax.tree.structure(target)
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.parts.get("mirror")))
     assert "rows of the vocabulary of the stages before" in caplog.text

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that lacks a later array is read, and the array starts as zeros."""
+"""A checkpoint that lacks an optional part is read, and the part starts as zeros."""
 
 import dataclasses
 import logging
@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.checkpoint import CheckpointError, CheckpointManager, load_checkpoint, save_checkpoint
-from jaxmoe.training.guard import no_norms
 from jaxmoe.training.state import TrainState
 from tests.support.meshes import mesh_named
 
@@ -30,18 +29,21 @@ def _state(**given) -> TrainState:
     )
 
 
-def test_checkpoint_without_a_later_array_is_read(tmp_path, caplog):
+def test_a_checkpoint_without_an_optional_part_is_read(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "jaxmoe")
     save_checkpoint(tmp_path, _state(), step=4, config={})
     whole = NamedSharding(mesh_named("data8"), PartitionSpec())
-    target = jax.device_put(_state(recent_norms=no_norms() + 1), whole)
+    target = jax.device_put(_state(parts={"layer_norms": jnp.ones(3)}), whole)
     manager = CheckpointManager(tmp_path)
     step, state = manager.restore_newest(target)
     manager.close()
-    assert step == 4 and "4 has no recent_norms (gradient norms of the last steps" in caplog.text
-    np.testing.assert_array_equal(state.recent_norms, no_norms())
-    assert state.recent_norms.sharding == whole
+    assert step == 4 and "4 has no parts/layer_norms (gradient norms of the layers" in caplog.text
+    np.testing.assert_array_equal(state.parts["layer_norms"], np.zeros(3))
+    assert state.parts["layer_norms"].sharding == whole
     np.testing.assert_array_equal(state.params["w"], np.arange(4.0))
     other = dataclasses.replace(target, params={"v": jnp.zeros(2)})
     with pytest.raises(CheckpointError, match="params/v: not in the checkpoint"):
+        load_checkpoint(tmp_path, step=4, target=other)
+    other = dataclasses.replace(target, recent_norms=jnp.zeros(3))
+    with pytest.raises(CheckpointError, match="recent_norms: not in the checkpoint"):
         load_checkpoint(tmp_path, step=4, target=other)
