@@ -30,9 +30,17 @@ from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
-from jaxmoe.layers.convolution import convolve, last_inputs
-from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
-from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
+from jaxmoe.layers.convolution import last_inputs
+from jaxmoe.layers.mixers.recurrent import (
+    convolve_silu,
+    document_ids,
+    gate_output,
+    held_of_layer,
+    parts_of,
+    run_rows,
+    with_biases,
+    with_layer,
+)
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from pallas_kernels import selective_scan
@@ -223,20 +231,11 @@ class Mamba(nn.Module):
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated output of the channels of this device, and the new state."""
         del batch_axes
-        new, before = {}, layer_cache.get("x")
+        new = {}
         if self.config.has_projection_bias:
-            projected = {
-                name: part + weights[f"{name}_in_bias"].astype(part.dtype)[None, None]
-                for name, part in projected.items()
-            }
-        if parts:
-            before = inputs_before(projected["x"], segments, self.config.conv_length - 1, parts)
-        x = convolve(
-            *(projected["x"], weights["taps"], weights.get("bias")),
-            segment_ids=segments,
-            before=before,
-        )
-        x = jax.nn.silu(x)
+            projected = with_biases(projected, weights)
+        taps, bias = weights["taps"], weights.get("bias")
+        x = convolve_silu(projected["x"], taps, bias, layer_cache.get("x"), segments, parts)
         outputs = {
             name: jnp.einsum("bsc,ch->bsh", x, weights[name], preferred_element_type=jnp.float32)
             for name in "rbc"
@@ -260,18 +259,15 @@ class Mamba(nn.Module):
             chunk=self.config.chunk,
             implementation=self.execution.kernels.selective_scan,
         )
-        initial = layer_cache.get("state")
-        if parts:
-            time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
-            factor = jnp.exp(time[..., None] * decay[None])
-            initial = state_before(run()[1], factor, segments, parts)
-        y, state = run(initial=initial)
+
+        def factor(time: Array) -> Array:
+            return jnp.exp(time[..., None] * decay[None])
+
+        y, state = run_rows(run, layer_cache.get("state"), step, factor, segments, parts)
         if layer_cache:
             lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
             new = {"x": last_inputs(projected["x"], layer_cache["x"], lengths), "state": state}
-        y = y.astype(jnp.float32) + weights["skip"][None, None] * x.astype(jnp.float32)
-        y = y * jax.nn.silu(projected["z"].astype(jnp.float32))
-        return y.astype(x.dtype), new
+        return gate_output(y, x, projected["z"], weights["skip"]).astype(x.dtype), new
 
     def _weights(self, dtype: Any) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return what is used beside the projections of the stream, and its axes in use."""

@@ -30,9 +30,17 @@ from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
-from jaxmoe.layers.convolution import convolve, last_inputs
-from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
-from jaxmoe.layers.mixers.recurrent import document_ids, held_of_layer, parts_of, with_layer
+from jaxmoe.layers.convolution import last_inputs
+from jaxmoe.layers.mixers.recurrent import (
+    convolve_silu,
+    document_ids,
+    gate_output,
+    held_of_layer,
+    parts_of,
+    run_rows,
+    with_biases,
+    with_layer,
+)
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from pallas_kernels import state_space_dual
 from sharding import axes as ax
@@ -251,43 +259,35 @@ class Mamba2(nn.Module):
         del batch_axes
         config, new = self.config, {}
         if config.has_projection_bias:
-            projected = {
-                name: part + vectors[f"{name}_in_bias"].astype(part.dtype)[None, None]
-                for name, part in projected.items()
-            }
-        mixed = {}
+            projected = with_biases(projected, vectors)
+        inputs = {}
         for name in "xbc":
             taps, bias = vectors[f"{name}_taps"], vectors.get(f"{name}_bias")
-            before: Any = layer_cache.get(name)
-            if parts:
-                before = inputs_before(projected[name], segments, config.conv_length - 1, parts)
-            convolved = convolve(projected[name], taps, bias, segment_ids=segments, before=before)
-            mixed[name] = jax.nn.silu(convolved)
+            inputs[name] = convolve_silu(
+                projected[name], taps, bias, layer_cache.get(name), segments, parts
+            )
             if layer_cache:
                 lengths = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
-                new[name] = last_inputs(projected[name], before, lengths)
+                new[name] = last_inputs(projected[name], layer_cache[name], lengths)
         groups = self._groups_of_heads(projected["x"].shape[2], axes)
-        b, c = (self._own_groups(mixed[name], groups) for name in "bc")
+        b, c = (self._own_groups(inputs[name], groups) for name in "bc")
         step = jax.nn.softplus(projected["dt"].astype(jnp.float32) + vectors["dt_bias"][None, None])
         decay = -jnp.exp(vectors["a_log"])
         run = functools.partial(
             state_space_dual,
-            *(mixed["x"], step, decay, b, c),
+            *(inputs["x"], step, decay, b, c),
             segment_ids=segments,
             chunk=config.chunk,
             implementation=self.execution.kernels.state_space_dual,
         )
-        initial = layer_cache.get("state")
-        if parts:
-            time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
-            factor = jnp.exp(time * decay[None])[..., None, None]
-            initial = state_before(run()[1], factor, segments, parts)
-        y, state = run(initial=initial)
+
+        def factor(time: Array) -> Array:
+            return jnp.exp(time * decay[None])[..., None, None]
+
+        y, state = run_rows(run, layer_cache.get("state"), step, factor, segments, parts)
         if layer_cache:
             new["state"] = state
-        skip = vectors["skip"][None, None, :, None]
-        y = y.astype(jnp.float32) + skip * mixed["x"].astype(jnp.float32)
-        y = y * jax.nn.silu(projected["z"].astype(jnp.float32))
+        y = gate_output(y, inputs["x"], projected["z"], vectors["skip"][:, None])
         y = self._normalize(y, groups, axes) * vectors["norm"][None, None]
         return y.astype(projected["x"].dtype), new
 

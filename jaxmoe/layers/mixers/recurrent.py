@@ -1,15 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of a row, and the part of a cache of one layer, for mixers that carry a state."""
+"""What mixers that carry a state share: documents of a row, convolution, state, gate, cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from jaxmoe.layers.convolution import convolve
+from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
 from jaxmoe.layers.records import LayerCache, TokenInputs
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -52,6 +55,72 @@ def parts_of(tokens: TokenInputs, placement: Placement) -> tuple[str, ...]:
             " and execution.sequence_parallel.layout to contiguous"
         )
     return axes
+
+
+def with_biases(projections: dict[str, Array], weights: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the projections of the stream with their biases.
+
+    Args:
+        projections: Arrays [B S ...] by name.
+        weights: Parameters with `<name>_in_bias`.
+    """
+    return {
+        name: part + weights[f"{name}_in_bias"].astype(part.dtype)[None, None]
+        for name, part in projections.items()
+    }
+
+
+def convolve_silu(
+    x: Float[Array, "B S ..."],
+    taps: Array,
+    bias: Array | None,
+    before: Array | None,
+    segments: Int[Array, "B S"],
+    parts: tuple[str, ...],
+) -> Float[Array, "B S ..."]:
+    """Return silu of the convolution over the tokens of each document.
+
+    Args:
+        x: Inputs.
+        taps: Weight of each position, the own one last.
+        bias: Bias of each channel; None for none.
+        before: Inputs of the last tokens before the row, from a cache; None for none.
+        segments: Document of each token, 0 for padding.
+        parts: Mesh axes over which rows are cut: inputs before then come from other devices.
+    """
+    if parts:
+        before = inputs_before(x, segments, taps.shape[0] - 1, parts)
+    return jax.nn.silu(convolve(x, taps, bias, segment_ids=segments, before=before))
+
+
+def run_rows(
+    run: Callable[..., tuple[Array, Array]],
+    initial: Array | None,
+    step: Float[Array, "B S n"],
+    factor: Callable[[Array], Array],
+    segments: Int[Array, "B S"],
+    parts: tuple[str, ...],
+) -> tuple[Array, Array]:
+    """Return the outputs of a scan and the state after it.
+
+    Args:
+        run: Scan of this device's rows, with the argument `initial`.
+        initial: State before the rows, from a cache; None for none.
+        step: Lengths of the steps.
+        factor: Function from the sum of a row's steps [B n] to the decay of a state over them.
+        segments: Document of each token, 0 for padding.
+        parts: Mesh axes over which rows are cut: the state before then comes from other devices.
+    """
+    if parts:
+        time = jnp.sum(jnp.where(segments[..., None] != 0, step, 0.0), axis=1)
+        initial = state_before(run()[1], factor(time), segments, parts)
+    return run(initial=initial)
+
+
+def gate_output(y: Array, x: Array, z: Array, skip: Array) -> Array:
+    """Return (y + skip x) silu(z), f32; `skip` has the shape of a token."""
+    y = y.astype(jnp.float32) + skip[None, None] * x.astype(jnp.float32)
+    return y * jax.nn.silu(z.astype(jnp.float32))
 
 
 def held_of_layer(cache: LayerCache | None) -> dict[str, Array]:
