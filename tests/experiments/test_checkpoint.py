@@ -3,7 +3,6 @@
 """`experiments.checkpoint convert` to few bits, and evaluate and generate on the result."""
 
 import contextlib
-import dataclasses
 import io
 import json
 import math
@@ -16,51 +15,15 @@ import pytest
 from experiments import evaluate, generate, pretrain
 from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
-from experiments.recipes.markov import markov
-from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.models import decode
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.run.assemble import assemble
-from jaxmoe.run.config import EvaluationConfig, TrainingConfig
-from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from pallas_kernels import QuantizedArray, dequantize
-
-
-def small_run():
-    """A model that compiles in seconds."""
-    model = ModelConfig(
-        vocab_size=16,
-        num_layers=1,
-        embed_dim=32,
-        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16),
-        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=16),
-    )
-    return dataclasses.replace(
-        markov(),
-        model=model,
-        training=TrainingConfig(steps=30, batch_size=8, sequence_length=16),
-        evaluation=EvaluationConfig(batches=1),
-    )
+from tests.support.untrained import untrained_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A finished run with its initial state."""
-    directory = RunDirectory(tmp_path_factory.mktemp("runs") / "small")
-    config = small_run()
-    directory.acquire()
-    directory.check_config(config)
-    assembly = assemble(config)
-    save_checkpoint(
-        directory.checkpoints_directory,
-        assembly.new_state(),
-        step=1,
-        config=config,
-        data=assembly.loader.position(1),
-    )
-    directory.release()
-    return directory.path
+    return untrained_run(tmp_path_factory.mktemp("runs") / "small")
 
 
 def convert(run, form, *more):

@@ -14,56 +14,21 @@ from experiments import evaluate, generate
 from experiments.checkpoint import __main__ as checkpoint
 from experiments.checkpoint.bitstack import parse_bytes
 from experiments.cli.flags import ExitCode
-from experiments.recipes.markov import markov
-from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.contrib.few_bits.bitstack import BitStack, expanded, prefix, stacked_rows
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.quantize import stored_bytes
 from jaxmoe.run import Run
-from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
-from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from tests.support.untrained import small_config, untrained_run
 
 BUDGET = 21_000
 STACKED = ("--quantise", "bitstack", "--budget")
 SMALL = ("--bitstack.rank", "2", "--bitstack.batches", "1")
 
 
-def small_config():
-    """A model that compiles in seconds."""
-    model = ModelConfig(
-        vocab_size=16,
-        num_layers=1,
-        embed_dim=32,
-        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16),
-        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=16),
-    )
-    return dataclasses.replace(
-        markov(),
-        model=model,
-        training=TrainingConfig(steps=30, batch_size=8, sequence_length=16),
-        evaluation=EvaluationConfig(batches=1),
-    )
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with its initial state."""
-    directory = RunDirectory(tmp_path_factory.mktemp("runs") / "small")
-    config = small_config()
-    directory.acquire()
-    directory.check_config(config)
-    assembly = assemble(config)
-    save_checkpoint(
-        directory.checkpoints_directory,
-        assembly.new_state(),
-        step=1,
-        config=config,
-        data=assembly.loader.position(1),
-    )
-    directory.release()
-    return directory.path
+    return untrained_run(tmp_path_factory.mktemp("runs") / "small")
 
 
 def convert(run, *words):
