@@ -154,9 +154,11 @@ REGISTRIES = {
     "jaxmoe.contrib.serving_lab.caches:ITEM_CACHES": {
         *("lru", "lfu", "belady", "scores", "predicted", "window", "category"),
     },
+    "jaxmoe.contrib.serving_lab.batching:SIMULATED_BATCHING": {
+        *("layered", "flow_prefill", "nexus", "semi_pd", "nano_batches"),
+    },
     "jaxmoe.serve.policies.batching:BATCHING": {
-        *("split_fuse", "prefill_first", "layered", "laps", "flow_prefill", "batch_llm"),
-        *("nexus", "semi_pd", "nano_batches"),
+        *("split_fuse", "prefill_first", "laps", "batch_llm"),
     },
     "jaxmoe.contrib.fleet.dispatch:DISPATCH": {
         *("round_robin", "least_loaded", "prefix_aware", "dual_map", "llumnix", "dist_serve"),

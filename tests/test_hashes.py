@@ -38,6 +38,7 @@ AREAS = {
     "jaxmoe.routing:ROUTERS": "router/",
     "jaxmoe.scaling:PARAMETERIZATIONS": "parameterization/",
     "jaxmoe.contrib.serving_lab.caches:ITEM_CACHES": "simulated/cache_",
+    "jaxmoe.contrib.serving_lab.batching:SIMULATED_BATCHING": "simulated/batching_",
     "jaxmoe.serve.policies.batching:BATCHING": "simulated/batching_",
     "jaxmoe.contrib.fleet.dispatch:DISPATCH": "simulated/dispatch_",
     "jaxmoe.serve.policies.retention:RETENTION": "simulated/retention_",

@@ -48,6 +48,7 @@ from jaxmoe.configs import closest
 from jaxmoe.contrib.fleet.dispatch import DISPATCH, DispatchConfig
 from jaxmoe.contrib.fleet.scaling import SCALING
 from jaxmoe.contrib.fleet.serving import FleetSizesConfig
+from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.simulation import (
     Arrival,
     ModelSizes,
@@ -63,7 +64,6 @@ from jaxmoe.optional import require
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.policies.batching import BATCHING
 from jaxmoe.serve.policies.retention import RETENTION
 from jaxmoe.serve.requests import Objective
 
@@ -74,7 +74,7 @@ HEADINGS = (
 
 
 _POLICIES: dict[str, Mapping[str, Any]] = {
-    "batching": BATCHING,
+    "batching": EVERY_BATCHING,
     "dispatch": DISPATCH,
     "retention": RETENTION,
     "scaling": SCALING,
@@ -221,8 +221,7 @@ def facts_of(config: SimulateConfig, cost: Roofline) -> Facts:
         max_running=config.max_running,
         max_length=min(config.max_length, num_pages * config.page_size),
         num_layers=cost.sizes.num_layers,
-        has_partitions=True,
-        has_layers=True,
+        capabilities=frozenset({"pages", "partitions", "layers"}),
         cost=cost,
     )
 
@@ -290,7 +289,7 @@ def simulate(
     """
     say(description)
     objective = Objective(ttft=config.ttft, tpot=config.tpot)
-    policies = config.batching or tuple(name for name in BATCHING if _can_run(name, facts))
+    policies = config.batching or tuple(name for name in EVERY_BATCHING if _can_run(name, facts))
     chosen = (policies, config.dispatch, config.retention, config.scaling)
     for names in itertools.product(*chosen):  # refuses what does not fit before the first runs
         _simulation((), facts, names, cost, config.instances)
@@ -350,7 +349,7 @@ def _simulation(
 def _can_run(name: str, facts: Facts) -> bool:
     """Return whether the instances have what a batching policy needs."""
     with contextlib.suppress(ValueError):
-        BATCHING[name]().check(facts)
+        EVERY_BATCHING[name]().check(facts)
         return True
     return False
 

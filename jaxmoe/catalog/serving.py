@@ -33,32 +33,34 @@ _BATCHING: Final = {
         "jaxmoe.serve.policies.batching.prefill_first:PrefillFirstConfig",
         "Whole prompts before any decoding.",
     ),
-    "layered": (
-        "jaxmoe.serve.policies.batching.layered:LayeredConfig",
-        "A group of layers of a whole prompt per step, with all layers of decoding.",
-    ),
     "laps": (
         "jaxmoe.serve.policies.batching.laps:LapsConfig",
         "Two queues by the length of the prompt.",
-    ),
-    "flow_prefill": (
-        "jaxmoe.serve.policies.batching.flow_prefill:FlowPrefillConfig",
-        "Least slack first; prompts stop between layers.",
     ),
     "batch_llm": (
         "jaxmoe.serve.policies.batching.batch_llm:BatchLLMConfig",
         "Groups by shared beginning, the largest share of decoding first.",
     ),
+}
+_SIMULATED_BATCHING: Final = {
+    "layered": (
+        "jaxmoe.contrib.serving_lab.batching.layered:LayeredConfig",
+        "A group of layers of a whole prompt per step, with all layers of decoding.",
+    ),
+    "flow_prefill": (
+        "jaxmoe.contrib.serving_lab.batching.flow_prefill:FlowPrefillConfig",
+        "Least slack first; prompts stop between layers.",
+    ),
     "nexus": (
-        "jaxmoe.serve.policies.batching.nexus:NexusConfig",
+        "jaxmoe.contrib.serving_lab.batching.nexus:NexusConfig",
         "Two lanes; the share by predicted latency.",
     ),
     "semi_pd": (
-        "jaxmoe.serve.policies.batching.semi_pd:SemiPDConfig",
+        "jaxmoe.contrib.serving_lab.batching.semi_pd:SemiPDConfig",
         "Two lanes; the share follows the missed limits.",
     ),
     "nano_batches": (
-        "jaxmoe.serve.policies.batching.nano_batches:NanoBatchesConfig",
+        "jaxmoe.contrib.serving_lab.batching.nano_batches:NanoBatchesConfig",
         "Decoding and pieces of prompts in overlapping parts.",
     ),
 }
@@ -165,6 +167,7 @@ BASES: Final = {
     "writer": "jaxmoe.generation.text:WriterConfig",
     "backend": "jaxmoe.serve.backend:BackendConfig",
     "batching": "jaxmoe.serve.policies.batching.base:BatchingConfig",
+    "simulated_batching": ("jaxmoe.contrib.serving_lab.batching.base:SimulatedBatchingConfig"),
     "dispatch": "jaxmoe.contrib.fleet.dispatch.base:DispatchConfig",
     "retention": "jaxmoe.serve.policies.retention.base:RetentionConfig",
     "scaling": "jaxmoe.contrib.fleet.scaling.base:ScalingConfig",
@@ -176,6 +179,7 @@ MEMBERS: Final = {
     "writer": _WRITER,
     "backend": _BACKEND,
     "batching": _BATCHING,
+    "simulated_batching": _SIMULATED_BATCHING,
     "dispatch": _DISPATCH,
     "retention": _RETENTION,
     "scaling": _SCALING,

@@ -134,22 +134,14 @@ class Draft:
         self._enter(sequence, len(hits), len(hits) * size)
         return True
 
-    def plan(
-        self,
-        shares: dict[int, float] | None = None,
-        wake: float | None = None,
-        nano_batches: int = 1,
-    ) -> Plan:
+    def plan(self, wake: float | None = None) -> Plan:
         """Return the plan.
 
         Args:
-            shares: Share of the device by lane; all of it by default.
             wake: Time at which the policy wants to be asked again.
-            nano_batches: Parts into which the step is cut.
         """
-        share = shares or {}
         lanes = tuple(
-            Lane(tuple(singles), tuple(pieces), share.get(number, 1.0), number, nano_batches)
+            Lane(tuple(singles), tuple(pieces), number)
             for number, (singles, pieces) in sorted(self._lanes.items())
             if singles or pieces
         )

@@ -66,11 +66,8 @@ class Facts:
     shapes: Shapes | None = None
     """Compiled shapes; None takes any number of pieces of any length."""
     capabilities: frozenset[str] = frozenset({"pages"})
-    """What the executor computes, such as keys and values in "pages"; configs and policies ask."""
-    has_partitions: bool = False
-    """Whether the executor runs several lanes at once."""
-    has_layers: bool = False
-    """Whether the executor can stop a piece between layers."""
+    """What the executor has: keys and values in "pages", two "partitions" that run at once, pieces
+    that stop between "layers". Configs and policies ask."""
     cost: CostModel | None = None
     """Time of a step; None if it is not known."""
     victim: Victim = youngest

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
 from jaxmoe.serve.facts import Facts
@@ -31,6 +31,9 @@ from jaxmoe.serve.view import InstanceView
 
 class Instance:
     """Requests of one instance from submission to their end."""
+
+    step_type: ClassVar[type[Step]] = Step
+    """What an executor gets."""
 
     def __init__(self, facts: Facts, policy: str = "policy", *, has_sharing: bool = True):
         if facts.max_length > facts.num_pages * facts.page_size:
@@ -144,7 +147,7 @@ class Instance:
         """
         running = self.queues.running.values()
         if free_lanes is None:
-            lanes = (0, 1) if self.facts.has_partitions else (0,)
+            lanes = (0, 1) if "partitions" in self.facts.capabilities else (0,)
             free_lanes = tuple(lane for lane in lanes if lane not in self.flying)
         return InstanceView(
             now=now,
@@ -200,7 +203,7 @@ class Instance:
         back = tuple(self._restore(id_) for id_ in plan.restore)
         steps = [self._step(lane) for lane in plan.lanes]
         if not steps and (out or back):
-            steps = [Step(singles=(), pieces=(), number=min(view.free_lanes, default=0))]
+            steps = [self.step_type(singles=(), pieces=(), number=min(view.free_lanes, default=0))]
         if steps:
             moved = {"out": out, "back": back, "copies": tuple(self.copies)}
             steps[0] = dataclasses.replace(steps[0], **moved, dropped=tuple(self.dropped))
@@ -345,12 +348,10 @@ class Instance:
             sequence.pages += pages
 
     def _step(self, lane: Lane) -> Step:
-        return Step(
+        return self.step_type(
             singles=tuple(self._work(id_, 1, None) for id_ in lane.singles),
             pieces=tuple(self._work(piece.id, piece.count, piece.layers) for piece in lane.pieces),
-            share=lane.share,
             number=lane.number,
-            nano_batches=lane.nano_batches,
         )
 
     def _work(self, id_: int, count: int, layers: tuple[int, int] | None) -> Work:

@@ -51,12 +51,8 @@ class Lane:
     singles: tuple[int, ...] = ()
     """Sequences that compute their last token and draw the next."""
     pieces: tuple[Piece, ...] = ()
-    share: float = 1.0
-    """Share of the device that the lane may use."""
     number: int = 0
     """Which of the device's partitions."""
-    nano_batches: int = 1
-    """Parts into which the step is cut, so that compute, memory and network overlap."""
 
     @property
     def num_tokens(self) -> int:
@@ -128,17 +124,3 @@ class Shapes:
         """
         largest = max(counts, default=0)
         return max((c for p, c in self.pieces if p > len(counts) and c >= largest), default=0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyTraits:
-    """What a policy needs of an executor; one that cannot, refuses it with the reason."""
-
-    needs_partition: bool = False
-    """Lanes that share the device."""
-    needs_layers: bool = False
-    """Pieces that stop between layers."""
-    needs_moves: bool = False
-    """Pages that travel between instances."""
-    needs_cost: bool = False
-    """A model of the time that a step takes."""

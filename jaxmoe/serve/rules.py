@@ -106,7 +106,6 @@ class _Check:
             fits = len(lane.singles) <= shapes.singles and shapes.fitting(counts) is not None
             detail = f"{len(lane.singles)} singles and pieces of {counts} fit none of {shapes}"
             self.require("shape", fits, detail)
-        self.require("share", 0 < lane.share <= 1, f"share={lane.share} of lane {lane.number}")
 
     def check_piece(self, piece: Piece) -> None:
         num_left = self.count(piece.id)
@@ -118,7 +117,7 @@ class _Check:
             self.require("layers", done == 0, f"sequence {piece.id} is at layer {done}")
             return
         facts = self.view.facts
-        fits = facts.has_layers and layers[0] == done < layers[1] <= facts.num_layers
+        fits = "layers" in facts.capabilities and layers[0] == done < layers[1] <= facts.num_layers
         fits = fits and (not done or piece.count == sequence.layered_count)
         detail = f"layers {layers} of {piece.count} tokens: sequence {piece.id} is at layer {done}"
         self.require("layers", fits, detail)

@@ -63,12 +63,8 @@ class Step:
 
     singles: tuple[Work, ...]
     pieces: tuple[Work, ...]
-    share: float = 1.0
-    """Share of the device."""
     number: int = 0
     """Lane."""
-    nano_batches: int = 1
-    """Parts into which the step is cut."""
     out: tuple[Swap, ...] = ()
     """Pages to copy to host memory before they are overwritten."""
     back: tuple[Swap, ...] = ()

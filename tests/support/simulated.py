@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.simulation import WORKLOADS, ModelSizes, Roofline, Simulation
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve import BATCHING, Facts, Objective
+from jaxmoe.serve import Facts, Objective
 
 SIZES = ModelSizes(
     num_layers=12,
@@ -40,11 +41,10 @@ FACTS = Facts(
     max_running=32,
     max_length=4096,
     num_layers=12,
-    has_partitions=True,
-    has_layers=True,
+    capabilities=frozenset({"pages", "partitions", "layers"}),
     cost=COST,
 )
-ONE_LANE = [name for name, config in BATCHING.items() if not config.traits.needs_partition]
+ONE_LANE = [name for name, one in EVERY_BATCHING.items() if "partitions" not in one.needs]
 """Policies that an executor on pages can run."""
 OBJECTIVE = Objective(ttft=0.5, tpot=0.02)
 
@@ -57,6 +57,6 @@ def arrivals(name="gamma", objective=OBJECTIVE, **fields):
 
 def simulated(policy="split_fuse", given=None, *, cost=COST, fields=None, facts=None, **options):
     facts = dataclasses.replace(FACTS, cost=cost, **(facts or {}))
-    config = BATCHING[policy](**(fields or {}))
+    config = EVERY_BATCHING[policy](**(fields or {}))
     given = arrivals() if given is None else given
     return Simulation(given, facts, config, cost, **options).run()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.batching import SIMULATED_BATCHING
 from jaxmoe.serve import (
     BATCHING,
     Facts,
@@ -57,7 +58,6 @@ BROKEN = {
         "pages",
         "pages are lacking",
     ),
-    "share": (Plan((Lane((0,), share=1.5),)), "share", "share=1.5"),
     "layers": (Plan.of([], [Piece(2, 2, (0, 1))]), "layers", "layers"),
 }
 
@@ -100,7 +100,7 @@ def test_shapes_that_are_not_compiled_are_refused(plan):
 
 
 def test_the_layers_of_a_piece_follow_each_other():
-    instance = served(has_layers=True)
+    instance = served(capabilities=frozenset({"pages", "layers"}))
     executor = PageExecutor(instance.facts)
     executor.run = lambda step: {}  # the prompt ends with the last layers only
 
@@ -123,12 +123,9 @@ def test_the_layers_of_a_piece_follow_each_other():
 
 
 def test_a_policy_that_needs_what_the_executor_lacks_is_refused_with_the_reason():
-    for name, config in BATCHING.items():
-        facts = Facts(num_pages=4)
-        traits = config.traits
-        lacks = traits.needs_partition or traits.needs_layers or traits.needs_cost
-        if not lacks:
-            config().check(facts)
-            continue
+    facts = Facts(num_pages=4)
+    for config in BATCHING.values():
+        config().check(facts)
+    for name, config in SIMULATED_BATCHING.items():
         with pytest.raises(ValueError, match=f"batching='{name}' needs .*: choose another"):
             config().check(facts)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from jaxmoe.serve.facts import Part
-from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
@@ -96,7 +95,8 @@ class DispatchConfig(abc.ABC):
     """A dispatch policy."""
 
     name: ClassVar[str]
-    traits: ClassVar[PolicyTraits] = PolicyTraits()
+    needs_moves: ClassVar[bool] = False
+    """Whether pages must travel between instances."""
     is_measured: ClassVar[bool] = False
     """Whether `measured` makes use of a run of the same workload."""
 
@@ -113,7 +113,7 @@ class DispatchConfig(abc.ABC):
         Raises:
             ValueError: Names the policy and what is missing.
         """
-        if self.traits.needs_moves and not has_moves:
+        if self.needs_moves and not has_moves:
             raise ValueError(
                 f"dispatch={self.name!r} needs pages that travel between instances, which this"
                 " executor does not have: choose another dispatch policy, such as 'least_loaded'"

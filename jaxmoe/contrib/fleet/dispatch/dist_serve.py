@@ -20,7 +20,6 @@ from jaxmoe.contrib.fleet.dispatch.base import (
     freest,
     load,
 )
-from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.requests import Request
 
 
@@ -29,7 +28,7 @@ class DistServeConfig(DispatchConfig):
     """Instances for prompts, and others for answers."""
 
     name: ClassVar[str] = "dist_serve"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
+    needs_moves: ClassVar[bool] = True
 
     prefill: int = 0
     """Instances for prompts; half of them when 0."""

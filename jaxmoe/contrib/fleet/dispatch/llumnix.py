@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import DispatchConfig, Dispatcher, FleetView, Move, Route
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.view import InstanceView
 
@@ -24,7 +23,7 @@ class LlumnixConfig(DispatchConfig):
     """Freest instance; running requests move there."""
 
     name: ClassVar[str] = "llumnix"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
+    needs_moves: ClassVar[bool] = True
 
     threshold: float = 3.0
     """Freeness below which an instance gives sequences away."""

@@ -24,7 +24,6 @@ from jaxmoe.contrib.fleet.dispatch.base import (
     is_at_rest,
 )
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.requests import Request
 
 
@@ -33,7 +32,7 @@ class PDServeConfig(DispatchConfig):
     """Instances for prompts that take a request when idle, and others for answers."""
 
     name: ClassVar[str] = "pd_serve"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
+    needs_moves: ClassVar[bool] = True
     is_measured: ClassVar[bool] = True
 
     prefill_seconds: float = 1.0

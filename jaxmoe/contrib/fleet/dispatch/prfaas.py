@@ -26,7 +26,6 @@ from jaxmoe.contrib.fleet.dispatch.base import (
     cached_tokens,
     wait,
 )
-from jaxmoe.serve.plan import PolicyTraits
 from jaxmoe.serve.requests import Request
 
 
@@ -35,7 +34,7 @@ class PrfaasConfig(DispatchConfig):
     """Remote instances for prompts, when that is faster."""
 
     name: ClassVar[str] = "prfaas"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_moves=True)
+    needs_moves: ClassVar[bool] = True
 
     remote: int = 1
     """Instances for prompts alone, the last ones; fewer where the fleet has no more."""

@@ -18,12 +18,12 @@ from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig, Rol
 from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.fleet.migration import Copy
 from jaxmoe.contrib.fleet.scaling import FixedConfig, ScalingConfig
+from jaxmoe.contrib.serving_lab.shares import SharedInstance, SharedStep
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
 from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
 from jaxmoe.contrib.serving_lab.simulation.scaled import SimulatedScaling
 from jaxmoe.contrib.serving_lab.simulation.workload import Arrival
 from jaxmoe.serve.facts import Facts, Part
-from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
 from jaxmoe.serve.policies.retention import RetentionConfig
@@ -55,8 +55,8 @@ class Simulation:
         facts = dataclasses.replace(facts, kv_bytes=float(cost.sizes.kv_bytes))
         if retention is not None:
             facts = retention.facts(facts)
-        if not batching.traits.needs_partition:
-            facts = dataclasses.replace(facts, has_partitions=False)
+        if "partitions" not in batching.needs:
+            facts = dataclasses.replace(facts, capabilities=facts.capabilities - {"partitions"})
         dispatch = dispatch or LeastLoadedConfig()
         self.now = 0.0
         self.plans: list[tuple[int, Plan]] = []
@@ -71,7 +71,7 @@ class Simulation:
         self.busy_seconds = [0.0] * num_instances
         self._cost, self.meter = cost, PowerMeter()
         self.fleet = Fleet(
-            [Instance(facts, batching.name) for _ in range(num_instances)],
+            [SharedInstance(facts, batching.name) for _ in range(num_instances)],
             [batching.build(facts) for _ in range(num_instances)],
             dispatch,
         )
@@ -166,6 +166,7 @@ class Simulation:
             self.plans.append((number, plan))
         for step in steps:
             parts = [Part(len(w.tokens), w.start, w.layers) for w in step.works]
+            assert isinstance(step, SharedStep)  # as instances of the simulator make them
             model = self.scaling.costs[number]
             cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)
             transfer = self._swap(step)

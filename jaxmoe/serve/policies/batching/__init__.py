@@ -4,7 +4,7 @@
 
 To add one: a config that extends `BatchingConfig` in a file of its own in this folder, its row
 under `batching` in `jaxmoe/catalog/serving.py`, a row in
-`tests/jaxmoe/serve/policies/test_batching.py`.
+`tests/jaxmoe/contrib/serving_lab/test_batching.py`.
 """
 
 from jaxmoe.catalog import Registry

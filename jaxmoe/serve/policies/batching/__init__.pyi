@@ -4,13 +4,8 @@ from jaxmoe.catalog import Registry
 from jaxmoe.serve.policies.batching.base import Batching as Batching
 from jaxmoe.serve.policies.batching.base import BatchingConfig as BatchingConfig
 from jaxmoe.serve.policies.batching.batch_llm import BatchLLMConfig as BatchLLMConfig
-from jaxmoe.serve.policies.batching.flow_prefill import FlowPrefillConfig as FlowPrefillConfig
 from jaxmoe.serve.policies.batching.laps import LapsConfig as LapsConfig
-from jaxmoe.serve.policies.batching.layered import LayeredConfig as LayeredConfig
-from jaxmoe.serve.policies.batching.nano_batches import NanoBatchesConfig as NanoBatchesConfig
-from jaxmoe.serve.policies.batching.nexus import NexusConfig as NexusConfig
 from jaxmoe.serve.policies.batching.prefill_first import PrefillFirstConfig as PrefillFirstConfig
-from jaxmoe.serve.policies.batching.semi_pd import SemiPDConfig as SemiPDConfig
 from jaxmoe.serve.policies.batching.split_fuse import SplitFuseConfig as SplitFuseConfig
 
 BATCHING: Registry

@@ -7,14 +7,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.plan import Plan, PolicyTraits
+from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.view import InstanceView
 
 Batching = Callable[[InstanceView], Plan]
 """Returns the plan of the next step; an empty plan waits for something to happen."""
+
+
+TIMES: Final = "the time of a step"
+"""What a policy needs that asks how long a step takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +26,9 @@ class BatchingConfig(abc.ABC):
     """A batching policy."""
 
     name: ClassVar[str]
-    traits: ClassVar[PolicyTraits] = PolicyTraits()
+    needs: ClassVar[frozenset[str]] = frozenset({"pages"})
+    """Capabilities that the executor must have, see `Facts.capabilities`; `TIMES` asks for a model
+    of the time of a step."""
 
     @abc.abstractmethod
     def build(self, facts: Facts) -> Batching:
@@ -41,15 +47,10 @@ class BatchingConfig(abc.ABC):
         Raises:
             ValueError: Names the policy and what is missing.
         """
-        traits = self.traits
-        lacks = [
-            ("lanes that share the device", traits.needs_partition and not facts.has_partitions),
-            ("pieces that stop between layers", traits.needs_layers and not facts.has_layers),
-            ("a model of the time of a step", traits.needs_cost and facts.cost is None),
-        ]
-        for what, is_lacking in lacks:
-            if is_lacking:
-                raise ValueError(
-                    f"batching={self.name!r} needs {what}, which this executor does not have:"
-                    " choose another batching policy, such as 'split_fuse', or simulate it"
-                )
+        present = facts.capabilities | ({TIMES} if facts.cost is not None else set())
+        if missing := self.needs - present:
+            raise ValueError(
+                f"batching={self.name!r} needs {' and '.join(sorted(missing))}, which this executor"
+                " does not have: choose another batching policy, such as 'split_fuse', or simulate"
+                " it"
+            )

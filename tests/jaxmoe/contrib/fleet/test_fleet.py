@@ -12,6 +12,7 @@ import pytest
 from jaxmoe.contrib.fleet.config import FleetConfig
 from jaxmoe.contrib.fleet.dispatch import DISPATCH
 from jaxmoe.contrib.fleet.engine import FleetEngine
+from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Request, Sampling
@@ -30,7 +31,7 @@ FACTS = Facts(
     max_running=4,
     max_length=40,
     num_layers=12,
-    has_layers=True,
+    capabilities=frozenset({"pages", "layers"}),
     cost=COST,
 )
 FREE_SWAPS = dataclasses.replace(
@@ -95,7 +96,7 @@ def test_a_fleet_makes_the_placements_moves_and_plans_of_the_simulator(name):
 @pytest.mark.rows(8)
 def test_the_engine_makes_the_plans_of_the_simulator(policy, retention):
     """By a logical clock, which the executor advances: arrivals come while its steps run."""
-    config = BATCHING[policy](**({"patience": 0.0} if policy == "laps" else {}))
+    config = EVERY_BATCHING[policy](**({"patience": 0.0} if policy == "laps" else {}))
     given = [(time, one) for time, one in requests(8)]
     now, plans, streams = [0.0], [], []
 

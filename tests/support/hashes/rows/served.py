@@ -21,13 +21,13 @@ def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
     from jaxmoe.contrib.fleet.dispatch import DISPATCH
     from jaxmoe.contrib.fleet.scaling import SCALING
+    from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
     from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES
     from jaxmoe.contrib.serving_lab.simulation import WORKLOADS
-    from jaxmoe.serve import BATCHING
     from jaxmoe.serve.policies.retention import RETENTION
 
-    for name, config in BATCHING.items():
-        if not (config.traits.needs_partition or config.traits.needs_layers):
+    for name, config in EVERY_BATCHING.items():
+        if not config.needs & {"partitions", "layers"}:
             yield f"served/batching_{name}", functools.partial(_batching, name)
         yield f"simulated/batching_{name}", functools.partial(_simulated, "batching", name)
     areas = {"dispatch": DISPATCH, "scaling": SCALING, "retention": RETENTION}
@@ -98,11 +98,11 @@ def _served(options: dict[str, Any], directory: pathlib.Path) -> dict[str, str]:
 
 
 def _batching(name: str, directory: pathlib.Path) -> dict[str, str]:
-    from jaxmoe.serve import BATCHING
+    from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
     from tests.support.hashes.rows.steps import fitting
     from tests.support.serving import serve
 
-    policy = fitting(BATCHING[name], {"budget": 8, "chunk": 8, "border": 6})
+    policy = fitting(EVERY_BATCHING[name], {"budget": 8, "chunk": 8, "border": 6})
     return _tokens(serve(_requests(), ARRIVALS, policy=policy))
 
 

@@ -97,9 +97,11 @@ def test_a_step_that_no_shape_holds_takes_the_time_of_the_formula():
 
 def test_a_simulation_with_a_table_takes_its_times():
     cost = TableCost.of(SHAPES, TABLE, COST)
-    facts = {"shapes": SHAPES, "max_running": 4, "max_length": 1024, "has_layers": False}
+    facts = {"shapes": SHAPES, "max_running": 4, "max_length": 1024}
     given = arrivals(requests=6, prompt_median=40.0)
-    found = simulated("split_fuse", given, cost=cost, facts=facts | {"has_partitions": False})
+    found = simulated(
+        "split_fuse", given, cost=cost, facts=facts | {"capabilities": frozenset({"pages"})}
+    )
     assert len(found.sequences) == 6
     steps = sum(found.busy_seconds) / 0.001
     assert steps == pytest.approx(round(steps))  # whole milliseconds

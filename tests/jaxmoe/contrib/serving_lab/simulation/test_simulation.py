@@ -8,10 +8,11 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.simulation import Arrival, ModelSizes, Simulation, measure
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve import BATCHING, Facts, Instance, Objective, Plan, Request, Sampling
+from jaxmoe.serve import Facts, Instance, Objective, Plan, Request, Sampling
 from jaxmoe.serve.facts import Part
 from tests.support.page_executor import answer, serve
 from tests.support.simulated import (
@@ -107,7 +108,7 @@ def test_without_limits_every_request_is_within_them():
     assert found.goodput == pytest.approx(12 / found.seconds)
 
 
-@pytest.mark.parametrize("policy", BATCHING)
+@pytest.mark.parametrize("policy", EVERY_BATCHING)
 def test_a_faster_chip_and_more_instances_never_lower_goodput(policy):
     given = arrivals(rate=200.0, requests=8)
     chip = dataclasses.replace(CHIPS["v5e"], flops=4e14, memory_bandwidth=2e12)
@@ -119,7 +120,7 @@ def test_a_faster_chip_and_more_instances_never_lower_goodput(policy):
     assert fast.goodput >= slow.goodput and two.goodput >= slow.goodput
 
 
-@pytest.mark.parametrize("policy", BATCHING)
+@pytest.mark.parametrize("policy", EVERY_BATCHING)
 def test_everything_is_served_and_the_pages_are_free_again(policy):
     given = arrivals(rate=400.0, prefixes=2, prefix_tokens=40)
     simulation = simulated(policy, given, facts={"num_pages": 60, "max_length": 960})
@@ -145,7 +146,7 @@ def test_later_turns_find_the_earlier_ones_in_the_pool():
 @pytest.mark.parametrize("policy", ONE_LANE)
 def test_the_plans_are_those_of_an_executor_on_pages(policy):
     """The simulator cannot drift from the engine: equal arrivals and clock give equal plans."""
-    config = BATCHING[policy](**({"patience": 0.0} if policy == "laps" else {}))
+    config = EVERY_BATCHING[policy](**({"patience": 0.0} if policy == "laps" else {}))
     cost = Ticks(sizes=SIZES, chip=CHIPS["v5e"])
     facts = Facts(
         num_pages=12,
@@ -153,7 +154,7 @@ def test_the_plans_are_those_of_an_executor_on_pages(policy):
         max_running=4,
         max_length=40,
         num_layers=12,
-        has_layers=True,
+        capabilities=frozenset({"pages", "layers"}),
         cost=cost,
     )
     requests = [
@@ -177,7 +178,7 @@ def test_the_plans_are_those_of_an_executor_on_pages(policy):
 
 
 def test_a_policy_that_never_plans_is_named():
-    simulation = Simulation(arrivals(requests=2), FACTS, BATCHING["split_fuse"](), COST)
+    simulation = Simulation(arrivals(requests=2), FACTS, EVERY_BATCHING["split_fuse"](), COST)
     simulation.fleet._policies = [lambda view: Plan()]
     with pytest.raises(RuntimeError, match="policy 'split_fuse' left 2 requests unserved"):
         simulation.run()

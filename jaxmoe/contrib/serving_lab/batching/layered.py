@@ -12,20 +12,21 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
 from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.plan import Plan, PolicyTraits
-from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.policies.batching.base import Batching
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayeredConfig(BatchingConfig):
+class LayeredConfig(SimulatedBatchingConfig):
     """A group of layers of a whole prompt per step, with all layers of decoding."""
 
     name: ClassVar[str] = "layered"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_layers=True)
+    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
 
     chunk: int = 512
     """Tokens of a prompt per group of layers."""

@@ -11,20 +11,21 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
+from jaxmoe.contrib.serving_lab.batching.two_lanes import plan_lanes
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.plan import Plan, PolicyTraits
-from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
-from jaxmoe.serve.policies.batching.two_lanes import plan_lanes
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.policies.batching.base import Batching
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SemiPDConfig(BatchingConfig):
+class SemiPDConfig(SimulatedBatchingConfig):
     """Two lanes; the share follows the missed limits."""
 
     name: ClassVar[str] = "semi_pd"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_partition=True)
+    needs: ClassVar[frozenset[str]] = frozenset({"partitions"})
 
     budget: int = 2048
     """Tokens of the prompts of one step."""

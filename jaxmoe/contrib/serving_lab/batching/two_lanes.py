@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jaxmoe.serve.draft import Draft
+from jaxmoe.contrib.serving_lab.shares import SharedDraft
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.view import InstanceView
 
@@ -19,7 +19,7 @@ def plan_lanes(view: InstanceView, decode_share: float, budget: int) -> Plan:
         decode_share: Share of the device for decoding; prompts have the rest.
         budget: Tokens of the prompts of one step.
     """
-    draft = Draft(view)
+    draft = SharedDraft(view)
     if DECODE in view.free_lanes:
         for sequence in draft.decoding():
             draft.single(sequence, DECODE)
@@ -27,4 +27,4 @@ def plan_lanes(view: InstanceView, decode_share: float, budget: int) -> Plan:
         for sequence in (*draft.prompts(), *view.waiting):
             if not draft.piece(sequence, budget - draft.tokens(PREFILL), PREFILL):
                 break
-    return draft.plan({DECODE: decode_share, PREFILL: 1.0 - decode_share})
+    return draft.shared_plan({DECODE: decode_share, PREFILL: 1.0 - decode_share})

@@ -11,20 +11,21 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
 from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.facts import Facts, Part
-from jaxmoe.serve.plan import Plan, PolicyTraits
-from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.policies.batching.base import TIMES, Batching
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FlowPrefillConfig(BatchingConfig):
+class FlowPrefillConfig(SimulatedBatchingConfig):
     """Least slack first; prompts stop between layers."""
 
     name: ClassVar[str] = "flow_prefill"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_layers=True, needs_cost=True)
+    needs: ClassVar[frozenset[str]] = frozenset({"layers", TIMES})
 
     stops: int = 4
     """Places between layers at which a prompt may stop."""

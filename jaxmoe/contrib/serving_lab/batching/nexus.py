@@ -11,21 +11,22 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
+from jaxmoe.contrib.serving_lab.batching.two_lanes import plan_lanes
 from jaxmoe.serve.facts import Facts, Part
-from jaxmoe.serve.plan import Plan, PolicyTraits
-from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
-from jaxmoe.serve.policies.batching.two_lanes import plan_lanes
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.policies.batching.base import TIMES, Batching
 from jaxmoe.serve.view import InstanceView
 
 SHARES = tuple(step / 10 for step in range(1, 10))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NexusConfig(BatchingConfig):
+class NexusConfig(SimulatedBatchingConfig):
     """Two lanes; the share by predicted latency."""
 
     name: ClassVar[str] = "nexus"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_partition=True, needs_cost=True)
+    needs: ClassVar[frozenset[str]] = frozenset({"partitions", TIMES})
 
     budget: int = 2048
     """Tokens of the prompts of one step."""

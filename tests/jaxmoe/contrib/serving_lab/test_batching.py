@@ -8,11 +8,23 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
+from jaxmoe.contrib.serving_lab.batching.semi_pd import direction
+from jaxmoe.contrib.serving_lab.shares import SharedInstance, SharedLane
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Roofline
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve import BATCHING, Facts, Instance, Objective, Piece, Request, Sampling, Shapes
+from jaxmoe.serve import (
+    Facts,
+    Instance,
+    Objective,
+    Piece,
+    Plan,
+    PlanError,
+    Request,
+    Sampling,
+    Shapes,
+)
 from jaxmoe.serve.facts import Part
-from jaxmoe.serve.policies.batching.semi_pd import direction
 from tests.support.page_executor import answer, serve
 from tests.support.simulated import COST, FACTS, OBJECTIVE, ONE_LANE, SIZES, arrivals, simulated
 
@@ -29,20 +41,20 @@ def arrival(id_, prompt, time=0.0, tokens=3, **fields):
 
 def planned(policy, requests, *, now=0.0, facts=None, **fields):
     """Return the first plan of a policy for requests that have just arrived."""
-    facts = dataclasses.replace(
-        FACTS, has_partitions=BATCHING[policy].traits.needs_partition, **(facts or {})
-    )
+    facts = dataclasses.replace(FACTS, **(facts or {}))
+    if "partitions" not in EVERY_BATCHING[policy].needs:
+        facts = dataclasses.replace(facts, capabilities=facts.capabilities - {"partitions"})
     instance = Instance(facts, policy)
     for one in requests:
         instance.submit(one, now)
-    return BATCHING[policy](**fields).build(facts)(instance.view(now))
+    return EVERY_BATCHING[policy](**fields).build(facts)(instance.view(now))
 
 
 def lanes(simulation):
     return [lane for _, plan in simulation.plans for lane in plan.lanes]
 
 
-@pytest.mark.parametrize("name", BATCHING)
+@pytest.mark.parametrize("name", EVERY_BATCHING)
 def test_one_request_alone_waits_for_its_prompt_only(name):
     simulation = simulated(
         name, [arrival(0, 300)], fields={"patience": 0.0} if name == "laps" else {}
@@ -51,7 +63,7 @@ def test_one_request_alone_waits_for_its_prompt_only(name):
     parts = [[Part(300, 0)]]
     if name == "flow_prefill":
         parts = [[Part(300, 0, (i, i + 3))] for i in (0, 3, 6, 9)]
-    share = 0.5 if BATCHING[name].traits.needs_partition else 1.0
+    share = 0.5 if "partitions" in EVERY_BATCHING[name].needs else 1.0
     expected = sum(COST.seconds(p, share=share) for p in parts)
     if name == "nexus":  # nothing decodes: prompts get the largest share
         assert one.first - one.arrived == pytest.approx(COST.seconds(parts[0], share=0.9))
@@ -202,6 +214,13 @@ def test_semi_pd_moves_towards_the_phase_that_misses_its_limit(ttft, tpot, expec
     assert (max(shares) > 0.5, min(shares) < 0.5) == (expected > 0, expected < 0)
 
 
+def test_a_share_that_the_device_does_not_have_is_refused():
+    instance = SharedInstance(FACTS, "wrong")
+    with pytest.raises(PlanError, match=r"share=1\.5 of lane 0") as error:
+        instance.start(Plan((SharedLane(share=1.5),)), 0.0)
+    assert (error.value.policy, error.value.rule) == ("wrong", "share")
+
+
 def test_nano_batches_are_as_many_as_is_fastest():
     simulation = simulated("nano_batches", [arrival(0, 2000, tokens=2)])
     prompt, decoding = lanes(simulation)[0], lanes(simulation)[-1]
@@ -219,13 +238,13 @@ def test_answers_on_pages_do_not_depend_on_the_policy(name):
         max_running=3,
         max_length=40,
         num_layers=12,
-        has_layers=True,
+        capabilities=frozenset({"pages", "layers"}),
         cost=Roofline(sizes=SIZES, chip=CHIPS["v5e"]),
     )
     requests = [
         (i // 2, request(i, range(i % 3, 9 + 2 * i), 4 + i, objective=OBJECTIVE)) for i in range(6)
     ]
-    streams, _ = serve(Instance(facts, name), BATCHING[name]().build(facts), requests)
+    streams, _ = serve(Instance(facts, name), EVERY_BATCHING[name]().build(facts), requests)
     assert streams.tokens == {r.id: answer(r, 40) for _, r in requests}
 
 
@@ -246,4 +265,4 @@ def test_answers_on_pages_do_not_depend_on_the_policy(name):
 def test_values_that_mean_nothing_are_refused(name, fields):
     (field,) = fields
     with pytest.raises(ValueError, match=f"{field}={fields[field]}"):
-        BATCHING[name](**fields)
+        EVERY_BATCHING[name](**fields)

@@ -11,19 +11,20 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.serve.draft import Draft
+from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
+from jaxmoe.contrib.serving_lab.shares import SharedDraft
 from jaxmoe.serve.facts import Facts, Part
-from jaxmoe.serve.plan import Plan, PolicyTraits
-from jaxmoe.serve.policies.batching.base import Batching, BatchingConfig
+from jaxmoe.serve.plan import Plan
+from jaxmoe.serve.policies.batching.base import TIMES, Batching
 from jaxmoe.serve.view import InstanceView
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NanoBatchesConfig(BatchingConfig):
+class NanoBatchesConfig(SimulatedBatchingConfig):
     """Decoding and pieces of prompts in overlapping parts."""
 
     name: ClassVar[str] = "nano_batches"
-    traits: ClassVar[PolicyTraits] = PolicyTraits(needs_cost=True)
+    needs: ClassVar[frozenset[str]] = frozenset({TIMES})
 
     budget: int = 2048
     """Tokens of one step, decoding included."""
@@ -38,7 +39,7 @@ class NanoBatchesConfig(BatchingConfig):
         """Return the policy for one instance."""
 
         def plan(view: InstanceView) -> Plan:
-            draft = Draft(view)
+            draft = SharedDraft(view)
             parts = []
             for sequence in draft.decoding()[: self.budget]:
                 if draft.single(sequence):
@@ -54,6 +55,6 @@ class NanoBatchesConfig(BatchingConfig):
                 cost = facts.cost
                 numbers = range(1, min(self.most, sum(part.count for part in parts)) + 1)
                 best = min(numbers, key=lambda n: cost.seconds(parts, nano_batches=n))
-            return draft.plan(nano_batches=best)
+            return draft.shared_plan(nano_batches=best)
 
         return plan
